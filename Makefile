@@ -1,0 +1,46 @@
+# Every target sets itself up: Python 3.11, make and a C compiler are all it needs.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+# Ranks are threads of one process and two test workers share two cores: more threads only fight each other.
+export OMP_NUM_THREADS ?= 1
+# Nothing here may reach for a model hub.
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test smoke test-full check bench golden clean
+.DEFAULT_GOAL := test
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)  ## a small GPT on four emulated devices, against one
+	$(BIN)/weft verify examples/gpt.py --plan dp=2,tp=2
+
+check: $(READY)  ## format, lint, types, import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## what every change must pass
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not full"
+
+smoke: $(READY)  ## under a minute
+	$(BIN)/python -m pytest -m "smoke and not full"
+
+test-full: check  ## everything, with ten times the random examples
+	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=full
+
+bench: $(READY)  ## time of each pass of the compiler
+	$(BIN)/python bench/passes.py
+
+golden: $(READY)  ## rewrite the expected texts under tests/golden
+	$(BIN)/python -m pytest -m "not full" --golden tests
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -1,0 +1,48 @@
+"""For all tests: one thread per operator, hypothesis profiles, expected texts.
+
+`quick` is the default profile; `--hypothesis-profile=full` gives ten times as many examples. Tests that scale their
+number of examples read `settings.default.max_examples` when they are collected.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Before torch loads: test workers and rank threads share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("quick", max_examples=50, derandomize=True, database=None, **_common)
+settings.register_profile("full", max_examples=500, print_blob=True, **_common)
+settings.load_profile("quick")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="rewrite the expected texts under tests/golden")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("gpt.graph.txt", text)` compares a text with the stored one, or stores it under `--golden`."""
+    rewrite = request.config.getoption("--golden")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if rewrite:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no expected text {path.name}: run `make golden` and read the difference"
+        assert text == path.read_text(encoding="utf-8"), f"{name} changed: run `make golden` and read the difference"
+
+    return compare

@@ -1,0 +1,257 @@
+"""Proves rules by running them: an op cut by its rule, cell by cell, against the op run whole.
+
+`prove("aten.mm.default", (x, w))` builds a graph of that one op, asks for its rule, and for every name that may be cut
+(in two and three parts, even, uneven, in groups, empty, nested, and in pairs) gives every cell its parts of the
+operands by the layout algebra, runs the local call, puts the outputs together and compares; then the same for gradients.
+Operands that should arrive as addends arrive as random ones. Every linear set is carried likewise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.ir.graph import Graph, Op, Ref, Tensor, map_refs
+from weft.ir.layout import COPY, PARTIAL, Axis, Cell, Grid, Layout, verify_layout
+from weft.ir.oplayout import Carried, Cut, OpLayout, Use, plain_cut
+from weft.ops.arguments import overload
+from weft.ops.derive import Operand, cell_view, operands, require
+from weft.ops.rule import Call, Rule
+from weft.ops.table import rule_for
+
+TOLERANCE = 1e-11
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op, its operands' values and what it makes of them."""
+
+    op: Op
+    graph: Graph
+    rule: Rule
+    values: tuple[torch.Tensor, ...]
+    results: tuple[torch.Tensor, ...]
+    cotangents: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+
+
+def case(target: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Case:
+    """The op run whole, with its gradients."""
+    values: list[torch.Tensor] = []
+
+    def named(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            values.append(arg.detach())
+            return Ref(f"x{len(values) - 1}")
+        return tuple(map(named, arg)) if isinstance(arg, tuple | list) else arg
+
+    op_args, op_kwargs = named(tuple(args)), tuple((k, named(v)) for k, v in (kwargs or {}).items())
+    leaves = _leaves(values)
+    numbered = map_refs((op_args, tuple(v for _, v in op_kwargs)), lambda ref: leaves[int(ref.name[1:])])
+    results = _run(target, numbered[0], dict(zip([k for k, _ in op_kwargs], numbered[1], strict=True)))
+    tensors = {f"x{i}": _tensor(f"x{i}", value) for i, value in enumerate(values)}
+    tensors |= {f"y{i}": _tensor(f"y{i}", value) for i, value in enumerate(results)}
+    op = Op("it", target, op_args, op_kwargs, tuple(f"y{i}" for i in range(len(results))))
+    graph = Graph("one", tensors, (), (), (), {}, (op,), op.outputs, None)
+    cotangents = tuple(torch.randn_like(value) if value.is_floating_point() else value for value in results)
+    gradients = _gradients(results, cotangents, leaves)
+    return Case(op, graph, rule_for(op, graph), tuple(values), tuple(r.detach() for r in results), cotangents, gradients)
+
+
+def prove(target: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, empty: bool = True) -> Rule:
+    """Check the rule of one op in every way it may be used. `empty`: also with parts that hold nothing."""
+    torch.manual_seed(0)
+    it = case(target, args, kwargs)
+    check_form(it.rule)
+    for uses in _cuts(it.rule, empty):
+        for use in uses:
+            require(it.op, it.rule, use)
+        prove_layout(it, uses)
+    for linear in it.rule.linear:
+        prove_layout(it, (Carried(linear),))
+        for uses in itertools.islice(_cuts(it.rule, False), 0, None, 7):
+            prove_layout(it, (Carried(linear), *uses))
+    return it.rule
+
+
+def check_form(rule: Rule) -> None:
+    """What every Rule promises."""
+    for dims in (*rule.inputs, *rule.outputs):
+        names = [name for one in dims for name in one.names]
+        assert len(names) == len(set(names)), f"a name stands twice in one operand: {rule}"
+    for name in rule.cuttable:
+        if name not in rule.summed and name not in rule.algorithms:
+            assert all(any(name in one.names for one in dims) for dims in rule.outputs), f"{name} is lost: {rule}"
+    for name in rule.summed:
+        for dims in rule.outputs:
+            assert not any(name in one.names for one in dims), f"{name} is summed and yet in an output: {rule}"
+    assert set(rule.names) <= set(rule.sizes), rule
+    assert all(rule.added <= linear for linear in rule.linear), f"{rule} {rule.linear} {rule.added}"
+
+
+def _cuts(rule: Rule, empty: bool) -> Iterator[tuple[Cut, ...]]:
+    free = [name for name in rule.cuttable if name not in rule.algorithms and rule.sizes[name] > 1]
+    for name in free:
+        size = rule.sizes[name]
+        shares = [(1, 1), (1, 2), (3, 1)] + [(1, 1, 1), (1, 2, 1)] * (size >= 3) + [(1, 0), (0, 2, 1)] * empty
+        yield from ((plain_cut(name, size, share),) for share in shares if size >= sum(1 for s in share if s))
+        if size % 4 == 0:
+            yield (Cut(name, (1, 1), (size // 2, size // 2), size // 2),)
+            yield (plain_cut(name, size, (1, 1)), plain_cut(name, size, (1, 1)))
+    for a, b in itertools.combinations(free, 2):
+        yield (plain_cut(a, rule.sizes[a], (1, 1)), plain_cut(b, rule.sizes[b], (2, 1)))
+        yield (plain_cut(b, rule.sizes[b], (1, 1)), plain_cut(a, rule.sizes[a], (1, 1)))
+
+
+def prove_layout(it: Case, uses: Sequence[Use]) -> None:
+    """The op cut in one way: every output and every gradient come out as if it had run whole."""
+    axes = tuple(Axis(f"a{i}", len(use.shares) if isinstance(use, Cut) else 2) for i, use in enumerate(uses))
+    grid = Grid(axes, tuple(range(_product(axis.size for axis in axes))))
+    layout = OpLayout(grid, tuple(uses))
+    shapes = tuple(tuple(value.shape) for value in it.values), tuple(tuple(value.shape) for value in it.results)
+    lying = operands(it.rule, layout, *shapes)
+    for operand in (*lying.inputs, *lying.outputs):
+        verify_layout(operand.layout)
+    addends = [_addends(value, operand.layout) for value, operand in zip(it.values, lying.inputs, strict=True)]
+    out_addends = [_addends(value, operand.grad) for value, operand in zip(it.cotangents, lying.outputs, strict=True)]
+    outputs = [_Whole(value, operand.layout) for value, operand in zip(it.results, lying.outputs, strict=True)]
+    grads = [_Whole(value, operand.grad) for value, operand in zip(it.gradients, lying.inputs, strict=True)]
+    for cell in grid.cells:
+        locals_ = _leaves([_part(addends[i], operand.layout, cell) for i, operand in enumerate(lying.inputs)])
+        view = cell_view(it.rule, layout, cell, *shapes)
+        results = run_call(local_call(it, view), locals_)
+        told = f"{it.op.target} {it.rule}\n{layout} at {cell}"
+        for i, (result, whole) in enumerate(zip(results, outputs, strict=True)):
+            assert tuple(result.shape) == view.output_shape(i), f"{tuple(result.shape)} {view.output_shape(i)}: {told}"
+            whole.put(cell, result.detach())
+        cotangents = [_part(out_addends[i], operand.grad, cell) for i, operand in enumerate(lying.outputs)]
+        for gradient, whole in zip(_gradients(results, cotangents, locals_), grads, strict=True):
+            if gradient is not None:
+                whole.put(cell, gradient)
+    for what, wholes in (("output", outputs), ("gradient", grads)):
+        for i, whole in enumerate(wholes):
+            whole.check(f"{what} {i} of {it.op.target}: {it.rule}\n{layout}")
+
+
+def local_call(it: Case, view: Any) -> Call:
+    """The rule's local call, or the op's own."""
+    if it.rule.local is not None:
+        return it.rule.local(it.op, view)
+    args = map_refs(it.op.args, lambda ref: Ref(ref.name[1:]))
+    return Call(it.op.target, args, tuple((k, map_refs(v, lambda ref: Ref(ref.name[1:]))) for k, v in it.op.kwargs))
+
+
+def run_call(call: Call, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One cell's call on its local tensors."""
+    args = map_refs(call.args, lambda ref: values[int(ref.name)])
+    kwargs = {name: map_refs(value, lambda ref: values[int(ref.name)]) for name, value in call.kwargs}
+    return _run(call.target, args, kwargs)
+
+
+class _Whole:
+    """A tensor put together from parts: addends added, copies compared."""
+
+    def __init__(self, expected: torch.Tensor | None, layout: Layout) -> None:
+        self.expected, self.layout = expected, layout
+        self.copies = [i for i, role in enumerate(layout.roles) if role == COPY]
+        self.found = None if expected is None else torch.zeros_like(expected)
+        self.firsts: dict[Cell, torch.Tensor] = {}
+
+    def put(self, cell: Cell, piece: torch.Tensor) -> None:
+        if self.found is None:
+            return
+        origin = tuple(0 if i in self.copies else at for i, at in enumerate(cell))
+        if origin != cell:
+            _compare(piece, self.firsts[origin], f"a copy differs at {cell} of {self.layout}")
+            return
+        self.firsts[cell] = piece
+        index = _index(self.layout.part(cell).ranges)
+        if self.found.dtype == torch.bool:
+            self.found[index] |= piece
+        else:
+            self.found[index] += piece
+
+    def check(self, told: str) -> None:
+        if self.found is not None and self.expected is not None:
+            _compare(self.found, self.expected, told)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, told: str) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape, told
+    if not found.numel():
+        return
+    if not found.is_floating_point() and not found.is_complex():
+        assert torch.equal(found, expected), told
+        return
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, torch.zeros_like(found), found - expected).abs().max().item()
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, finite.abs().max().item() if finite.numel() else 1.0)
+    assert difference <= TOLERANCE * scale, f"differs by {difference}: {told}"
+
+
+def _addends(value: torch.Tensor, layout: Layout) -> dict[Cell, torch.Tensor]:
+    """For each combination of coordinates on the partial axes an addend; they sum to the value."""
+    partial = [i for i, role in enumerate(layout.roles) if role == PARTIAL]
+    shares = list(itertools.product(*(range(layout.grid.axes[i].size) for i in partial)))
+    floating = value.is_floating_point() or value.is_complex()
+    found = {share: torch.randn_like(value) if floating else torch.zeros_like(value) for share in shares[1:]}
+    return {shares[0]: value - sum(found.values(), torch.zeros_like(value)) if found else value, **found}
+
+
+def _part(addends: dict[Cell, torch.Tensor], layout: Layout, cell: Cell) -> torch.Tensor:
+    part = layout.part(cell)
+    return addends[part.share][_index(part.ranges)].clone()
+
+
+def _index(ranges: Sequence[Any]) -> Any:
+    if not ranges:
+        return ...
+    lists = [[i for start, stop in one for i in range(start, stop)] for one in ranges]
+    shaped = []
+    for position, found in enumerate(lists):
+        shape = [1] * len(lists)
+        shape[position] = len(found)
+        shaped.append(torch.tensor(found, dtype=torch.long).reshape(shape))
+    return tuple(shaped)
+
+
+def _leaves(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex()) for v in values]
+
+
+def _gradients(
+    results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    found: list[torch.Tensor | None] = [None] * len(leaves)
+    if pairs and wanted:
+        chosen = [leaves[i] for i in wanted]
+        outs, cots = [r for r, _ in pairs], [c for _, c in pairs]
+        for i, gradient in zip(wanted, torch.autograd.grad(outs, chosen, cots, allow_unused=True), strict=True):
+            found[i] = torch.zeros_like(leaves[i]) if gradient is None else gradient
+    return tuple(found)
+
+
+def _run(target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    operator = overload(target)
+    assert operator is not None, f"no operator {target}"
+    result = operator(*args, **kwargs)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _tensor(name: str, value: torch.Tensor) -> Tensor:
+    floating = value.is_floating_point() or value.is_complex()
+    return Tensor(name, tuple(value.shape), value.dtype, needs_grad=floating)
+
+
+def _product(sizes: Iterator[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

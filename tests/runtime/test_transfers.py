@@ -1,0 +1,157 @@
+"""Pieces cut, sent, put in place and added; views and copies."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.runtime.scripting import F64, all_reduce, box, whole
+from weft.runtime.emulator import run_ranks
+from weft.runtime.script import Piece, Transfer
+from weft.runtime.transfers import execute, execute_all, put, size, take
+from weft.runtime.transport import CollectiveMismatch, RankFailed, Transport
+
+X = torch.arange(24.0, dtype=F64).reshape(4, 6)
+
+
+class Silent:
+    """A transport that must not be used."""
+
+    rank, num_ranks, device = 0, 1, torch.device("cpu")
+
+
+def test_take_of_everything_is_the_tensor_itself() -> None:
+    assert take(X, whole(4, 6)) is X
+    scalar = torch.tensor(3.0)
+    assert take(scalar, ()) is scalar
+
+
+def test_take_and_put_are_reverses() -> None:
+    index = (((2, 4), (0, 1)), ((1, 2), (4, 6)))
+    part = take(X, index)
+    assert torch.equal(part, X[[2, 3, 0]][:, [1, 4, 5]]) and tuple(part.shape) == size(index)
+    out = torch.zeros_like(X)
+    put(out, index, part)
+    assert torch.equal(take(out, index), part) and int((out != 0).sum()) == int((part != 0).sum())
+    put(out, index, part, add=True)
+    assert torch.equal(take(out, index), 2 * part)
+
+
+def test_empty_takes() -> None:
+    assert take(X, ((), ((0, 6),))).shape == (0, 6)
+    put(X.clone(), ((), ((0, 6),)), torch.empty(0, 6, dtype=F64))
+
+
+def test_put_refuses_a_piece_of_another_shape() -> None:
+    with pytest.raises(AssertionError, match="shape"):
+        put(X.clone(), box((0, 2), (0, 6)), X[:1])
+
+
+def test_local_transfer_needs_no_transport() -> None:
+    slices = Transfer("local", (), (Piece(0, 0, box((0, 4), (2, 5))),), (Piece(0, 0, whole(4, 3)),), ((4, 3),))
+    (found,) = execute(slices, [X], Silent())
+    assert torch.equal(found, X[:, 2:5]) and found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes, "a part must not keep the whole alive"
+    same = Transfer("local", (), (Piece(0, 0, whole(4, 6)),), (Piece(0, 0, whole(4, 6)),), ((4, 6),))
+    (found,) = execute(same, [X], Silent())
+    assert found.data_ptr() == X.data_ptr()
+
+
+def test_local_transfer_that_names_another_rank_is_refused() -> None:
+    wrong = Transfer("local", (), (Piece(1, 0, whole(4, 6)),), (), ())
+    with pytest.raises(AssertionError, match="other ranks"):
+        execute(wrong, [X], Silent())
+
+
+def test_zeros_where_nothing_comes() -> None:
+    nothing = Transfer("local", (), (), (), ((2, 3),))
+    (found,) = execute(nothing, [], Silent(), dtype=torch.float32)
+    assert torch.equal(found, torch.zeros(2, 3)) and found.dtype == torch.float32
+    with pytest.raises(AssertionError, match="dtype"):
+        execute(nothing, [], Silent())
+
+
+def test_adding_does_not_write_to_the_source() -> None:
+    source, slots = X.clone(), (whole(4, 6), whole(4, 6))
+    both = Transfer(
+        "local", (), tuple(Piece(0, s, i) for s, i in enumerate(slots)), tuple(Piece(0, 0, i) for i in slots), ((4, 6),), True
+    )
+    (found,) = execute(both, [source, X], Silent())
+    assert torch.equal(found, 2 * X) and torch.equal(source, X)
+
+
+def test_several_slots_and_peers() -> None:
+    """Rank 0 holds the columns as two slots, every rank wants some rows of the whole."""
+    rows = [(0, 1), (1, 1), (1, 4)]
+    group = (0, 1, 2)
+
+    def body(transport: Transport) -> torch.Tensor:
+        r = transport.rank
+        height = rows[r][1] - rows[r][0]
+        sends, tensors = (), []
+        if r == 0:
+            tensors = [X[:, :2], X[:, 2:]]
+            sends = tuple(Piece(p, s, box(rows[p], (0, tensors[s].shape[1]))) for p in group for s in (0, 1))
+        receives = tuple(Piece(0, 0, box((0, height), cols)) for cols in ((0, 2), (2, 6)))
+        (found,) = execute(Transfer("exchange", group, sends, receives, ((height, 6),)), tensors, transport, dtype=F64)
+        return found
+
+    assert torch.equal(torch.cat(run_ranks(3, body)), X)
+
+
+@pytest.mark.parametrize("shares", list(itertools.product((0, 1, 3), repeat=2)))
+def test_reduce_scatter_then_gather_is_a_sum(shares: tuple[int, int]) -> None:
+    rows = [*shares, 4 - min(sum(shares), 4)] if sum(shares) <= 4 else [3, 1, 0]
+    starts = [sum(rows[:i]) for i in range(3)]
+    boxes = [box((starts[i], starts[i] + rows[i]), (0, 6)) for i in range(3)]
+
+    def body(transport: Transport) -> torch.Tensor:
+        r, group = transport.rank, (0, 1, 2)
+        mine = whole(rows[r], 6)
+        scatter = Transfer(
+            "reduce_scatter",
+            group,
+            tuple(Piece(p, 0, boxes[p]) for p in group),
+            tuple(Piece(p, 0, mine) for p in group),
+            ((rows[r], 6),),
+            True,
+        )
+        gather = Transfer(
+            "all_gather",
+            group,
+            tuple(Piece(p, 0, mine) for p in group),
+            tuple(Piece(p, 0, boxes[p]) for p in group),
+            ((4, 6),),
+        )
+        return execute_all([scatter, gather], [X * (r + 1)], transport)[0]
+
+    assert all(torch.equal(found, X * 6) for found in run_ranks(3, body))
+
+
+def test_all_reduce_of_one_rank_and_of_two_slots() -> None:
+    (found,) = execute(all_reduce((4, 6), 0), [X], Silent())
+    assert torch.equal(found, X)
+    with pytest.raises(AssertionError, match="one local tensor"):
+        execute(all_reduce((4, 6), 0, 1), [X, X], Silent())
+
+
+def test_wrong_dtype_is_refused_not_converted() -> None:
+    def body(transport: Transport) -> None:
+        piece = Piece(1 - transport.rank, 0, whole(4, 6))
+        if transport.rank == 0:
+            execute(Transfer("exchange", (0, 1), (piece,), (), ()), [X], transport)
+        else:
+            execute(Transfer("exchange", (0, 1), (), (piece,), ((4, 6),)), [], transport, dtype=torch.float32)
+
+    with pytest.raises(CollectiveMismatch, match="float64.*expects float32"):
+        run_ranks(2, body)
+
+
+def test_a_bad_index_names_the_rank() -> None:
+    def body(transport: Transport) -> None:
+        execute(Transfer("local", (), (Piece(transport.rank, 0, whole(4)),), (), ()), [X], transport)
+
+    with pytest.raises(RankFailed, match="index of 1 dims"):
+        run_ranks(2, body)

@@ -1,0 +1,67 @@
+"""Weft draws one single-device PyTorch model across many devices, to the same numbers.
+
+Rooms in flow order: capture (nn.Module -> Graph), ops (a Rule per Op), plan (Plan, primitives, recipes), cost, lower
+(Plan -> Program, check, one Script per rank), runtime (what runs), verify (the same numbers?), cli. Nouns are in ir.
+
+Public names are resolved on first use, so that `import weft.runtime` loads neither the compiler nor a planner.
+`weft.capture` and `weft.verify` are rooms and functions at once: calling the room calls the function of its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft import errors as errors
+    from weft.capture import capture as capture
+    from weft.ir.graph import Graph as Graph
+    from weft.ir.layout import Layout as Layout
+    from weft.ir.program import Program as Program
+    from weft.plan import Plan as Plan
+    from weft.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Graph": "weft.ir.graph",
+    "Layout": "weft.ir.layout",
+    "Program": "weft.ir.program",
+    "Plan": "weft.plan",
+}
+_ROOMS = ("capture", "errors", "verify")
+
+__all__ = ["__version__", "capture", "verify", "errors", "Plan", "Graph", "Layout", "Program"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"weft.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Room(ModuleType):
+    """A sub-package that can be called: `weft.verify(...)` is `weft.verify.verify(...)`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.__name__.removeprefix("weft."))(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """Importing a sub-package sets it as an attribute here, at whatever moment: that is where it becomes callable."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("capture", "verify") and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

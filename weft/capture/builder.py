@@ -1,0 +1,127 @@
+"""Ops, one by one, each tried on fake tensors.
+
+Enters: operators with arguments (`Ref`s, sizes, plain values) and the context they ran in. Leaves: Ops and Tensors
+under working names (`names.py` gives the final ones). Every op is run once on fake tensors in its own grad mode and
+autocast, so shape, dtype and whether a gradient flows are what torch itself says, for rewritten operators too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from weft.capture.sizes import Sizes
+from weft.errors import CaptureError
+from weft.ir.graph import NOWHERE, Autocast, Op, Ref, Source, Tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where and how an op ran."""
+
+    path: str = ""
+    call: int = 0
+    source: Source = NOWHERE
+    grad: bool = True
+    autocast: Autocast | None = None
+    recompute: int | None = None
+
+    @property
+    def place(self) -> str:
+        return str(self.source) if self.source.line else self.path
+
+
+@dataclass
+class Builder:
+    """The program so far."""
+
+    mode: FakeTensorMode
+    sizes: Sizes
+    fakes: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+
+    def place(self, fake: torch.Tensor, name: str) -> str:
+        """Take in a tensor that no op makes (input, parameter, buffer, constant)."""
+        self.fakes[name] = fake
+        shape = tuple(self.sizes.dim(dim) for dim in fake.shape)
+        self.tensors[name] = Tensor(name, shape, fake.dtype, fake.requires_grad)
+        return name
+
+    def emit(
+        self,
+        target: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        context: Context,
+        draw: int | None = None,
+    ) -> list[str]:
+        """Append one call; the working names of its output tensors."""
+        return self._append(str(target), target, args, kwargs or {}, context, draw=draw)
+
+    def emit_function(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context) -> list[str]:
+        """Append one call of an opaque function."""
+        return self._append(f"function:{name}", function, args, {}, context, function=function)
+
+    def needs_grad(self, name: str) -> bool:
+        return self.tensors[name].needs_grad
+
+    def _append(
+        self,
+        target: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context: Context,
+        *,
+        draw: int | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> list[str]:
+        outputs = self._run(call, args, kwargs, context)
+        number = len(self.tensors)
+        names = [self.place(fake, f"{number + k}") for k, fake in enumerate(outputs)]
+        self.ops.append(
+            Op(
+                name=f"{len(self.ops)}",
+                target=target,
+                args=self.sizes.recorded(tuple(args), context),
+                kwargs=tuple((key, self.sizes.recorded(value, context)) for key, value in kwargs.items()),
+                outputs=tuple(names),
+                path=context.path,
+                call=context.call,
+                source=context.source,
+                grad=context.grad,
+                autocast=context.autocast,
+                recompute=context.recompute,
+                draw=draw,
+                function=function,
+            )
+        )
+        return names
+
+    def _run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
+    ) -> list[torch.Tensor]:
+        """The op on fake tensors, in its context."""
+        live_args, live_kwargs = pytree.tree_map(
+            lambda leaf: self.fakes[leaf.name] if isinstance(leaf, Ref) else leaf, (args, dict(kwargs))
+        )
+        with ExitStack() as stack:
+            stack.enter_context(self.mode)
+            stack.enter_context(torch.set_grad_enabled(context.grad))
+            if context.autocast is not None:
+                cast = context.autocast
+                stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled, cache_enabled=False))
+            result = call(*live_args, **live_kwargs)
+        leaves = pytree.tree_leaves(result)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(f"{call} returns something that is no tensor: {result}", place=context.place)
+        return leaves

@@ -1,0 +1,185 @@
+"""The example and the model's output as flat leaves with names.
+
+Enters: what the user hands over (a tensor, a tuple of positional arguments, a dict of keyword arguments), and what
+forward returned. Leaves: leaves, pytree specs, a name for every tensor (from forward's signature), which dims are
+dynamic, which output is the loss. Dataclasses are registered with torch's pytree, as `torch.export` asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from weft.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Example:
+    """The flattened example. `tensors` are positions among the leaves; `wheres` and `names` go with them."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    tensors: tuple[int, ...]
+    wheres: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of forward with these tensors in place of the example's."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.leaves[position] for position in self.tensors)
+
+
+def flatten_example(module: nn.Module, example: Any) -> Example:
+    """The example as leaves; refuses what forward does not take and tensors without values."""
+    args, kwargs = split_example(example)
+    register_dataclasses((args, kwargs))
+    pairs, spec = pytree.tree_flatten_with_path((args, kwargs))
+    tops = argument_names(module, args, kwargs)
+    tensors, wheres, names = [], [], []
+    for position, (path, leaf) in enumerate(pairs):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        top = tops[path[0].idx][path[1].idx if path[0].idx == 0 else path[1].key]
+        where = top + pytree.keystr(path[2:])
+        if leaf.device.type == "meta":
+            raise CaptureError(
+                f"input {where} is on the meta device: it has a shape but no values",
+                remedy="give an example on the CPU, such as torch.zeros of that shape",
+            )
+        tensors.append(position)
+        wheres.append(where)
+        names.append(".".join([top, *(key_name(key) for key in path[2:])]))
+    return Example(tuple(leaf for _, leaf in pairs), spec, tuple(tensors), tuple(wheres), tuple(names))
+
+
+def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """tuple: positional arguments; a mapping: keyword arguments; a tensor: the only argument."""
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), {str(key): value for key, value in example.items()}
+    if isinstance(example, tuple | list):
+        return tuple(example), {}
+    raise CaptureError(
+        f"the example is a {type(example).__name__}",
+        remedy="give a tuple of positional arguments, a dict of keyword arguments, or one tensor",
+    )
+
+
+def argument_names(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[int, str], dict[str, str]]:
+    """Names of positional arguments by position, and of keyword arguments by key."""
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"the example does not fit {type(module).__name__}.forward{signature}: {error}",
+            place=forward_place(module),
+            remedy="a tuple gives positional arguments in order, a dict gives keyword arguments by name",
+        ) from None
+    names: dict[int, str] = {}
+    for parameter in signature.parameters.values():
+        if len(names) >= len(args):
+            break
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names |= {i: f"{parameter.name}.{k}" for k, i in enumerate(range(len(names), len(args)))}
+        else:
+            names[len(names)] = parameter.name
+    return names, {key: key for key in kwargs}
+
+
+def forward_place(module: nn.Module) -> str:
+    """Where a module's forward is written."""
+    function = inspect.unwrap(module.forward)
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
+
+
+def key_name(key: Any) -> str:
+    """One step of a pytree path as part of a dotted name."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Let pytree see into the dataclasses of a tree, as `torch.export.register_dataclass` does."""
+    for leaf in pytree.tree_leaves(tree):
+        if is_dataclass(leaf) and not isinstance(leaf, type | torch.Tensor):
+            if type(leaf) not in pytree.SUPPORTED_NODES:
+                torch.export.register_dataclass(type(leaf))
+            register_dataclasses(pytree.tree_flatten(leaf, is_leaf=lambda node: node is not leaf)[0])
+
+
+@dataclass(frozen=True)
+class Output:
+    """What forward returned: for each leaf whether it is a tensor, the spec, the position of the loss."""
+
+    tensors: tuple[bool, ...]
+    spec: pytree.TreeSpec
+    loss: int | None
+
+
+def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
+    register_dataclasses(output)
+    leaves, spec = pytree.tree_flatten(output)
+    loss = find_loss(output)
+    position = next((i for i, leaf in enumerate(leaves) if loss is not None and leaf is loss), None)
+    kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return Output(kinds, spec, position), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """`.loss`, `["loss"]`, a scalar, or a scalar first in a tuple."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, torch.Tensor):
+        found = output
+    elif hasattr(output, "loss"):
+        found = output.loss
+    else:
+        found = output[0] if isinstance(output, tuple | list) and output else None
+    is_scalar = isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point()
+    return found if is_scalar else None
+
+
+def dynamic_shapes(example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> list[dict[int, Any] | None]:
+    """What export wants for the dynamic dims; refuses unknown inputs and dims of size 0 or 1."""
+    wanted: dict[int, tuple[int, ...]] = {}
+    for name, dims in dynamic.items():
+        positions = [i for i in range(len(example.names)) if name in (example.names[i], example.wheres[i], str(i))]
+        if not positions:
+            raise CaptureError(
+                f"dynamic names {name!r}, which is no tensor of the example",
+                remedy=f"one of {', '.join(example.names)}, or a position from 0",
+            )
+        wanted[positions[0]] = tuple(dims)
+    specs: list[dict[int, Any] | None] = []
+    for i, value in enumerate(example.values):
+        for dim in wanted.get(i, ()):
+            if not -value.dim() <= dim < value.dim():
+                raise CaptureError(f"dynamic: {example.names[i]} has {value.dim()} dims, so there is no dim {dim}")
+            if value.shape[dim] < 2:
+                raise CaptureError(
+                    f"dynamic dim {dim} of {example.names[i]} has size {value.shape[dim]} in the example",
+                    remedy="an example with at least 2 there: sizes 0 and 1 behave unlike all others",
+                )
+        dims = {dim % value.dim() for dim in wanted.get(i, ())}
+        specs.append({dim: torch.export.Dim.DYNAMIC for dim in sorted(dims)} or None)
+    return specs

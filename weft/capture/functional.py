@@ -1,0 +1,146 @@
+"""In-place operators become functional twins; views of what they change are made anew when read.
+
+Enters: reads and writes of traced tensors. Leaves: Ops that write each tensor once. A `Cell` is one memory of the
+traced program with a version; a `Handle` is a traced tensor: the cell's own, or a view of another handle. Writing a
+handle makes the twin's result its value and carries it up the views into the cell; other handles of the cell
+are then out of date and replay their views when next read.
+
+Refused, because autograd would not follow: in-place changes without gradient of a tensor that needs one; and changes of
+inputs, parameters and tensor attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from weft.capture.builder import Builder, Context
+from weft.capture.draws import name_of
+from weft.capture.views import Step, put_back
+from weft.errors import CaptureError
+from weft.ir.graph import Ref
+
+aten = torch.ops.aten
+
+TWINS = {
+    "aten.bernoulli_.float": aten.bernoulli.p,
+    "aten.normal_.default": aten.normal_functional.default,
+    "aten.pow_.Tensor": aten.pow.Tensor_Tensor,
+    "aten.float_power_.Tensor": aten.float_power.Tensor_Tensor,
+    "aten.floor_divide_.Tensor": aten.floor_divide.default,
+    "aten.transpose_.default": aten.transpose.int,
+}
+RESHAPING = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ swapdims_ detach_".split())
+"""In-place operators that change how a tensor is seen, not its values."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """A memory: what it belongs to (op, input, parameter, buffer, constant, attribute) and how often it changed."""
+
+    kind: str
+    label: str = ""
+    version: int = 0
+
+
+@dataclass(eq=False)
+class Handle:
+    """A traced tensor: its current working name, true for one version of its cell."""
+
+    cell: Cell
+    name: str
+    version: int
+    storage: int
+    parent: Handle | None = None
+    step: Step | None = None
+
+
+def read(handle: Handle, builder: Builder, context: Context) -> str:
+    """The working name of the handle's present value."""
+    if handle.version != handle.cell.version:
+        assert handle.parent is not None and handle.step is not None, "a cell's own handle is never out of date"
+        handle.name = handle.step.apply(builder, read(handle.parent, builder, context), context)
+        handle.version = handle.cell.version
+    return handle.name
+
+
+def write(handle: Handle, value: str, builder: Builder, context: Context) -> None:
+    """Make `value` the handle's value, and put it into all that the handle is a view of."""
+    check_writable(handle, builder, context)
+    _write(handle, value, builder, context)
+
+
+def _write(handle: Handle, value: str, builder: Builder, context: Context) -> None:
+    if handle.parent is None:
+        handle.cell.version += 1
+    else:
+        assert handle.step is not None
+        base = read(handle.parent, builder, context)
+        _write(handle.parent, put_back(handle.step, builder, base, value, context), builder, context)
+    handle.name, handle.version = value, handle.cell.version
+
+
+def check_writable(handle: Handle, builder: Builder, context: Context) -> None:
+    """Refuse changes that would reach outside the graph, or past autograd."""
+    cell, root, follows = handle.cell, handle, context.grad
+    while root.parent is not None:
+        follows = follows and (root.step is None or root.step.keeps_gradient)
+        root = root.parent
+    if cell.kind in ("input", "parameter", "attribute"):
+        raise CaptureError(
+            f"the {cell.kind} {cell.label} is changed in place",
+            place=context.place,
+            remedy="work on a copy: x = x.clone()"
+            if cell.kind == "input"
+            else "make it a buffer, or compute a new tensor",
+        )
+    if builder.needs_grad(read(root, builder, context)) and not follows:
+        raise CaptureError(
+            "a tensor that needs a gradient is changed in place where autograd does not see it (no_grad, detach, .data)",
+            place=context.place,
+            remedy="compute a new tensor instead of changing this one",
+        )
+
+
+def twin_of(target: OpOverload, context: Context) -> OpOverload:
+    """The operator that returns what `target` would write."""
+    special = TWINS.get(str(target))
+    if special is not None:
+        return special
+    name, overload = str(target).split(".")[1:]
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    found = getattr(packet, overload, None) if packet is not None else None
+    if found is None or found._schema.is_mutable:
+        raise CaptureError(
+            f"the in-place operator {target} has no functional twin",
+            place=context.place,
+            remedy="use the operator that returns a new tensor",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def result_of(
+    target: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    builder: Builder,
+    context: Context,
+    draw: int | None,
+) -> str:
+    """The new value that the in-place operator gives its first argument."""
+    name = name_of(target)
+    old = builder.fakes[args[0].name]
+    if name == "copy_" or str(target) == "aten.fill_.Tensor":
+        value = args[1].name
+    elif name == "zero_":
+        value = builder.emit(aten.fill.Scalar, (args[0], 0), context=context)[0]
+    else:
+        value = builder.emit(twin_of(target, context), args, kwargs, context=context, draw=draw)[0]
+    if builder.fakes[value].dtype != old.dtype:
+        value = builder.emit(aten.to.dtype, (Ref(value), old.dtype), context=context)[0]
+    if builder.fakes[value].shape != old.shape:
+        value = builder.emit(aten.expand.default, (Ref(value), list(old.shape)), context=context)[0]
+    return value

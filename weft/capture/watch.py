@@ -1,0 +1,182 @@
+"""Notices what a trace cannot hold: state outside the graph that forward changes.
+
+Enters: the module, before and after its forward ran. Leaves: nothing if all is as before; else a `CaptureError` with
+the line that did it (found by a second run under a line trace). Watched: attributes of every sub-module (numbers,
+containers, plain objects, generators), Python's and NumPy's random state. Reassigned buffers are not errors: they
+are returned as updates.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.example import forward_place
+from weft.capture.source import is_users, place_of_frame
+from weft.errors import CaptureError
+
+DEPTH = 5
+PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex)
+STANDARD = frozenset(nn.Module().__dict__) - {"training"}
+
+Key = tuple[str, str]
+
+
+class Watch:
+    """The state of a module before its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(attributes_of(module))
+        self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
+        self.random = random_states()
+        self.buffers = dict(tensors_of(module, "_buffers"))
+        self.parameters = dict(tensors_of(module, "_parameters"))
+
+    def restore(self) -> None:
+        """Put attributes, parameters and buffers back. Containers changed in place stay changed."""
+        modules = dict(self.module.named_modules())
+        for key in dict(attributes_of(self.module)):
+            if key not in self.attributes:
+                del modules[key[0]].__dict__[key[1]]
+        for (path, name), value in self.attributes.items():
+            modules[path].__dict__[name] = value
+        for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
+            for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
+                del modules[path].__dict__[kind][name]
+            for (path, name), tensor in saved.items():
+                modules[path].__dict__[kind][name] = tensor
+        restore_random(self.random)
+
+    def refuse_changes(self, rerun: Callable[[], Any]) -> None:
+        """Raise if forward left a trace outside the graph. `rerun` runs forward once more, to find the line."""
+        if random_states() != self.random:
+            line = blame(rerun, random_states)
+            raise CaptureError(
+                "forward draws from Python's or NumPy's random generator: the draw would be frozen into the program",
+                place=line or forward_place(self.module),
+                remedy="draw with torch.rand, torch.randint ..., or outside forward and pass the result in",
+            )
+        for key, value in dict(attributes_of(self.module)).items():
+            if key not in self.prints or fingerprint(value) != self.prints[key]:
+                self.refuse_attribute(key, rerun)
+        gone = set(self.attributes) - set(dict(attributes_of(self.module)))
+        if gone:
+            self.refuse_attribute(min(gone), rerun)
+        if dict(tensors_of(self.module, "_parameters")).keys() != self.parameters.keys():
+            raise CaptureError("forward adds or removes parameters", place=forward_place(self.module))
+
+    def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
+        path, name = key
+        owner = self.module.get_submodule(path)
+        line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)))
+        dotted = f"{path}.{name}" if path else name
+        raise CaptureError(
+            f"forward changes the attribute {dotted}: the change would be lost",
+            place=line or forward_place(owner),
+            remedy="make it a buffer (register_buffer), return it, or pass it in",
+        )
+
+    def updates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back."""
+        modules = dict(self.module.named_modules())
+        after = dict(tensors_of(self.module, "_buffers"))
+        found = []
+        for key in {**self.buffers, **after}:
+            old, new = self.buffers.get(key), after.get(key)
+            if new is old:
+                continue
+            dotted = ".".join(filter(None, key))
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                raise CaptureError(
+                    f"forward changes the shape, dtype or existence of the buffer {dotted}",
+                    place=forward_place(modules[key[0]]),
+                    remedy="register it in __init__ with its final shape and dtype",
+                )
+            modules[key[0]]._buffers[key[1]] = old
+            found.append((old, new))
+        return found
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+    for path, sub in module.named_modules():
+        for name, value in list(vars(sub).items()):
+            if name not in STANDARD:
+                yield (path, name), value
+
+
+def tensors_of(module: nn.Module, kind: str) -> Iterator[tuple[Key, torch.Tensor | None]]:
+    for path, sub in module.named_modules():
+        for name, tensor in list(vars(sub)[kind].items()):
+            yield (path, name), tensor
+
+
+def fingerprint(value: Any, depth: int = DEPTH) -> Any:
+    """Something that compares equal exactly if the value is, as far as a forward could have changed it."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, repr(value)
+    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return kind, id(value)
+    if isinstance(value, torch.Generator):
+        return kind, bytes(value.get_state().numpy())
+    if isinstance(value, random.Random):
+        return kind, value.getstate()
+    if kind.__module__.startswith("numpy"):
+        state = getattr(value, "bit_generator", value)
+        return kind, repr(getattr(state, "state", id(value)))
+    if isinstance(value, dict):
+        items = tuple((fingerprint(key, depth - 1), fingerprint(item, depth - 1)) for key, item in value.items())
+        return kind, items
+    if isinstance(value, list | tuple):
+        return kind, tuple(fingerprint(item, depth - 1) for item in value)
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(fingerprint(item, depth - 1) for item in value)
+    inner = getattr(value, "__dict__", None)
+    return kind, id(value), None if inner is None else fingerprint(dict(inner), depth - 1)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Python's and, if loaded, NumPy's global random state."""
+    numpy = sys.modules.get("numpy")
+    legacy = None if numpy is None else numpy.random.get_state(legacy=False)
+    return random.getstate(), None if legacy is None else (repr(legacy), legacy["state"]["pos"])
+
+
+def restore_random(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+
+
+def blame(run: Callable[[], Any], state: Callable[[], Any]) -> str:
+    """Run again and name the first line of the user's own code after which `state()` differs; "" if none does."""
+    before = state()
+    lines: list[str] = []
+    found: list[str] = []
+
+    def on_line(frame: Any, event: str, _arg: Any) -> Any:
+        if found:
+            return None
+        if lines and state() != before:
+            found.append(lines[-1])
+            return None
+        if event == "line":
+            lines[:] = [place_of_frame(frame)]
+        return on_line
+
+    def on_call(frame: Any, _event: str, _arg: Any) -> Any:
+        return on_line if is_users(frame.f_code.co_filename) and not found else None
+
+    previous = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        run()
+    finally:
+        sys.settrace(previous)
+    return found[0] if found else (lines[-1] if lines and state() != before else "")

@@ -1,0 +1,1 @@
+"""What things cost: communication, and the cheapest way from one layout to another."""

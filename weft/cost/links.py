@@ -1,0 +1,148 @@
+"""Links: what a collective costs on one backend.
+
+In: the kind of a collective, the size of its group, the bytes of its buffer. Out: seconds for one member:
+
+    seconds = latency + peers * peer_latency + rate * factor * bytes
+
+With n members `bytes` and `factor` are: the local tensor, 2(n-1)/n (all_reduce); the gathered result, (n-1)/n
+(all_gather); the local tensor, (n-1)/n (reduce_scatter, all_to_all); what is sent, 1 (broadcast); the larger of what
+is sent and what is received, 1 (exchange); what is copied, 1 (local, without latency of a collective).
+The numbers come from `DEFAULTS` or from a measured JSON file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from weft.errors import WeftError
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "local")
+
+CALL = 2e-6
+"""Seconds to call a local operation at all: keeps needless local steps out of a path."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Latencies in seconds; rates in seconds per byte that crosses the slowest link of a member."""
+
+    name: str
+    latency: float
+    peer_latency: float
+    all_reduce: float
+    all_gather: float
+    reduce_scatter: float
+    all_to_all: float
+    broadcast: float
+    exchange: float
+    local: float
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Seconds per byte for each kind."""
+        return {
+            "all_reduce": self.all_reduce,
+            "all_gather": self.all_gather,
+            "reduce_scatter": self.reduce_scatter,
+            "all_to_all": self.all_to_all,
+            "broadcast": self.broadcast,
+            "exchange": self.exchange,
+            "local": self.local,
+        }
+
+    def seconds(self, kind: str, group_size: int, bytes: float) -> float:
+        """Time of one member in a collective.
+
+        >>> round(DEFAULTS["gloo"].seconds("all_reduce", 2, 32 << 20), 3)
+        0.07
+        """
+        if kind == "local" or group_size == 1:
+            return CALL + self.local * bytes
+        peers = group_size - 1
+        share = peers / group_size
+        factor = {"all_reduce": 2 * share, "broadcast": 1.0, "exchange": 1.0}.get(kind, share)
+        # An exchange posts a send and a receive for every peer; a collective posts once.
+        messages = 2 * peers if kind == "exchange" else peers
+        return self.latency + messages * self.peer_latency + self.rates[kind] * factor * bytes
+
+    def to_json(self) -> str:
+        """As one JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+
+def from_json(text: str, place: str = "") -> Links:
+    """Read what `to_json` wrote; every field must be there, as a number that is not negative."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise WeftError(f"not JSON: {error}", place=place, remedy="measure the links again") from None
+    names = [field.name for field in dataclasses.fields(Links)]
+    if not isinstance(found, dict) or sorted(found) != sorted(names):
+        raise WeftError(f"a table of links has exactly the fields {', '.join(names)}", place=place)
+    wrong = [
+        name
+        for name in names[1:]
+        if isinstance(found[name], bool) or not isinstance(found[name], int | float) or not found[name] >= 0
+    ]
+    if wrong or not isinstance(found["name"], str):
+        raise WeftError(
+            f"{', '.join(wrong) or 'name'}: seconds must be numbers >= 0, the name a text",
+            place=place,
+            remedy="measure the links again",
+        )
+    return Links(found["name"], *(float(found[name]) for name in names[1:]))
+
+
+def load(path: str | Path) -> Links:
+    """Read a saved table."""
+    if not Path(path).is_file():
+        raise WeftError(f"no such file: {path}", remedy="measure the links, or use a built-in table")
+    return from_json(Path(path).read_text(), place=str(path))
+
+
+# gloo: two ranks of one host, buffers of 32 MiB: all_reduce 70 ms, all_gather 112, reduce_scatter 124, all_to_all 28,
+# broadcast 20, one send 26. A pair that sends both ways shares the host's copying, so its rate is twice that of one
+# send, which is the rate of all_to_all within its spread. NVLink-like: 200 GB/s each way, 10 us to launch a kernel.
+DEFAULTS: Mapping[str, Links] = MappingProxyType(
+    {
+        "gloo": Links(
+            name="gloo",
+            latency=2e-4,
+            peer_latency=5e-5,
+            all_reduce=2.08e-9,
+            all_gather=6.67e-9,
+            reduce_scatter=7.38e-9,
+            all_to_all=1.65e-9,
+            broadcast=0.59e-9,
+            exchange=1.65e-9,
+            local=0.25e-9,
+        ),
+        "nccl": Links(
+            name="nccl",
+            latency=1e-5,
+            peer_latency=1.5e-6,
+            all_reduce=5e-12,
+            all_gather=5e-12,
+            reduce_scatter=5e-12,
+            all_to_all=5e-12,
+            broadcast=5e-12,
+            exchange=5e-12,
+            local=1e-12,
+        ),
+    }
+)
+
+
+def default_links(name: str) -> Links:
+    """The built-in table of a backend."""
+    if name not in DEFAULTS:
+        raise WeftError(f"no table of links for {name!r}", remedy=f"use one of {', '.join(DEFAULTS)}, or measure it")
+    return DEFAULTS[name]

@@ -1,0 +1,1 @@
+"""The nouns: Graph, Layout, Program, with their checks and printers. Imports nothing else of Weft but errors."""

@@ -1,0 +1,116 @@
+"""Plan -> Program: cut ops, bring operands where they are needed, synchronise parameters.
+
+In: a Plan. Out: a Program that lists what every device runs, forward and backward. The passes are named below in the
+order they run; `check` proves the result, `script` spells it out for one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.cost.links import Links, default_links
+from weft.cost.reshard import Resharder
+from weft.ir.graph import Graph
+from weft.ir.layout import Layout, copied_on
+from weft.ir.oplayout import OpLayout
+from weft.ir.program import Program
+from weft.lower.build import Builder, Need
+from weft.lower.chains import Chain, chains
+from weft.lower.regions import gather_regions
+from weft.lower.stored import apply_store, stored_layout
+from weft.ops.book import RuleBook
+from weft.ops.derive import Operand
+from weft.plan.follow import resolve
+from weft.plan.plan import Plan
+
+
+def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> Program:
+    """Turn a plan into a Program.
+
+    Args:
+        plan: the decisions.
+        links: what communication costs; gloo's defaults if not given.
+        outputs: "loss" returns the loss alone, "all" every output of the model, whole, on every device.
+    """
+    graph = plan.graph
+    book = RuleBook(graph)
+    layouts = resolve(plan, book)
+    resharder = Resharder(links or default_links("gloo"))
+    stored = store_tensors(plan, layouts, book, resharder)
+    builder = Builder(graph, layouts, book, resharder, stored)
+    for item in chains(graph, layouts, book):
+        if isinstance(item, Chain):
+            builder.chain(item)
+        else:
+            builder.compute(item)
+    every = tuple(range(plan.devices))
+    wanted = [graph.loss] if outputs == "loss" else list(graph.outputs)
+    returned = {
+        name: builder.fetch(name, Need(copied_on(graph.tensors[name].sizes, every), None))
+        for name in wanted
+        if name is not None
+    }
+    updates = {
+        buffer.tensor: builder.fetch(buffer.update, Need(stored[buffer.tensor], None))
+        for buffer in graph.buffers
+        if buffer.update is not None
+    }
+    # gradients become complete in the reverse order of use
+    for parameter in reversed(_in_order_of_use(graph)):
+        builder.sync(parameter)
+    return Program(
+        graph=graph,
+        devices=plan.devices,
+        values=builder.values,
+        steps=gather_regions(builder.steps),
+        stored=stored,
+        outputs=returned,
+        loss=None if graph.loss is None else _root(graph, builder),
+        updates=updates,
+    )
+
+
+def _root(graph: Graph, builder: Builder) -> str | None:
+    """The value that backward starts from, where an op made it and a gradient flows."""
+    assert graph.loss is not None
+    if graph.loss not in graph.producers or not graph.tensors[graph.loss].needs_grad:
+        return None
+    return builder.made(graph.loss)
+
+
+def store_tensors(
+    plan: Plan, layouts: Mapping[str, OpLayout], book: RuleBook, resharder: Resharder
+) -> dict[str, Layout]:
+    """Where every tensor that no op makes lies before the step."""
+    graph, every = plan.graph, tuple(range(plan.devices))
+    stored: dict[str, Layout] = {}
+    for name, tensor in graph.tensors.items():
+        if name not in graph.producers and name not in graph.parameter_tensors:
+            stored[name] = copied_on(tensor.sizes, every)
+    uses = _uses(graph, layouts, book)
+    for parameter in graph.parameters:
+        tensor = graph.tensors[parameter.tensor]
+        layout = stored_layout(
+            tensor.sizes, uses.get(parameter.tensor, ()), tensor.dtype.itemsize, plan.devices, resharder
+        )
+        store = plan.stores.get(parameter.tensor)
+        stored[parameter.tensor] = layout if store is None else apply_store(layout, store.uses, parameter, store.place)
+    return stored
+
+
+def _uses(graph: Graph, layouts: Mapping[str, OpLayout], book: RuleBook) -> dict[str, tuple[Operand, ...]]:
+    """For each parameter the distinct ways in which ops use it."""
+    found: dict[str, dict[Operand, None]] = {}
+    for op in graph.ops:
+        if not any(name in graph.parameter_tensors for name in op.inputs):
+            continue
+        for name, operand in zip(op.inputs, book.operands(op, layouts[op.name]).inputs, strict=True):
+            if name in graph.parameter_tensors:
+                found.setdefault(name, {})[operand] = None
+    return {name: tuple(operands) for name, operands in found.items()}
+
+
+def _in_order_of_use(graph: Graph) -> list[str]:
+    """Trained parameters in the order ops first read them."""
+    order = dict.fromkeys(name for op in graph.ops for name in op.inputs if name in graph.parameter_tensors)
+    return [name for name in order if graph.parameter_tensors[name].trainable]

@@ -1,0 +1,61 @@
+"""The static check: a Program is proven before it runs.
+
+In: a Program. Out: a Report, or a CheckError that shows the neighbourhood of the fault. The steps are followed on all
+devices at once, forward and then backward, with Contents in place of tensors. Proven:
+
+- every operand of every op is exactly the part that the op's rule asks for there, with every sum complete, unless the
+  op is linear in it and passes it on as an addend,
+- the gradient that arrives at every op's output, and at every stored parameter, holds the contribution of every
+  use exactly once,
+- every collective is entered by all of its members, with pieces that match.
+
+It trusts the rules (each is proven against its operator by the tests) and nothing else: layouts written into values are
+not believed, only what the moves really carry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import CheckError, LayoutError, PlanError
+from weft.ir.program import Compute, Program
+from weft.ir.show_program import around
+from weft.lower.held import Fault
+from weft.lower.prove import Prover
+from weft.ops.book import RuleBook
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was proven, in numbers."""
+
+    operands: int
+    sums: int
+    collectives: int
+    gradients: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operands} operands exact, {self.sums} sums complete, {self.collectives} collectives matched, "
+            f"{self.gradients} gradients and {self.parameters} parameter gradients complete"
+        )
+
+
+def check(program: Program, book: RuleBook | None = None) -> Report:
+    """Prove a Program; raise CheckError if it is wrong."""
+    prover = Prover(program, book or RuleBook(program.graph))
+    try:
+        return Report(**prover.run())
+    except Fault as fault:
+        step = prover.step
+        place = ""
+        if isinstance(step, Compute):
+            place = program.graph.by_name[step.op].place
+        raise CheckError(
+            f"the program is wrong: {fault}\n\n{around(program, step)}",
+            place=place,
+            remedy="this is a fault of the program, not of the model: report it, or undo the edit",
+        ) from None
+    except (LayoutError, PlanError) as error:
+        raise CheckError(f"the program is wrong: {error}\n\n{around(program, prover.step)}") from None

@@ -1,0 +1,156 @@
+"""What the devices hold while a Program is followed without running it, and what moves do to it.
+
+In: contents of local tensors by device and slot, and Moves. Out: the contents after. Every collective is matched: all
+members of a group enter it, and what one sends another expects. What makes no sense becomes a reason (a string) in
+place of a Content: harmless until somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from weft.ir.layout import verify_layout
+from weft.ir.program import Move
+from weft.ir.ranges import Ranges, text, tidy
+from weft.lower.terms import Content, added, placed, taken, zeros
+from weft.lower.transfer import Transfers
+from weft.runtime.script import Transfer
+
+Where = tuple[int, int]
+"""Device and slot."""
+
+Held = Content | str
+"""What a local tensor holds, or why that makes no sense."""
+
+
+class Fault(Exception):
+    """Raised deep inside with a short fact; the door adds the neighbourhood."""
+
+
+@dataclass
+class Tracked:
+    """A value at one point of the Program: contents and the gradients that flow back into it, per local tensor."""
+
+    name: str
+    contents: dict[Where, Held]
+    grads: dict[Where, list[Held]] = field(default_factory=dict)
+
+    def at(self, device: int, slot: int) -> Held | None:
+        """What a step finds there: a value that a device holds once serves all of its slots."""
+        return self.contents.get(self.where(device, slot))
+
+    def where(self, device: int, slot: int) -> Where:
+        return (device, slot) if (device, 1) in self.contents else (device, 0)
+
+    def receive(self, where: Where, grad: Held) -> None:
+        self.grads.setdefault(where, []).append(grad)
+
+    def gradient(self, where: Where) -> Held:
+        """The sum of what flowed back, zeros if nothing did."""
+        content = self.contents[where]
+        if isinstance(content, str):
+            return content
+        grads = self.grads.get(where, [])
+        for grad in grads:
+            if isinstance(grad, str):
+                return grad
+            if grad.dims != content.dims:
+                return f"a gradient of {content.tensor} arrives for other indices than its value has"
+        good = [grad for grad in grads if isinstance(grad, Content)]
+        return added([zeros(content.tensor, content.dims), *good])
+
+
+class Mover:
+    """Applies Moves to contents, and counts the collectives."""
+
+    def __init__(self) -> None:
+        self.transfers = Transfers()
+        self.collectives = 0
+
+    def moved(self, contents: dict[Where, Held], moves: Iterable[Move]) -> dict[Where, Held]:
+        for move in moves:
+            for layout in (move.source, move.target):
+                verify_layout(layout, f"a {move.kind}")
+            devices = {*move.source.grid.devices, *move.target.grid.devices}
+            found = {device: self.transfers.of(move, device) for device in sorted(devices)}
+            transfers = {device: made for device, made in found.items() if made is not None}
+            self._match(move, transfers)
+            contents = self._apply(move, contents, transfers)
+        return contents
+
+    def _match(self, move: Move, transfers: dict[int, Transfer]) -> None:
+        """All members of a group must enter the same collective, and what one sends another must expect."""
+        for device, mine in transfers.items():
+            for peer in mine.group:
+                theirs = transfers.get(peer)
+                if theirs is None or (theirs.kind, theirs.group) != (mine.kind, mine.group):
+                    raise Fault(f"device {device} enters {mine.kind} over {mine.group}, device {peer} does not")
+                sent = [_size(piece.index) for piece in mine.sends if piece.peer == peer]
+                expected = [_size(piece.index) for piece in theirs.receives if piece.peer == device]
+                if sent != expected:
+                    raise Fault(f"device {device} sends {sent} to device {peer}, which expects {expected}")
+            if len(mine.group) > 1 and mine.group[0] == device:
+                self.collectives += 1
+
+    def _apply(self, move: Move, contents: dict[Where, Held], transfers: dict[int, Transfer]) -> dict[Where, Held]:
+        result: dict[Where, Held] = {w: held for w, held in contents.items() if w[0] not in transfers}
+        for device, mine in transfers.items():
+            if mine.kind == "all_reduce":
+                result[device, 0] = self._summed([contents.get((peer, 0)) for peer in mine.group])
+                continue
+            for slot, part in enumerate(move.target.parts_on(device)):
+                result[device, slot] = self._received(device, slot, mine, transfers, contents, part.ranges)
+        return result
+
+    def _summed(self, parts: Sequence[Held | None]) -> Held:
+        good = [part for part in parts if isinstance(part, Content)]
+        if len(good) < len(parts):
+            return next((part for part in parts if isinstance(part, str)), "a member of a sum holds nothing")
+        if len({(part.tensor, part.dims) for part in good}) > 1:
+            return f"a sum over parts of {good[0].tensor} that hold different indices"
+        return added(good)
+
+    def _received(
+        self,
+        device: int,
+        slot: int,
+        mine: Transfer,
+        transfers: dict[int, Transfer],
+        contents: dict[Where, Held],
+        declared: tuple[Ranges, ...],
+    ) -> Held:
+        pieces = []
+        tensor = next((held.tensor for held in contents.values() if isinstance(held, Content)), "")
+        seen: dict[int, int] = {}
+        for piece in mine.receives:
+            order = seen.get(piece.peer, 0)
+            seen[piece.peer] = order + 1
+            if piece.slot != slot:
+                continue
+            sent = [s for s in transfers[piece.peer].sends if s.peer == device][order]
+            held = contents.get((piece.peer, sent.slot))
+            if held is None:
+                return f"device {piece.peer} sends a part of a value that it does not hold"
+            if isinstance(held, str):
+                return held
+            cut = cut_out(held, sent.index)
+            if isinstance(cut, str):
+                return cut
+            pieces.append((piece.index, cut))
+        return placed(tensor, declared, pieces, mine.add)
+
+
+def cut_out(content: Content, index: tuple[Ranges, ...]) -> Held:
+    for positions_, size in zip(index, content.shape, strict=True):
+        if any(stop > size for _, stop in positions_):
+            return f"positions {show_box(index)} are cut out of a part of {content.tensor} of shape {content.shape}"
+    return taken(content, index)
+
+
+def _size(index: tuple[Ranges, ...]) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in intervals) for intervals in index)
+
+
+def show_box(box: tuple[Ranges, ...]) -> str:
+    return "[" + ", ".join(text(tidy(ranges)) for ranges in box) + "]"

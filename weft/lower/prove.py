@@ -1,0 +1,410 @@
+"""Following a Program on all devices at once, with Contents in place of tensors: forward, backward, syncs.
+
+In: a Program. Out: counts of what was proven; a Fault at the first thing that is wrong. See `check` for what is
+promised, `held` for moves, `contributions` for the backward of ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weft.ir.graph import Op
+from weft.ir.layout import verify_layout
+from weft.ir.merge import merge
+from weft.ir.oplayout import Cut
+from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
+from weft.ir.ranges import Ranges, overlap, tidy, whole
+from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
+from weft.lower.held import Fault, Held, Mover, Tracked, Where, cut_out, show_box
+from weft.lower.script import peers, positions
+from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
+from weft.ops.book import RuleBook
+from weft.ops.derive import cell_view
+from weft.ops.rule import CellView, Rule
+
+
+class Prover:
+    def __init__(self, program: Program, book: RuleBook) -> None:
+        self.program, self.graph, self.book = program, program.graph, book
+        self.mover = Mover()
+        self.values: dict[str, Tracked] = {}
+        self.universes: dict[str, Universe] = {}
+        self.backward: list[tuple[Step, Callable[[], None]]] = []
+        self.wanted = gradient_universes(program.graph, book)
+        self.counts = dict.fromkeys(("operands", "sums", "collectives", "gradients", "parameters"), 0)
+        self.synced: dict[str, dict[Where, Held]] = {}
+        self.undone: list[OpBackward] = []
+        self.step: Step | None = None
+
+    def run(self) -> dict[str, int]:
+        for layout in self.program.stored.values():
+            verify_layout(layout, "a stored layout")
+        self._forward(self.program.steps)
+        self._root()
+        for step, undo in reversed(self.backward):
+            self.step = step
+            undo()
+        for step in self.program.steps:
+            if isinstance(step, Sync):
+                self.step = step
+                self._sync(step)
+        self.step = None
+        self._ends()
+        self.counts["gradients"] = sum(undo.proven for undo in self.undone)
+        self.counts["collectives"] += self.mover.collectives
+        return self.counts
+
+    # forward
+
+    def _forward(self, steps: Sequence[Step], inside: str = "") -> None:
+        for step in steps:
+            self.step = step
+            match step:
+                case Use():
+                    if inside == "recompute":
+                        raise Fault("a parameter is brought in where it would be brought in again in backward")
+                    self._use(step)
+                case Compute():
+                    self._compute(step)
+                case Take():
+                    self._take(step)
+                case Give():
+                    self._give(step)
+                case Reshard():
+                    self._reshard(step)
+                case Chunks():
+                    self._chunks(step)
+                case Recompute():
+                    self._forward(step.body, "recompute")
+                case Sync():
+                    pass
+
+    def _use(self, step: Use) -> None:
+        value = self.program.values[step.value]
+        stored = self.program.stored[value.tensor]
+        contents: dict[Where, Held] = {
+            (part.device, part.slot): full(value.tensor, part.ranges) for part in stored.parts()
+        }
+        self.universes[value.tensor] = WHOLE
+        self.values[step.value] = Tracked(step.value, self.mover.moved(contents, step.moves))
+
+    def _compute(self, step: Compute) -> None:
+        op = self.graph.by_name[step.op]
+        rule = self.book.rule(op)
+        for use in step.layout.uses:
+            if isinstance(use, Cut) and (use.name not in rule.sizes or use.name in rule.frozen):
+                raise Fault(f"{op.name} is cut along {use.name!r}, which its rule `{rule}` does not allow")
+        if len(step.inputs) != len(op.inputs) or len(step.outputs) != len(op.outputs):
+            raise Fault(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")
+        sources = [self._find(name) for name in step.inputs]
+        cells: dict[Where, CellView] = {}
+        found: dict[Where, list[Content]] = {}
+        for device, mine in step.layout.grid.cells_on.items():
+            for slot, cell in enumerate(mine):
+                where = (device, slot)
+                cells[where] = cell_view(rule, step.layout, cell, self.book.inputs(op), self.book.outputs(op))
+                found[where] = [
+                    self._operand(op, i, source, where, cells[where].inputs[i]) for i, source in enumerate(sources)
+                ]
+        carried = self._carried(op, rule, found)
+        outputs = self._outputs(op, rule, step, cells, found, carried)
+        for name, output in zip(step.outputs, outputs, strict=True):
+            self.values[name] = output
+        self._talk(op, rule, step)
+        self._want_addends(op, rule, carried)
+        if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
+            undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
+            self.backward.append((step, undo.run))
+            self.undone.append(undo)
+
+    def _operand(self, op: Op, position: int, source: Tracked, where: Where, ranges: tuple[Ranges, ...]) -> Content:
+        """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
+        content = source.at(*where)
+        if content is None:
+            raise Fault(f"operand {position} of {op.name} ({op.inputs[position]}) is not on device {where[0]}")
+        if isinstance(content, str):
+            raise Fault(f"operand {position} of {op.name} on device {where[0]}: {content}")
+        if content.tensor != op.inputs[position]:
+            raise Fault(f"operand {position} of {op.name} is {content.tensor}, not {op.inputs[position]}")
+        if content.dims != tuple(map(tidy, ranges)):
+            raise Fault(
+                f"operand {position} of {op.name} ({content.tensor}) on device {where[0]} holds {show_box(content.dims)}, "
+                f"but the op needs {show_box(ranges)} there"
+            )
+        self.counts["operands"] += 1
+        return content
+
+    def _carried(self, op: Op, rule: Rule, found: dict[Where, list[Content]]) -> frozenset[int]:
+        """The operands that reach the op as addends; the op must pass them on as such."""
+        partial: dict[int, str] = {}
+        for contents in found.values():
+            for i, content in enumerate(contents):
+                reason = incomplete(content, self.universes[content.tensor])
+                if reason:
+                    partial.setdefault(i, reason)
+                elif self.universes[content.tensor] is not WHOLE:
+                    self.counts["sums"] += 1
+        if not partial:
+            return frozenset()
+        for operands in (rule.added, *rule.linear):
+            if set(partial) <= operands:
+                return operands
+        position, reason = next(iter(partial.items()))
+        raise Fault(f"operand {position} of {op.name} ({op.inputs[position]}) is not complete: {reason}")
+
+    def _outputs(
+        self,
+        op: Op,
+        rule: Rule,
+        step: Compute,
+        cells: dict[Where, CellView],
+        found: dict[Where, list[Content]],
+        carried: frozenset[int],
+    ) -> list[Tracked]:
+        """What the op makes on every cell."""
+        space = _summed_space(rule, step)
+        only_added = carried <= rule.added
+        universe: dict[object, Space] = {}
+        if only_added:
+            universe[""] = space
+        for i in carried:
+            for base, inner in self.universes[op.inputs[i]].bases.items():
+                own = () if i in rule.added else space
+                universe["in", i, base] = (*prefixed(i, inner), *own)
+        outputs = [Tracked(name, {}) for name in step.outputs]
+        for name in op.outputs:
+            self.universes[name] = WHOLE if universe == {"": ()} else Universe(universe)  # type: ignore[arg-type]
+        for where, cell in cells.items():
+            here = tuple((name, ascending([cell.names[name]])[0]) for name, _ in space)
+            for i, output in enumerate(outputs):
+                dims = cell.outputs[i]
+                terms = [Term("", here, ascending(dims))] if only_added else []
+                for j in carried:
+                    own = () if j in rule.added else here
+                    for term in whole_terms(found[where][j], op, j):
+                        terms.append(Term(("in", j, term.base), (*prefixed(j, term.summed), *own), ascending(dims)))
+                output.contents[where] = Content(op.outputs[i], tuple(map(tidy, dims)), tuple(terms))
+        return outputs
+
+    def _want_addends(self, op: Op, rule: Rule, carried: frozenset[int]) -> None:
+        """What is multiplied with an addend gets its gradient in addends: one for each that there is."""
+        factors = sorted(carried - rule.added)
+        for position, name in enumerate(op.inputs):
+            wanted = self.wanted.get(name, {})
+            space = wanted.get(("use", op.name, position, ""))
+            if not factors or position in carried or space is None:
+                continue
+            del wanted["use", op.name, position, ""]
+            for j in factors:
+                for base, inner in self.universes[op.inputs[j]].bases.items():
+                    wanted["use", op.name, position, ("in", j, base)] = (*space, *prefixed(j, inner))
+
+    def _talk(self, op: Op, rule: Rule, step: Compute) -> None:
+        """An algorithm's collectives: all members must enter them as often."""
+        for name in step.layout.cut_names:
+            exchange = rule.algorithms.get(name)
+            if exchange is None or not (exchange.forward or exchange.backward):
+                continue
+            for cell in step.layout.grid.cells:
+                group = peers(step.layout, name, cell)
+                counts = {len(step.layout.grid.cells_on[device]) for device in group}
+                if len(set(group)) < len(group) or len(counts) > 1:
+                    raise Fault(f"{op.name} talks along {name!r} between cells that share a device: {group}")
+            self.counts["collectives"] += len(exchange.forward) + len(exchange.backward)
+
+    def _take(self, step: Take) -> None:
+        source, target = self._find(step.source), self.program.values[step.target]
+        merged = merge(target.layout.grid)
+        if merged is None:
+            raise Fault(f"{step.target} does not fall into chunks")
+        result = Tracked(step.target, {})
+        used: list[tuple[Where, Where]] = []
+        for part in target.layout.parts():
+            where = (part.device, part.slot)
+            held = self.program.values[step.source].layout.parts_on(part.device)
+            if len(held) != 1 or source.at(part.device, 0) is None:
+                raise Fault(f"device {part.device} does not hold {step.source} once")
+            content = source.contents[part.device, 0]
+            if isinstance(content, str):
+                result.contents[where] = content
+            elif merged.first(part.cell, target.layout.partial_axes):
+                index = positions(held[0], part)
+                result.contents[where] = cut_out(content, index)
+                used.append((where, (part.device, 0)))
+            else:
+                result.contents[where] = zeros(content.tensor, part.ranges)
+        self.values[step.target] = result
+
+        def undo() -> None:
+            for where, origin in used:
+                self._pass_back(result, where, source, origin)
+
+        self.backward.append((step, undo))
+
+    def _give(self, step: Give) -> None:
+        source, target = self._find(step.source), self.program.values[step.target]
+        parts = self.program.values[step.source].layout
+        merged = merge(parts.grid)
+        if merged is None:
+            raise Fault(f"{step.source} does not fall into chunks")
+        adds = bool(merged.shrunk & set(parts.partial_axes))
+        result = Tracked(step.target, {})
+        used: list[tuple[Where, Where]] = []
+        for device in parts.grid.cells_on:
+            held = target.layout.parts_on(device)
+            if len(held) != 1:
+                raise Fault(f"device {device} does not hold {step.target} once")
+            pieces = []
+            for part in parts.parts_on(device):
+                where = (device, part.slot)
+                content = source.at(*where)
+                if content is None or isinstance(content, str):
+                    pieces = [content or f"{step.source} is not on device {device}"]
+                    break
+                everything = tuple(whole(size) for size in held[0].shape)
+                pieces.append((everything if adds else positions(held[0], part), content))
+                used.append((where, (device, 0)))
+            result.contents[device, 0] = _put_together(
+                pieces, self.program.values[step.target].tensor, held[0].ranges, adds
+            )
+        self.values[step.target] = result
+
+        def undo() -> None:
+            for where, origin in used:
+                grad = result.gradient(origin)
+                content = source.contents[source.where(*where)]
+                if isinstance(grad, str) or isinstance(content, str):
+                    source.receive(where, grad)
+                else:
+                    source.receive(where, _restricted(grad, content))
+
+        self.backward.append((step, undo))
+
+    def _reshard(self, step: Reshard) -> None:
+        source = self._find(step.source)
+        result = Tracked(step.target, self.mover.moved(dict(source.contents), step.forward))
+        self.values[step.target] = result
+
+        def undo() -> None:
+            if step.backward is None:
+                return
+            grads = {where: result.gradient(where) for where in result.contents}
+            for where, grad in self.mover.moved(grads, step.backward).items():
+                if where in source.contents:
+                    source.receive(where, grad)
+
+        self.backward.append((step, undo))
+
+    def _chunks(self, step: Chunks) -> None:
+        counts = {
+            tuple(sorted((device, len(cells)) for device, cells in inner.layout.grid.cells_on.items()))
+            for inner in step.body
+            if isinstance(inner, Compute)
+        }
+        if len(counts) != 1:
+            raise Fault("the ops of one loop have different numbers of chunks")
+        self._forward(step.body, "chunks")
+
+    def _pass_back(self, result: Tracked, where: Where, source: Tracked, origin: Where) -> None:
+        grad, content = result.gradient(where), source.contents[origin]
+        if isinstance(grad, Content) and isinstance(content, Content):
+            grad = Content(grad.tensor, content.dims, grad.terms)
+        source.receive(origin, grad)
+
+    def _find(self, name: str) -> Tracked:
+        if name not in self.values:
+            raise Fault(f"{name} is read before it is made")
+        return self.values[name]
+
+    # backward and the ends
+
+    def _root(self) -> None:
+        if self.program.loss is None:
+            if self.wanted:
+                raise Fault("gradients are needed, but backward starts nowhere")
+            return
+        root = self._find(self.program.loss)
+        for where, content in root.contents.items():
+            if isinstance(content, str) or content.tensor != self.graph.loss:
+                raise Fault(f"backward starts from {self.program.loss}, which does not hold the loss")
+            root.receive(where, full(content.tensor, content.dims, "root"))
+
+    def _sync(self, step: Sync) -> None:
+        stored = self.program.stored[step.parameter]
+        total: dict[Where, list[Held]] = {}
+        for name, moves in zip(step.sources, step.moves, strict=True):
+            value = self._find(name)
+            grads = {where: value.gradient(where) for where in value.contents}
+            for where, grad in self.mover.moved(grads, moves).items():
+                total.setdefault(where, []).append(grad)
+        universe = Universe(self.wanted.get(step.parameter, {}))
+        for part in stored.parts():
+            grads_here = total.get((part.device, 0), [])
+            broken = [grad for grad in grads_here if isinstance(grad, str)]
+            good = [grad for grad in grads_here if isinstance(grad, Content)]
+            if broken or any(grad.dims != tuple(map(tidy, part.ranges)) for grad in good):
+                reason = broken[0] if broken else "it does not arrive where the parameter is stored"
+                raise Fault(f"the gradient of {step.parameter} on device {part.device}: {reason}")
+            reason = incomplete(added([zeros(step.parameter, part.ranges), *good]), universe)
+            if reason:
+                raise Fault(f"the gradient of {step.parameter} on device {part.device} is not complete: {reason}")
+            self.counts["parameters"] += 1
+        self.synced[step.parameter] = {}
+
+    def _ends(self) -> None:
+        """Outputs and updates are complete where they belong, and no parameter was forgotten."""
+        every = range(self.program.devices)
+        for tensor, name in self.program.outputs.items():
+            shape = self.graph.tensors[tensor].sizes
+            self._end(tensor, name, {device: tuple(map(whole, shape)) for device in every})
+        for buffer in self.graph.buffers:
+            if buffer.update is not None:
+                parts = self.program.stored[buffer.tensor].parts()
+                name = self.program.updates[buffer.tensor]
+                self._end(buffer.update, name, {part.device: part.ranges for part in parts})
+        for parameter in self.graph.parameters:
+            if self.wanted.get(parameter.tensor) and parameter.tensor not in self.synced:
+                raise Fault(f"the gradient of {parameter.tensor} is never brought to where it is stored")
+
+    def _end(self, tensor: str, name: str, places: dict[int, tuple[Ranges, ...]]) -> None:
+        value = self._find(name)
+        for device, ranges in places.items():
+            content = value.at(device, 0)
+            if not isinstance(content, Content):
+                raise Fault(f"{tensor} is not on device {device} at the end: {content or 'nothing is'}")
+            if content.tensor != tensor or content.dims != tuple(map(tidy, ranges)):
+                raise Fault(
+                    f"{tensor} on device {device} holds {show_box(content.dims)} of {content.tensor} at the end"
+                )
+            reason = incomplete(content, self.universes.get(tensor, WHOLE))
+            if reason:
+                raise Fault(f"{tensor} on device {device} is not complete at the end: {reason}")
+            self.counts["sums"] += 1
+
+
+def _summed_space(rule: Rule, step: Compute) -> Space:
+    """The names whose cut leaves addends in the output, with all of their indices."""
+    names = [
+        name
+        for name in step.layout.cut_names
+        if name in rule.summed or (name in rule.algorithms and rule.algorithms[name].output == "partial")
+    ]
+    return tuple((name, whole(rule.sizes[name])) for name in sorted(names))
+
+
+def _put_together(
+    pieces: Sequence[tuple[tuple[Ranges, ...], Content] | str], tensor: str, declared: tuple[Ranges, ...], add: bool
+) -> Held:
+    good = [piece for piece in pieces if not isinstance(piece, str)]
+    if len(good) < len(pieces):
+        return next(piece for piece in pieces if isinstance(piece, str))
+    return placed(tensor, declared, good, add)
+
+
+def _restricted(grad: Content, content: Content) -> Content:
+    """The gradient of a whole, seen by one of its parts."""
+    return taken(grad, tuple(_positions_in(mine, theirs) for mine, theirs in zip(grad.dims, content.dims, strict=True)))
+
+
+def _positions_in(held: Ranges, wanted: Ranges) -> Ranges:
+    return tuple((s.source, s.source + s.length) for s in overlap(held, wanted))

@@ -1,0 +1,117 @@
+"""Where parameters live: the layout each is stored in, and hence where its gradient must arrive.
+
+In: the layouts of all uses of each parameter, the plan's `store` lines. Out: a Layout per parameter with one cell
+per device. Without a `store` line a parameter lives as it is used; where its uses differ, in the one of these
+layouts that moves the fewest bytes forward and backward. A `store` line changes the role of the named axes: stored
+split and used as copy is ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.cost.reshard import Resharder
+from weft.errors import PlanError
+from weft.ir.graph import Parameter
+from weft.ir.layout import COPY, PARTIAL, Axis, Grid, Layout, copied_on, share_out, split, verify_layout, whole_or_part
+from weft.ir.merge import merge
+from weft.ir.oplayout import Cut
+from weft.ir.ranges import Ranges, count, select
+from weft.ops.derive import Operand
+from weft.plan.plan import AxisUse
+
+
+def resting(layout: Layout) -> Layout | None:
+    """A layout to store a tensor in that is used so: addends become copies, one cell per device."""
+    roles = tuple(COPY if role == PARTIAL else role for role in layout.roles)
+    merged = merge(layout.grid)
+    return None if merged is None else merged.layout(replace(layout, roles=roles))
+
+
+def stored_layout(
+    shape: tuple[int, ...], uses: Sequence[Operand], itemsize: int, devices: int, resharder: Resharder
+) -> Layout:
+    """The cheapest place for a parameter, given how it is used (each with the layout of its gradient)."""
+    candidates = [layout for use in uses if (layout := resting(use.layout)) is not None]
+    candidates = list(dict.fromkeys(candidates))
+    if not candidates:
+        return copied_on(shape, tuple(range(devices)))
+
+    def price(layout: Layout) -> float:
+        return sum(
+            resharder.seconds(layout, use.layout, itemsize) + resharder.seconds(use.grad, layout, itemsize)
+            for use in uses
+        )
+
+    return min(candidates, key=price)
+
+
+def apply_store(layout: Layout, uses: Sequence[AxisUse], parameter: Parameter, place: str) -> Layout:
+    """The stored layout with the roles that `store` asks for on its axes."""
+    for one in uses:
+        layout = _store_axis(layout, one, parameter, place)
+    verify_layout(layout, parameter.names[0])
+    return layout
+
+
+def _store_axis(layout: Layout, one: AxisUse, parameter: Parameter, place: str) -> Layout:
+    name = parameter.names[0]
+    axis = layout.grid.axis(one.axis)
+    if axis < 0:
+        layout, axis = _with_axis(layout, one, name, place)
+    if layout.grid.axes[axis].size != one.size:
+        raise PlanError(
+            f"{name} lies over {layout.grid.axes[axis]} where it is used, but is to be stored in {one.size} parts",
+            place=place,
+            remedy=f"store it in {layout.grid.axes[axis].size} parts along {one.axis!r}",
+        )
+    if layout.roles[axis].kind == "split":
+        raise PlanError(
+            f"{name} is already cut along axis {one.axis!r} by the ops that use it",
+            place=place,
+            remedy="store it along another axis",
+        )
+    if not isinstance(one.use, Cut):
+        return layout
+    dim = int(one.use.name)
+    old = layout.ranges[dim] or (((0, layout.shape[dim]),) if layout.shape[dim] else (),)
+    return layout.with_role(axis, split(dim), {dim: _nested(layout, axis, dim, old, one.use.shares)})
+
+
+def _with_axis(layout: Layout, one: AxisUse, name: str, place: str) -> tuple[Layout, int]:
+    """If the parameter is a copy on as many devices, those copies can carry the new axis."""
+    copies = [i for i, role in enumerate(layout.roles) if role == COPY and layout.grid.axes[i].size == one.size]
+    if not copies:
+        raise PlanError(
+            f"{name} has no {one.size} copies to store in parts along {one.axis!r}: it lies as {layout}",
+            place=place,
+            remedy="use an axis of the ops that use it",
+        )
+    axes = tuple(Axis(one.axis, axis.size) if i == copies[0] else axis for i, axis in enumerate(layout.grid.axes))
+    return replace(layout, grid=Grid(axes, layout.grid.devices)), copies[0]
+
+
+def _nested(
+    layout: Layout, axis: int, dim: int, old: tuple[Ranges, ...], shares: tuple[int, ...]
+) -> tuple[Ranges, ...]:
+    """Cut every range list of a dim further. The new axis must come after those that cut the dim already."""
+    outer = layout.axes_of[dim]
+    cut = [_cut_list(ranges, shares) for ranges in old]
+    if not outer or outer[-1] < axis:
+        return tuple(piece for pieces in cut for piece in pieces)
+    # the new axis is outside of the old ones: same pieces, listed with the new axis first
+    position = sum(1 for other in outer if other < axis)
+    sizes = [layout.grid.axes[other].size for other in outer]
+    inner = 1
+    for size in sizes[position:]:
+        inner *= size
+    rows: list[Ranges] = []
+    for start in range(0, len(cut), inner):
+        for part in range(len(shares)):
+            rows.extend(pieces[part] for pieces in cut[start : start + inner])
+    return tuple(rows)
+
+
+def _cut_list(ranges: Ranges, shares: tuple[int, ...]) -> list[Ranges]:
+    return [select(ranges, whole_or_part(piece)) for piece in share_out((0, count(ranges)), shares)]

@@ -1,0 +1,1 @@
+"""How each operator may be cut: the rule grammar, the table, computed rules for views, algorithms."""

@@ -1,0 +1,73 @@
+"""RuleBook: the rule of every op of a graph, computed once per distinct form.
+
+Repeated layers call the same operators with the same shapes and arguments, so rules are looked up by form. An
+operator that has no rule may only be copied: its rule freezes every name and has the source "none", which
+`unruled` reports. Nothing is replicated in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from weft.ir.graph import Arg, Graph, Op, Ref
+from weft.ops.derive import Operands, Shapes, operands
+from weft.ir.oplayout import OpLayout
+from weft.ops.rule import Rule
+from weft.ops.table import copied_rule, has_rule, rule_for
+
+
+class RuleBook:
+    """Rules and operand layouts of one graph's ops, memoised by form."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._rules: dict[Hashable, Rule] = {}
+        self._forms: dict[str, Hashable] = {}
+        self._operands: dict[Hashable, Operands] = {}
+
+    def rule(self, op: Op) -> Rule:
+        """The op's rule."""
+        form = self.form(op)
+        if form not in self._rules:
+            known = has_rule(op, self.graph)
+            self._rules[form] = rule_for(op, self.graph) if known else copied_rule(op, self.graph)
+        return self._rules[form]
+
+    def operands(self, op: Op, layout: OpLayout) -> Operands:
+        """Layouts of the op's operands when it is cut so."""
+        key = (self.form(op), layout)
+        if key not in self._operands:
+            self._operands[key] = operands(self.rule(op), layout, self.inputs(op), self.outputs(op))
+        return self._operands[key]
+
+    def inputs(self, op: Op) -> Shapes:
+        """Shapes of the tensor operands."""
+        return tuple(self.graph.tensors[name].sizes for name in op.inputs)
+
+    def outputs(self, op: Op) -> Shapes:
+        """Shapes of the outputs."""
+        return tuple(self.graph.tensors[name].sizes for name in op.outputs)
+
+    def unruled(self) -> tuple[Op, ...]:
+        """The ops without a rule, which every device must run whole."""
+        return tuple(op for op in self.graph.ops if self.rule(op).source == "none")
+
+    def form(self, op: Op) -> Hashable:
+        """Equal for ops that a rule cannot tell apart."""
+        if op.name not in self._forms:
+            arguments = (op.args, op.kwargs)
+            outputs = tuple((self.graph.tensors[n].sizes, self.graph.tensors[n].dtype) for n in op.outputs)
+            # a random op's number is part of its call, so its rule is its own
+            self._forms[op.name] = (op.target, self._freeze(arguments), outputs, op.draw)
+        return self._forms[op.name]
+
+    def _freeze(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            tensor = self.graph.tensors[arg.name]
+            return ("tensor", tensor.sizes, tensor.dtype)
+        if isinstance(arg, tuple | list):
+            return tuple(self._freeze(item) for item in arg)
+        if isinstance(arg, float | bool):
+            return (type(arg).__name__, arg)
+        return arg

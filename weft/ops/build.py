@@ -1,0 +1,109 @@
+"""Small pieces of which the computed rules are made: dims with names, and a Rule that is checked on the spot.
+
+In: dims and tensors. Out: a Rule whose every dim has exactly the size of the tensor's, whose names all have a
+size, and whose linear sets only hold floating-point operands. A mistake in a computed rule fails here, not in a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from weft.ir.graph import Tensor
+from weft.ops.rule import Dim, Dims, Factor, Local, Rule, dim
+
+Linear = Iterable[Iterable[int]]
+
+
+def named(name: str, size: int) -> Dim:
+    """A dim of that name; one that holds a single index, or none, has no name, for it cannot be cut."""
+    return dim(name) if size > 1 else fixed(size)
+
+
+def fixed(size: int) -> Dim:
+    """A dim that nobody may cut."""
+    return dim() if size == 1 else dim(size)
+
+
+def numbered_dims(sizes: Sequence[int], prefix: str = "d") -> Dims:
+    """`d0 d1 ...`, without names for dims of size 1."""
+    return tuple(named(f"{prefix}{i}", size) for i, size in enumerate(sizes))
+
+
+def aligned(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims | None:
+    """Dims of an operand of `sizes` that broadcasts to `shape`; None if it does not."""
+    missing = len(shape) - len(sizes)
+    if missing < 0:
+        return None
+    found = []
+    for one, whole, size in zip(dims[missing:], shape[missing:], sizes, strict=True):
+        if size not in (whole, 1):
+            return None
+        found.append(one if size == whole else dim())
+    return tuple(found)
+
+
+def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:
+    """One dim of several factors, those of size 1 left out."""
+    return dim(*(factor for factor in factors if (sizes[factor] if isinstance(factor, str) else factor) != 1))
+
+
+def extent(one: Dim, sizes: Mapping[str, int]) -> int:
+    """The size of a dim."""
+    return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in one.products)
+
+
+def build(
+    inputs: Sequence[Dims],
+    outputs: Sequence[Dims],
+    reads: Sequence[Tensor],
+    makes: Sequence[Tensor],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    summed: Iterable[str] = (),
+    frozen: Iterable[str] = (),
+    added: Iterable[int] = (),
+    linear: Linear = (),
+    local: Local | None = None,
+    source: str = "table",
+) -> Rule:
+    """A checked Rule. Names that stand alone in a dim get their size from the tensor, others from `sizes`."""
+    bound = dict(sizes or {})
+    pairs = [(dims, tensor) for dims, tensor in zip((*inputs, *outputs), (*reads, *makes), strict=True)]
+    for dims, tensor in pairs:
+        assert len(dims) == len(tensor.sizes), f"{tensor} has dims {' '.join(map(str, dims))}"
+        for one, size in zip(dims, tensor.sizes, strict=True):
+            if len(one.products) == 1 and len(one.products[0]) == 1 and isinstance(one.products[0][0], str):
+                bound.setdefault(one.products[0][0], size)
+    for dims, tensor in pairs:
+        assert tuple(extent(one, bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
+    present = {name for dims in (*inputs, *outputs) for one in dims for name in one.names}
+    return Rule(
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        sizes={name: size for name, size in bound.items() if name in present},
+        summed=frozenset(summed) & present,
+        frozen=frozenset(frozen) & present,
+        added=frozenset(added),
+        linear=linear_sets(linear, reads, makes),
+        local=local,
+        source=source,
+    )
+
+
+def linear_sets(sets: Linear, reads: Sequence[Tensor], makes: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
+    """The sets whose operands, and the outputs, can hold addends: whole numbers and truth values are never cut so."""
+    if not all(_floating(tensor) for tensor in makes):
+        return ()
+    found = (frozenset(one) for one in sets)
+    return tuple(dict.fromkeys(one for one in found if one and all(_floating(reads[i]) for i in one)))
+
+
+def _floating(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def joined(*parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Several sequences end to end."""
+    return tuple(item for part in parts for item in part)

@@ -1,0 +1,137 @@
+"""Reductions and operators along a dim that need no exchange.
+
+In: an op and its shapes. Out: its rule, names after the input's dims. Summed dims may be cut and leave addends;
+those of a maximum, a product, a sort or a running sum may not. All other dims may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import RuleError
+from weft.ir.graph import Op, Tensor
+from weft.ops.arguments import arguments, integers, operand, positive
+from weft.ops.build import aligned, build, fixed, numbered_dims
+from weft.ops.pieces import replaced
+from weft.ops.pointwise import pointwise_rule
+from weft.ops.rule import Dim, Dims, Rule, RuleOf, dim
+
+_SUMS = frozenset({"aten.sum", "aten.nansum", "aten.count_nonzero"})
+
+
+def reduced_dims(values: Mapping[str, Any], num_dims: int) -> frozenset[int]:
+    """The dims a reduction removes: those named, or all of them."""
+    given = values.get("dim")
+    listed = integers(given)
+    if not listed:
+        return frozenset(range(num_dims))
+    return frozenset(positive(i, num_dims) for i in listed) if num_dims else frozenset()
+
+
+def reduction_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """sum, amax, argmax, any, prod, norm, ..."""
+    if op.target in ("aten.max.other", "aten.min.other"):
+        return pointwise_rule(op, reads, makes)
+    values = arguments(op)
+    shape = reads[0].sizes
+    gone = reduced_dims(values, len(shape))
+    source = numbered_dims(shape)
+    keep = bool(values.get("keepdim", False))
+    target = tuple(dim() if i in gone else source[i] for i in range(len(shape)) if keep or i not in gone)
+    names = {name for i in gone for name in source[i].names}
+    sums = ".".join(op.target.split(".")[:2]) in _SUMS
+    return build(
+        [source],
+        [target] * len(makes),
+        reads,
+        makes,
+        summed=names if sums else (),
+        frozen=() if sums else names,
+        linear=[[0]] if op.kind == "sum" else (),
+    )
+
+
+def sum_to_size_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """The transpose of an expand; the size asked for speaks of the whole, so only the summed dims may be cut."""
+    shape, result = reads[0].sizes, makes[0].sizes
+    missing = len(shape) - len(result)
+    source: list[Dim] = list(numbered_dims(shape))
+    target: list[Dim] = []
+    summed = {name for one in source[:missing] for name in one.names}
+    for i, size in enumerate(result):
+        if size == shape[missing + i]:
+            source[missing + i] = fixed(size)
+            target.append(fixed(size))
+        else:
+            summed |= source[missing + i].names
+            target.append(dim())
+    return build([tuple(source)], [tuple(target)], reads, makes, summed=summed, linear=[[0]])
+
+
+def along_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """cumsum, sort, topk, diff: the dim they run along may not be cut. Outputs may be shorter there."""
+    values = arguments(op)
+    shape = reads[0].sizes
+    given = 0 if op.kind == "msort" else values["dim"]
+    if given is None:
+        raise RuleError(f"{op.target} without a dim has no rule", place=op.place, remedy="name the dim")
+    if not shape:
+        return build([()], [()] * len(makes), reads, makes)
+    at = positive(given, len(shape))
+    source = numbered_dims(shape)
+    outputs: list[Dims] = []
+    for tensor in makes:
+        same = tensor.sizes[at] == shape[at]
+        outputs.append(source if same else replaced(source, at, fixed(tensor.sizes[at])))
+    if len(reads) > 1:
+        raise RuleError(f"{op.target} with several tensors has no rule", place=op.place)
+    linear = [[0]] if op.kind in ("cumsum", "diff") else []
+    return build([source], outputs, reads, makes, frozen=source[at].names, linear=linear)
+
+
+def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """cosine_similarity, cross, linalg_vecdot: two operands that broadcast, met along one dim."""
+    values = arguments(op)
+    removed = not op.kind.endswith("cross")
+    longest = max(len(tensor.sizes) for tensor in reads)
+    at = _met_dim(values, reads, longest)
+    shape = list(makes[0].sizes)
+    if removed:
+        shape.insert(at, max(tensor.sizes[at - longest] for tensor in reads))
+    dims = numbered_dims(shape)
+    inputs = [aligned(dims, shape, tensor.sizes) for tensor in reads]
+    target = (*dims[:at], *dims[at + 1 :]) if removed else dims
+    summed = op.kind == "linalg_vecdot"
+    return build(
+        [found for found in inputs if found is not None],
+        [target],
+        reads,
+        makes,
+        summed=dims[at].names if summed else (),
+        frozen=() if summed else dims[at].names,
+        linear=[[0], [1]] if op.kind != "cosine_similarity" else (),
+    )
+
+
+def _met_dim(values: Mapping[str, Any], reads: tuple[Tensor, ...], longest: int) -> int:
+    if values["dim"] is not None:
+        return positive(values["dim"], longest)
+    first = reads[operand(values["self"]) or 0].sizes
+    return next(i for i, size in enumerate(first) if size == 3)
+
+
+_REDUCTIONS = """
+sum nansum count_nonzero max min amax amin aminmax argmax argmin any all prod norm linalg_vector_norm frobenius_norm
+median nanmedian mode kthvalue
+"""
+_ALONG = "cumsum cumprod cummax cummin logcumsumexp sort argsort msort topk diff"
+
+REDUCTIONS: Mapping[str, RuleOf] = {
+    **{f"aten.{name}": reduction_rule for name in _REDUCTIONS.split()},
+    **{f"aten.{name}": along_rule for name in _ALONG.split()},
+    "aten.sum_to_size": sum_to_size_rule,
+    **dict.fromkeys(("aten.cosine_similarity", "aten.cross", "aten.linalg_cross"), paired_rule),
+    "aten.linalg_vecdot": paired_rule,
+}
+"""Computed rules, by family."""

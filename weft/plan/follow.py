@@ -1,0 +1,266 @@
+"""Followers: from what the plan says of some ops to a layout for every op.
+
+In: a Plan, the rules. Out: an OpLayout for each op. An op that was told all its axes and devices keeps them. For
+every axis that an op was not told about, it follows the producer that divides its work the most: a split dim goes
+on as a cut of the name standing there, an addend is carried only where that costs nothing (the op is
+jointly linear in all operands that are one), everything else is copied. Ops with nobody to follow are copied over all devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+from weft.ir.graph import Op
+from weft.ir.layout import Axis, Cell, Grid, Layout
+from weft.ir.oplayout import Carried, Copied, Cut, OpLayout, Use, cut_table
+from weft.ir.ranges import Ranges, tidy
+from weft.ops.book import RuleBook
+from weft.ops.derive import require
+from weft.ops.rule import Dim, Rule, dim_ranges
+from weft.plan.plan import Decision, Plan
+
+
+@dataclass(frozen=True)
+class _Lead:
+    """A producer that an op could follow: its layout, and through which operand and output they meet."""
+
+    op: Op
+    layout: OpLayout
+    output: int
+    operand: int
+    value: Layout
+
+
+def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
+    """A layout for every op of the plan's graph."""
+    mesh = default_grid(plan)
+    layouts: dict[str, OpLayout] = {}
+    for op in plan.graph.ops:
+        decision = plan.decisions.get(op.name)
+        layout = _told(decision) if decision is not None and decision.devices is not None else None
+        if layout is None:
+            layout = _follow(op, decision, _leads(op, plan, book, layouts), mesh, book)
+        layout = _run_once_per_device(op, layout)
+        recompute = decision.recompute if decision is not None else None
+        algorithm = decision.algorithm if decision is not None else ""
+        layout = OpLayout(layout.grid, layout.uses, algorithm, op.recompute if recompute is None else recompute)
+        for use in layout.uses:
+            if isinstance(use, Cut):
+                require(op, book.rule(op), use)
+        _refuse_talking_chunks(op, book.rule(op), layout)
+        layouts[op.name] = layout
+    _refuse_idle(plan, layouts)
+    return layouts
+
+
+def default_grid(plan: Plan) -> Grid:
+    """The grid of ops that were not assigned: the axes of the plan over all devices, row-major."""
+    axes: dict[str, int] = {}
+    for decision in plan.decisions.values():
+        if decision.devices is None:
+            axes.update((one.axis, one.size) for one in decision.uses)
+    if not axes:
+        every = tuple(range(plan.devices))
+        return Grid((), every) if plan.devices == 1 else Grid((Axis("all", plan.devices),), every)
+    cells = math.prod(axes.values())
+    if cells != plan.devices:
+        arithmetic = " * ".join(f"{name}={size}" for name, size in axes.items())
+        raise PlanError(
+            f"the plan's axes make {arithmetic} = {cells} parts, but there are {plan.devices} devices",
+            remedy="change the parts or the number of devices, or place the ops with plan.assign",
+        )
+    return Grid(tuple(Axis(name, size) for name, size in axes.items()), tuple(range(cells)))
+
+
+def _told(decision: Decision) -> OpLayout:
+    axes = tuple(Axis(one.axis, one.size) for one in decision.uses)
+    assert decision.devices is not None
+    return OpLayout(Grid(axes, decision.devices), tuple(one.use for one in decision.uses))
+
+
+def _leads(op: Op, plan: Plan, book: RuleBook, layouts: Mapping[str, OpLayout]) -> list[_Lead]:
+    """Producers of the op's operands, the one that divides the work most first."""
+    found = []
+    for position, name in enumerate(op.inputs):
+        producer = plan.graph.producers.get(name)
+        if producer is None:
+            continue
+        layout, output = layouts[producer.name], producer.outputs.index(name)
+        value = book.operands(producer, layout).outputs[output].layout
+        found.append(_Lead(producer, layout, output, position, value))
+
+    def rank(lead: _Lead) -> tuple[int, int, int]:
+        cut = math.prod(
+            axis.size for axis, role in zip(lead.value.grid.axes, lead.value.roles, strict=True) if role.kind == "split"
+        )
+        # constants (masks, positions) are the same everywhere and should lead nobody
+        return (int(lead.op.constant), -cut, -math.prod(lead.value.shape))
+
+    return sorted(found, key=rank)
+
+
+def _follow(op: Op, decision: Decision | None, leads: list[_Lead], mesh: Grid, book: RuleBook) -> OpLayout:
+    own = {one.axis: one for one in decision.uses} if decision is not None else {}
+    for lead in leads:
+        axes = {axis.name: axis.size for axis in lead.layout.grid.axes}
+        if all(axes.get(name) == one.size for name, one in own.items()):
+            uses = _uses(op, lead, leads, {name: one.use for name, one in own.items()}, book)
+            return OpLayout(lead.layout.grid, uses)
+    missing = [name for name in own if mesh.axis(name) < 0]
+    if missing:
+        raise PlanError(
+            f"axis {missing[0]!r} of {op.name} is not an axis of the devices {mesh}",
+            place=op.place,
+            remedy="place the op with plan.assign, or cut all ops along the same axes",
+        )
+    named = {name: one.use for name, one in own.items()}
+    return OpLayout(mesh, tuple(named.get(axis.name, Copied()) for axis in mesh.axes))
+
+
+def _uses(op: Op, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book: RuleBook) -> tuple[Use, ...]:
+    """A use for each axis of the lead's grid: the op's own, or the lead's carried over."""
+    rule = book.rule(op)
+    chosen: list[Use] = []
+    taken = [use for use in own.values() if isinstance(use, Cut)]
+    for index, axis in enumerate(lead.layout.grid.axes):
+        if axis.name in own:
+            chosen.append(own[axis.name])
+            continue
+        use = _carry_over(rule, lead, leads, index, book)
+        if isinstance(use, Cut):
+            clash = [other for other in taken if other.name == use.name]
+            if any((other.groups, other.units) != (use.groups, use.units) for other in clash):
+                use = Copied()
+            else:
+                taken.append(use)
+        chosen.append(use)
+    return tuple(chosen)
+
+
+def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: RuleBook) -> Use:
+    """What the op does along an axis of the lead's grid so that its operand stays as it is; a copy if nothing can."""
+    role = lead.value.roles[axis]
+    if role.kind == "partial":
+        partial = {
+            other.operand
+            for other in leads
+            if other.value.grid == lead.value.grid and other.value.roles[axis].kind == "partial"
+        }
+        for operands in rule.linear:
+            if operands == partial:
+                return Carried(operands)
+    if role.kind == "split":
+        use = lead.layout.uses[axis]
+        assert isinstance(use, Cut)
+        source = book.rule(lead.op)
+        for cut in translate(
+            source, source.outputs[lead.output][role.dim], use, rule, rule.inputs[lead.operand][role.dim]
+        ):
+            return cut
+    return Copied()
+
+
+def translate(source: Rule, source_dim: Dim, cut: Cut, target: Rule, target_dim: Dim) -> Iterator[Cut]:
+    """Cuts of the target's names that leave a dim exactly as a cut of the source's name did.
+
+    Where both rules describe the same dim of one tensor, possibly in other factors.
+    """
+    first_unit = Cut(cut.name, (1,) * cut.units, cut.groups, cut.units)
+    unit = dim_ranges(source_dim, {cut.name: cut_table([first_unit])[0]}, source.sizes)
+    wanted = [dim_ranges(source_dim, {cut.name: ranges}, source.sizes) for ranges in cut_table([cut])]
+    for name in sorted(target_dim.names - target.frozen):
+        indices = project(target_dim, name, unit, target.sizes)
+        groups = tuple((stop - start) * cut.units for start, stop in indices)
+        if sum(groups) != target.sizes[name]:
+            continue
+        candidate = Cut(name, cut.shares, groups, cut.units)
+        made = [dim_ranges(target_dim, {name: ranges}, target.sizes) for ranges in cut_table([candidate])]
+        if made == wanted:
+            yield candidate
+
+
+def project(one: Dim, name: str, ranges: Ranges, sizes: Mapping[str, int]) -> Ranges:
+    """The indices of a name that a range list of its dim touches first; meant to be checked by the caller."""
+    offset = 0
+    for factors in one.products:
+        extents = [sizes[f] if isinstance(f, str) else f for f in factors]
+        if name in factors:
+            at = factors.index(name)
+            inner = math.prod(extents[at + 1 :])
+            block = extents[at] * inner
+            pairs = []
+            for start, stop in ranges:
+                lo, hi = max(start - offset, 0), min(stop - offset, block)
+                if lo < hi:
+                    pairs.append((lo // inner, -(-hi // inner)))
+            return tidy(pairs)
+        offset += math.prod(extents)
+    return ()
+
+
+def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
+    """Leave out copies of the op on a device that runs it already: once is enough."""
+    for index, (axis, use) in enumerate(zip(layout.grid.axes, layout.uses, strict=True)):
+        if not isinstance(use, Copied):
+            continue
+        fibers: dict[Cell, list[int]] = {}
+        for cell in layout.grid.cells:
+            fibers.setdefault((*cell[:index], *cell[index + 1 :]), []).append(layout.grid.device(cell))
+        unique = {rest: tuple(dict.fromkeys(devices)) for rest, devices in fibers.items()}
+        sizes = {len(devices) for devices in unique.values()}
+        if sizes == {axis.size}:
+            continue
+        if len(sizes) > 1:
+            raise PlanError(
+                f"axis {axis.name!r} copies {op.name} to {min(sizes)} devices in one place and {max(sizes)} in another",
+                place=op.place,
+                remedy="let every row of the device array name as many different devices",
+            )
+        return _run_once_per_device(op, _narrowed(layout, index, sizes.pop(), unique))
+    return layout
+
+
+def _narrowed(layout: OpLayout, index: int, size: int, devices: Mapping[Cell, tuple[int, ...]]) -> OpLayout:
+    """The layout with one axis reduced to `size` cells (left out if that is one), on the given devices per fiber."""
+    axes, uses = layout.grid.axes, layout.uses
+    if size == 1:
+        rest = axes[:index] + axes[index + 1 :]
+        cells = itertools.product(*(range(axis.size) for axis in rest))
+        return OpLayout(Grid(rest, tuple(devices[cell][0] for cell in cells)), uses[:index] + uses[index + 1 :])
+    narrowed = (*axes[:index], Axis(axes[index].name, size), *axes[index + 1 :])
+    cells = itertools.product(*(range(axis.size) for axis in narrowed))
+    placed = tuple(devices[(*cell[:index], *cell[index + 1 :])][cell[index]] for cell in cells)
+    return OpLayout(Grid(narrowed, placed), uses)
+
+
+def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
+    """An algorithm cannot talk between cells that one device runs one after the other."""
+    for index, use in enumerate(layout.uses):
+        if not isinstance(use, Cut) or use.name not in rule.algorithms:
+            continue
+        exchange = rule.algorithms[use.name]
+        fibers: dict[Cell, list[int]] = {}
+        for cell in layout.grid.cells:
+            fibers.setdefault((*cell[:index], *cell[index + 1 :]), []).append(layout.grid.device(cell))
+        repeated = any(len(set(devices)) < len(devices) for devices in fibers.values())
+        if repeated and (exchange.forward or exchange.backward):
+            raise PlanError(
+                f"{op.kind} cut along {use.name!r} must talk between its parts, but some of them share a device "
+                "and run one after the other",
+                place=op.place,
+                remedy="cut another name there, or place the parts on different devices",
+            )
+
+
+def _refuse_idle(plan: Plan, layouts: Mapping[str, OpLayout]) -> None:
+    busy = {device for layout in layouts.values() for device in layout.grid.devices}
+    idle = sorted(set(range(plan.devices)) - busy)
+    if idle:
+        raise PlanError(
+            f"no op runs on device{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))}",
+            remedy=f"assign ops there, or plan for {plan.devices - len(idle)} devices",
+        )

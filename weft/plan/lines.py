@@ -1,0 +1,345 @@
+"""Lines of a plan, and what they add up to.
+
+    Line     := TransLine | AssignLine | StoreLine | OrderLine | BlockLine
+    Decision := what one op was told: axes and their uses, devices, recomputation
+    State    := a Decision per op that was told something, axes, stores, blocks, relations
+
+In: a State and the next Line. Out: the next State, or a PlanError if the line does not fit the op's rule, the
+devices, or an earlier line (`apply`). A line is checked here and nowhere else: primitives, plan files and `can_*`
+questions all pass through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from weft.errors import PlanError
+from weft.ir.graph import Graph, Op
+from weft.ops.book import RuleBook
+from weft.plan.order import Relation
+from weft.plan.primitives import (
+    AxisUse,
+    CopyOver,
+    CutBy,
+    RecomputeMark,
+    Transform,
+    cut_of_size,
+    resolve,
+)
+from weft.ir.oplayout import Copied
+from weft.plan.select import ParameterSelection, Selection
+
+
+@dataclass(frozen=True)
+class TransLine:
+    """Transform ops."""
+
+    ops: Selection
+    transforms: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        return f"trans {self.ops}: {', '.join(map(str, self.transforms))}"
+
+
+@dataclass(frozen=True)
+class AssignLine:
+    """Place ops: a device per cell of their grids, row-major."""
+
+    ops: Selection
+    devices: tuple[int, ...]
+    shape: tuple[int, ...] | None = field(default=None, compare=False)
+    """Of the nested array the devices were given as; None if they were a flat list."""
+
+    def __str__(self) -> str:
+        return f"assign {self.ops}: devices {' '.join(map(str, self.devices))}"
+
+
+@dataclass(frozen=True)
+class StoreLine:
+    """Where parameters, and optimizer state if told, live."""
+
+    parameters: ParameterSelection
+    transforms: tuple[Transform, ...]
+    state: tuple[Transform, ...] | None = None
+
+    def __str__(self) -> str:
+        state = "" if self.state is None else f"; state {', '.join(map(str, self.state)) or 'as used'}"
+        return f"store {self.parameters.text}: {', '.join(map(str, self.transforms)) or 'as used'}{state}"
+
+
+@dataclass(frozen=True)
+class OrderLine:
+    """Relations between events."""
+
+    relations: tuple[Relation, ...]
+
+    def __str__(self) -> str:
+        return f"order {', '.join(map(str, self.relations))}"
+
+
+@dataclass(frozen=True)
+class BlockLine:
+    """A named set of ops."""
+
+    name: str
+    ops: Selection
+
+    def __str__(self) -> str:
+        return f"block {self.name}: {self.ops}"
+
+
+Line = TransLine | AssignLine | StoreLine | OrderLine | BlockLine
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an op was told.
+
+    Args:
+        uses: the axes of its grid, in the order in which they were added.
+        devices: one per cell, row-major; None if nobody said.
+        recompute: number of the trans line that marked it; ops of one line are recomputed together.
+        algorithm: "" for the rule's own.
+    """
+
+    uses: tuple[AxisUse, ...] = ()
+    devices: tuple[int, ...] | None = None
+    recompute: int | None = None
+    algorithm: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the grid's axes."""
+        return tuple(one.size for one in self.uses)
+
+    @property
+    def num_cells(self) -> int:
+        return math.prod(self.sizes)
+
+    def axis(self, name: str) -> AxisUse | None:
+        """What the axis of that name does, if the op has it."""
+        return next((one for one in self.uses if one.axis == name), None)
+
+    def __str__(self) -> str:
+        words = [", ".join(map(str, self.uses))] if self.uses else []
+        if self.devices is not None:
+            words.append(f"devices {' '.join(map(str, self.devices))}")
+        if self.recompute is not None:
+            words.append("recompute")
+        return "   ".join(words)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where a parameter lives: for each axis how it cuts a dim (the Cut's name is the dim's number) or copies.
+
+    `state` says the same of its optimizer state; None: like the parameter.
+    """
+
+    uses: tuple[AxisUse, ...]
+    state: tuple[AxisUse, ...] | None
+    place: str
+
+
+@dataclass(frozen=True)
+class State:
+    """What the lines so far add up to."""
+
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    blocks: Mapping[str, Selection] = field(default_factory=dict)
+    orders: tuple[Relation, ...] = ()
+    num_recomputes: int = 0
+    num_lines: int = 0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What lines are checked against."""
+
+    graph: Graph
+    devices: int
+    rules: RuleBook
+
+
+def apply(state: State, line: Line, context: Context) -> State:
+    """The state after one more line."""
+    state = replace(state, num_lines=state.num_lines + 1)
+    match line:
+        case TransLine():
+            return _trans(state, line, context)
+        case AssignLine():
+            return _assign(state, line, context)
+        case StoreLine():
+            return _store(state, line, context)
+        case OrderLine():
+            return _order(state, line)
+        case BlockLine():
+            return _block(state, line)
+
+
+def _trans(state: State, line: TransLine, context: Context) -> State:
+    axes = _axes(state.axes, line.transforms)
+    marks = any(isinstance(one, RecomputeMark) for one in line.transforms)
+    decisions = dict(state.decisions)
+    for op in line.ops:
+        decision = decisions.get(op.name, Decision())
+        for transform in line.transforms:
+            if isinstance(transform, RecomputeMark):
+                decision = _mark(decision, op, state.num_recomputes)
+            else:
+                decision = _add_axis(decision, transform, op, context)
+        decisions[op.name] = decision
+    return replace(state, decisions=decisions, axes=axes, num_recomputes=state.num_recomputes + marks)
+
+
+def _axes(axes: Mapping[str, int], transforms: Iterable[Transform]) -> Mapping[str, int]:
+    """All axes with the new ones; the same name must mean the same size everywhere."""
+    found = dict(axes)
+    for transform in transforms:
+        if isinstance(transform, RecomputeMark):
+            continue
+        known = found.setdefault(transform.axis, transform.size)
+        if known != transform.size:
+            raise PlanError(
+                f"axis {transform.axis!r} has {known} parts elsewhere in the plan, here {transform.size}",
+                place=str(transform),
+                remedy="use another axis name, or the same number of parts",
+            )
+    return found
+
+
+def _mark(decision: Decision, op: Op, number: int) -> Decision:
+    if decision.recompute is not None:
+        raise PlanError(
+            f"{op.name} is recomputed already, together with other ops",
+            place=op.place,
+            remedy="mark it once: ops of one trans(recompute()) call are recomputed together",
+        )
+    return replace(decision, recompute=number)
+
+
+def _add_axis(decision: Decision, transform: CutBy | CopyOver, op: Op, context: Context) -> Decision:
+    use = resolve(transform, op, context.rules.rule(op), decision.uses)
+    if decision.devices is not None and use.size > 1:
+        raise PlanError(
+            f"{op.name} was assigned {len(decision.devices)} devices before {transform} made its grid larger",
+            place=op.place,
+            remedy="transform first, then assign",
+        )
+    return replace(decision, uses=(*decision.uses, use))
+
+
+def _assign(state: State, line: AssignLine, context: Context) -> State:
+    for device in line.devices:
+        if not 0 <= device < context.devices:
+            raise PlanError(
+                f"device {device} does not exist: the plan has devices 0 to {context.devices - 1}",
+                place=str(line.ops),
+                remedy="use existing devices, or make the plan for more",
+            )
+    decisions = dict(state.decisions)
+    for op in line.ops:
+        decision = decisions.get(op.name, Decision())
+        _check_shape(decision, line, op)
+        if decision.devices not in (None, line.devices):
+            raise PlanError(
+                f"{op.name} was assigned devices {decision.devices} before and {line.devices} now",
+                place=op.place,
+                remedy="assign an op once",
+            )
+        decisions[op.name] = replace(decision, devices=line.devices)
+    return replace(state, decisions=decisions)
+
+
+def _check_shape(decision: Decision, line: AssignLine, op: Op) -> None:
+    fits = len(line.devices) == decision.num_cells
+    if fits and line.shape is not None and line.shape != decision.sizes:
+        # axes of one part may be left out of a nested array
+        fits = [n for n in line.shape if n > 1] == [n for n in decision.sizes if n > 1]
+    if not fits:
+        grid = " x ".join(f"{one.axis}={one.size}" for one in decision.uses) or "no axes (one cell)"
+        given = "x".join(map(str, line.shape)) if line.shape is not None else str(len(line.devices))
+        raise PlanError(
+            f"{given} devices do not fit the grid of {op.name}: {grid}",
+            place=op.place,
+            remedy=f"give {decision.num_cells} devices, one per cell; transform ops before assigning them",
+        )
+
+
+def _store(state: State, line: StoreLine, context: Context) -> State:
+    axes = _axes(state.axes, line.transforms)
+    axes = _axes(axes, line.state or ())
+    stores = dict(state.stores)
+    place = f"line {state.num_lines} of the plan, {line}"
+    for tensor in line.parameters.tensors:
+        name = context.graph.parameter_tensors[tensor].names[0]
+        if tensor in stores:
+            raise PlanError(f"{name} is stored twice", place=place, remedy=f"drop this line or {stores[tensor].place}")
+        shape = context.graph.tensors[tensor].sizes
+        uses = _stored(line.transforms, name, shape, place)
+        stores[tensor] = Store(uses, None if line.state is None else _stored(line.state, name, shape, place), place)
+    return replace(state, stores=stores, axes=axes)
+
+
+def _stored(transforms: Iterable[Transform], name: str, shape: tuple[int, ...], place: str) -> tuple[AxisUse, ...]:
+    uses: list[AxisUse] = []
+    for transform in transforms:
+        if isinstance(transform, RecomputeMark):
+            raise PlanError("parameters cannot be recomputed", place=place, remedy="use cut() and copy() in store")
+        if any(use.axis == transform.axis for use in uses):
+            raise PlanError(f"axis {transform.axis!r} stands twice in one store", place=place, remedy="name two axes")
+        if isinstance(transform, CopyOver):
+            uses.append(AxisUse(transform.axis, transform.size, Copied()))
+            continue
+        if not isinstance(transform.name, int) or transform.algorithm or transform.groups != 1 or transform.units:
+            raise PlanError(
+                f"{transform} cannot say how {name} is stored",
+                place=place,
+                remedy="in store cut a dim by its number, into contiguous parts: cut(0, 4, axis='dp')",
+            )
+        if not -len(shape) <= transform.name < len(shape):
+            raise PlanError(
+                f"{name} has {len(shape)} dims {list(shape)}, not dim {transform.name}",
+                place=place,
+                remedy="count dims from 0",
+            )
+        dim = transform.name % len(shape)
+        use = replace(cut_of_size(transform, f"dim {dim} of {name}", shape[dim], place), name=str(dim))
+        uses.append(AxisUse(transform.axis, transform.size, use))
+    return tuple(uses)
+
+
+def _order(state: State, line: OrderLine) -> State:
+    for relation in line.relations:
+        for event in (relation.first, relation.second):
+            if event.block not in state.blocks:
+                known = ", ".join(state.blocks) or "none yet"
+                raise PlanError(
+                    f"no block is called {event.block!r}",
+                    place=str(relation),
+                    remedy=f"define it with plan.block(name, ops); blocks: {known}",
+                )
+        if any((old.first, old.second) == (relation.second, relation.first) for old in (*state.orders, *line.relations)):
+            raise PlanError(
+                f"{relation} contradicts {relation.second} before {relation.first}",
+                place=str(line),
+                remedy="drop one of the two",
+            )
+    return replace(state, orders=(*state.orders, *line.relations))
+
+
+def _block(state: State, line: BlockLine) -> State:
+    if line.name in state.blocks:
+        raise PlanError(f"block {line.name!r} exists already", place=str(line), remedy="choose another name")
+    for name, other in state.blocks.items():
+        shared = line.ops & other
+        if shared.names:
+            op = next(iter(shared))
+            raise PlanError(
+                f"{op.name} is in block {name!r} already", place=op.place, remedy="put an op into one block only"
+            )
+    return replace(state, blocks={**state.blocks, line.name: line.ops})

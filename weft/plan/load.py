@@ -1,0 +1,133 @@
+"""Loading a plan from what a user wrote: a recipe string, a plan file, or a function in a Python file.
+
+In: text such as `dp=2,tp=2`, `plan.yaml`, `plans.py:megatron`, and a Graph. Out: a Plan for that Graph. A function
+takes the empty plan, or the graph and the number of devices, and returns a Plan; what it raises is kept as the cause.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from weft.errors import PlanError, WeftError
+from weft.ir.graph import Graph
+from weft.plan.plan import Plan
+from weft.plan.plan_file import read_plan
+from weft.plan.recipe_string import check_devices, parse_recipe
+from weft.plan.recipes import BatchDims
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def load_plan(text: str, graph: Graph, devices: int | None = None, *, batch_dims: BatchDims | None = None) -> Plan:
+    """The plan that the text means.
+
+    Args:
+        text: a recipe string, the path of a plan file, or `path.py:function`.
+        graph: what it is for.
+        devices: how many; needed by functions, checked against the others.
+        batch_dims: of the inputs, for recipes.
+    """
+    path, colon, function = text.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_function(Path(path), function, graph, devices)
+    if text.endswith(SUFFIXES):
+        return _same_devices(read_plan(Path(text), graph), devices, text)
+    if text.endswith(".py"):
+        raise PlanError(f"{text} names no function", remedy=f"write {text}:FUNCTION")
+    if not text.strip():
+        raise PlanError("the plan is empty", remedy="give a recipe string, a plan file, or path.py:function")
+    recipe = parse_recipe(text)
+    return recipe.write(Plan(graph, check_devices(recipe, devices, text)), batch_dims=batch_dims)
+
+
+def _same_devices(plan: Plan, devices: int | None, text: str) -> Plan:
+    if devices is not None and devices != plan.devices:
+        raise PlanError(
+            f"{text} makes a plan for {plan.devices} devices, but {devices} were asked for",
+            remedy=f"ask for {plan.devices} devices, or use another plan",
+        )
+    return plan
+
+
+def _from_function(path: Path, name: str, graph: Graph, devices: int | None) -> Plan:
+    module = _import(path)
+    function = vars(module).get(name)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise PlanError(
+            f"{path} has no function {name!r}", place=str(path), remedy=f"functions there: {', '.join(known) or 'none'}"
+        )
+    if devices is None:
+        raise PlanError(
+            f"{path}:{name} does not say how many devices it is for", place=str(path), remedy="ask for some: --devices N"
+        )
+    plan = _call(function, f"{path}:{name}", graph, devices)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"{path}:{name} returned {type(plan).__name__}, not a Plan",
+            place=str(path),
+            remedy="return the plan that the last primitive gave back",
+        )
+    if plan.graph is not graph:
+        raise PlanError(
+            f"{path}:{name} returned a plan of another graph",
+            place=str(path),
+            remedy="start from the plan or the graph that is passed in",
+        )
+    return _same_devices(plan, devices, f"{path}:{name}")
+
+
+def _call(function: Callable[..., Any], place: str, graph: Graph, devices: int) -> Any:
+    """Call `function(plan)` or `function(graph, devices)`, whichever it takes."""
+    plan = Plan(graph, devices)
+    signature = inspect.signature(function)
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    arguments: tuple[Any, ...] = (plan,) if len(needed) == 1 else (graph, devices)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise PlanError(
+            f"{place}{signature} cannot be called with a plan: {error}",
+            place=place,
+            remedy="define it as function(plan) or function(graph, devices)",
+        ) from None
+    with _UserCode(place):
+        return function(*arguments)
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"there is no file {path}", remedy="check the path before the colon")
+    spec = importlib.util.spec_from_file_location(f"weft_plan_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    with _UserCode(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+class _UserCode:
+    """Around code of the user's: what it raises becomes a PlanError that keeps it as its cause."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, WeftError):
+            frames = inspect.getinnerframes(trace) if trace is not None else []
+            line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+            raise PlanError(
+                f"the plan's own code raised {type(error).__name__}: {error}",
+                place=self.place + line,
+                remedy="correct the function",
+            ) from error

@@ -1,0 +1,100 @@
+"""Relations between events, as data: what runs before what.
+
+    Relation := Before(Event, Event)
+    Event    := phase ("f" | "b" | "w"), block, micro-batch (a number, or m + k for every m)
+
+In: block names and micro-batch numbers. Out: Relations that `Plan.order` records. Promised: an event does not stand
+before itself, and no relation contradicts the natural order (forward, then backward, then weight gradients of one
+block and micro-batch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+
+PHASES = ("f", "b", "w")
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Any micro-batch: `m = Micro(); m + 2` is the second one after it."""
+
+    offset: int = 0
+
+    def __add__(self, other: int) -> Micro:
+        return Micro(self.offset + other)
+
+    def __sub__(self, other: int) -> Micro:
+        return Micro(self.offset - other)
+
+    def __str__(self) -> str:
+        return f"m{self.offset:+d}" if self.offset else "m"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One phase of a block for one micro-batch."""
+
+    phase: str
+    block: str
+    micro: int | Micro
+
+    def __str__(self) -> str:
+        return f"{self.phase}({self.block}, {self.micro})"
+
+
+@dataclass(frozen=True)
+class Before:
+    """`first` ends before `second` starts."""
+
+    first: Event
+    second: Event
+
+    def __str__(self) -> str:
+        return f"{self.first} before {self.second}"
+
+
+Relation = Before
+
+
+def f(block: str, micro: int | Micro) -> Event:
+    """The forward of a block for one micro-batch."""
+    return _event("f", block, micro)
+
+
+def b(block: str, micro: int | Micro) -> Event:
+    """The backward of a block for one micro-batch."""
+    return _event("b", block, micro)
+
+
+def w(block: str, micro: int | Micro) -> Event:
+    """The weight gradients of a block for one micro-batch."""
+    return _event("w", block, micro)
+
+
+def _event(phase: str, block: str, micro: int | Micro) -> Event:
+    if isinstance(micro, int) and (micro < 0 or isinstance(micro, bool)):
+        raise PlanError(f"there is no micro-batch {micro}", remedy="count micro-batches from 0")
+    return Event(phase, block, micro)
+
+
+def before(first: Event, second: Event) -> Before:
+    """The first event ends before the second starts.
+
+    rewrite: events in any order that data allows  ->  those orders in which `first` precedes `second`
+    """
+    if not isinstance(first, Event) or not isinstance(second, Event):
+        raise PlanError(f"before({first!r}, {second!r}) does not relate two events", remedy="write before(f(a, m), b(a, m))")
+    if isinstance(first.micro, int) != isinstance(second.micro, int):
+        raise PlanError(
+            f"{first} and {second} mix a numbered micro-batch with any micro-batch",
+            remedy="number both, or write both with m",
+        )
+    same = first.block == second.block and first.micro == second.micro
+    if same and PHASES.index(first.phase) >= PHASES.index(second.phase):
+        raise PlanError(
+            f"{first} cannot run before {second}", remedy="forward, backward and weight gradients follow each other"
+        )
+    return Before(first, second)

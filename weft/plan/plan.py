@@ -1,0 +1,275 @@
+"""Plan: all decisions about a Graph, as data.
+
+In: a Graph, a number of devices, lines written by primitives. Out: a Decision for each op that was told something.
+A Plan never changes: every primitive returns a new one with one more line, or raises a PlanError and leaves the old
+one as it was; its `can_*` twin answers with the reason instead. Plans with equal lines are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from weft.errors import PlanError, RuleError
+from weft.ir.graph import Graph, Op
+from weft.ops.book import RuleBook
+from weft.ops.rule import Rule
+from weft.plan.lines import (
+    AssignLine,
+    BlockLine,
+    Context,
+    Decision,
+    Line,
+    OrderLine,
+    State,
+    Store,
+    StoreLine,
+    TransLine,
+    apply,
+)
+from weft.plan.order import Relation
+from weft.plan.primitives import AxisUse, RecomputeMark, Transform, with_axis
+from weft.plan.select import ParametersLike, Selection, match, match_parameters, parse, refuse_empty, select
+from weft.plan.show import plan_table
+
+__all__ = ["AxisUse", "Decision", "Plan", "Store", "Verdict"]
+
+OpsLike = Selection | Op | str | Iterable[Selection | Op | str]
+Devices = int | Sequence["Devices"]
+"""Device numbers, nested like the grid's axes, or flat."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of a `can_*` question: true or false, and why."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions about how a graph runs on `devices` devices.
+
+    Args:
+        graph: the captured program.
+        devices: how many there are; ids are 0 .. devices - 1.
+        lines: what the primitives wrote, in order.
+    """
+
+    graph: Graph = field(compare=False, repr=False)
+    devices: int
+    lines: tuple[Line, ...] = ()
+    rules: RuleBook = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    """The rules of the graph's ops; made here unless given."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.devices, int) or isinstance(self.devices, bool) or self.devices < 1:
+            raise PlanError(f"cannot plan for {self.devices!r} devices", remedy="give a whole number of at least 1")
+        if self.rules is None:
+            object.__setattr__(self, "rules", RuleBook(self.graph))
+
+    @cached_property
+    def _state(self) -> State:
+        state = State()
+        for line in self.lines:
+            state = apply(state, line, Context(self.graph, self.devices, self.rules))
+        return state
+
+    @property
+    def decisions(self) -> Mapping[str, Decision]:
+        """What each op was told, by op name; ops that were told nothing are absent."""
+        return self._state.decisions
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """All axes and their sizes, in the order in which they first appear."""
+        return self._state.axes
+
+    @property
+    def stores(self) -> Mapping[str, Store]:
+        """Where parameters live, by tensor name."""
+        return self._state.stores
+
+    @property
+    def blocks(self) -> Mapping[str, Selection]:
+        return self._state.blocks
+
+    @property
+    def orders(self) -> tuple[Relation, ...]:
+        return self._state.orders
+
+    def rule(self, op: Op | str) -> Rule:
+        """The rule of an op."""
+        return self.rules.rule(self.graph.by_name[op] if isinstance(op, str) else op)
+
+    def decision(self, op: Op | str) -> Decision:
+        """What the op was told, an empty Decision if nothing."""
+        return self.decisions.get(op if isinstance(op, str) else op.name, Decision())
+
+    def match(
+        self,
+        pattern: str = "**",
+        *,
+        op: str | Sequence[str] | None = None,
+        where: Callable[[Op], bool] | None = None,
+    ) -> Selection:
+        """Ops by module path, operator and condition; see `weft.plan.select`."""
+        return match(self.graph, pattern, op=op, where=where)
+
+    def select(self, ops: OpsLike) -> Selection:
+        """The ops meant by a Selection, an Op, its name, a pattern, or several of these."""
+        return refuse_empty(self._select(ops))
+
+    def _select(self, ops: OpsLike) -> Selection:
+        if isinstance(ops, Selection):
+            return select(self.graph, ops.names) if ops.graph is not self.graph else ops
+        if isinstance(ops, Op):
+            return self._select(ops.name)
+        if isinstance(ops, str):
+            known = ops in self.graph.by_name
+            return select(self.graph, (ops,)) if known else parse(self.graph, ops)
+        parts = [self.select(item) for item in ops]
+        return select(self.graph, (name for part in parts for name in part.names))
+
+    def _with(self, line: Line) -> Plan:
+        state = apply(self._state, line, Context(self.graph, self.devices, self.rules))
+        plan = Plan(self.graph, self.devices, (*self.lines, line), self.rules)
+        plan.__dict__["_state"] = state
+        return plan
+
+    # --- primitives ---------------------------------------------------------------------------------------------
+
+    def trans(self, ops: OpsLike, *transforms: Transform) -> Plan:
+        """Transform ops: cut, copy, recompute.
+
+        rewrite: op with axes (a ...)  ->  op with axes (a ..., one per transform, in order)
+
+        Args:
+            ops: a Selection, an Op, a name, a pattern, or several.
+            transforms: made by `cut`, `copy`, `algorithm`, `recompute`.
+        """
+        if not transforms:
+            raise PlanError("trans was given no transform", remedy="add cut(...), copy(...) or recompute()")
+        return self._with(TransLine(self.select(ops), self._named(transforms)))
+
+    def assign(self, ops: OpsLike, devices: Devices) -> Plan:
+        """Place ops: a device for each cell of their grids. A device may repeat: its cells run chunk by chunk.
+
+        rewrite: op on cells (i, j, ...)  ->  op's cell (i, j, ...) runs on devices[i][j]...
+        """
+        flat, shape = _flatten(devices)
+        return self._with(AssignLine(self.select(ops), flat, shape if len(shape) > 1 else None))
+
+    def order(self, *relations: Relation) -> Plan:
+        """Say what runs before what; see `weft.plan.order`.
+
+        rewrite: any order that data allows  ->  those in which every relation holds
+        """
+        if not relations:
+            raise PlanError("order was given no relation", remedy="add before(f(a, m), b(a, m))")
+        return self._with(OrderLine(tuple(relations)))
+
+    def store(
+        self, parameters: ParametersLike, *transforms: Transform, state: Transform | Sequence[Transform] | None = None
+    ) -> Plan:
+        """Say where parameters live, by dim number along named axes; `state`: where their optimizer state does.
+
+        rewrite: parameter stored as it is used  ->  stored cut (or copied) along the axes, brought to its uses
+        """
+        if not transforms and state is None:
+            raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp') or state=")
+        states = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
+        named = self._named((*transforms, *(states or ())))
+        line = StoreLine(
+            match_parameters(self.graph, parameters),
+            named[: len(transforms)],
+            None if states is None else named[len(transforms) :],
+        )
+        return self._with(line)
+
+    def block(self, name: str, ops: OpsLike) -> Plan:
+        """Name a set of ops, so as to order it as one thing.
+
+        rewrite: ops  ->  ops, together called `name`
+        """
+        return self._with(BlockLine(name, self.select(ops)))
+
+    # --- ask first ----------------------------------------------------------------------------------------------
+
+    def can_trans(self, ops: OpsLike, *transforms: Transform) -> Verdict:
+        """Whether `trans` would be accepted, and why not."""
+        return _ask(lambda: self.trans(ops, *transforms))
+
+    def can_assign(self, ops: OpsLike, devices: Devices) -> Verdict:
+        """Whether `assign` would be accepted, and why not."""
+        return _ask(lambda: self.assign(ops, devices))
+
+    def can_order(self, *relations: Relation) -> Verdict:
+        """Whether `order` would be accepted, and why not."""
+        return _ask(lambda: self.order(*relations))
+
+    def can_store(
+        self, parameters: ParametersLike, *transforms: Transform, state: Transform | Sequence[Transform] | None = None
+    ) -> Verdict:
+        """Whether `store` would be accepted, and why not."""
+        return _ask(lambda: self.store(parameters, *transforms, state=state))
+
+    def can_block(self, name: str, ops: OpsLike) -> Verdict:
+        """Whether `block` would be accepted, and why not."""
+        return _ask(lambda: self.block(name, ops))
+
+    def _named(self, transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+        """The transforms with names made up for axes that have none: a0, a1, ..."""
+        taken = set(self.axes) | {one.axis for one in transforms if not isinstance(one, RecomputeMark)}
+        named: list[Transform] = []
+        for transform in transforms:
+            if not isinstance(transform, Transform):
+                raise PlanError(f"{transform!r} is no transform", remedy="use cut(...), copy(...) or recompute()")
+            if not isinstance(transform, RecomputeMark) and not transform.axis:
+                number = next(i for i in range(len(taken) + 1) if f"a{i}" not in taken)
+                taken.add(f"a{number}")
+                transform = with_axis(transform, f"a{number}")
+            named.append(transform)
+        return tuple(named)
+
+    def __str__(self) -> str:
+        return plan_table(self.graph, self.devices, self._state)
+
+
+def _ask(primitive: Callable[[], Plan]) -> Verdict:
+    try:
+        primitive()
+    except (PlanError, RuleError) as error:
+        return Verdict(False, str(error))
+    return Verdict(True)
+
+
+def _flatten(devices: Devices) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The device numbers row-major, and the shape of the nesting."""
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return (devices,), ()
+    if isinstance(devices, str | bool) or not isinstance(devices, Iterable):
+        raise PlanError(f"{devices!r} is no device", remedy="give device numbers, nested like the grid's axes")
+    parts = [_flatten(_plain(item)) for item in devices]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        raise PlanError(f"the devices {devices} do not form a grid", remedy="give rows of equal length")
+    inner = shapes.pop() if shapes else ()
+    return tuple(number for flat, _ in parts for number in flat), (len(parts), *inner)
+
+
+def _plain(item: object) -> Devices:
+    """A scalar of an array library as a number."""
+    if isinstance(item, int | Sequence):
+        return item
+    if isinstance(item, Iterable) and not hasattr(item, "__index__"):
+        return list(item)
+    if hasattr(item, "__index__"):
+        shape = getattr(item, "shape", ())
+        return list(item) if shape else int(item.__index__())  # type: ignore[call-overload]
+    raise PlanError(f"{item!r} is no device", remedy="give device numbers, nested like the grid's axes")

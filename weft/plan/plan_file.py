@@ -1,0 +1,216 @@
+"""Plan files: a Plan as YAML, addressed by module path and wildcard.
+
+    weft_plan: 1
+    model: GPT              the graph's name, and what its ops are (`fingerprint`)
+    devices: 4
+    lines: [{trans: [ops ...], do: [{cut: n, parts: 2, axis: tp}]}, {assign: ..., devices: [...]}, ...]
+
+In: a Plan. Out: a file, written whole or not at all. Reading it back for the same graph gives an equal Plan; for
+another graph it is refused, with the first op that differs. Lines pass through the same checks as primitives.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.errors import PlanError
+from weft.ir.graph import Graph
+from weft.plan.lines import AssignLine, BlockLine, Line, OrderLine, StoreLine, TransLine
+from weft.plan.order import PHASES, Before, Event, Micro, before
+from weft.plan.plan import Plan
+from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algorithm, copy, cut
+from weft.plan.select import Selection, fold
+
+VERSION = 1
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan to a file; an older file stays until the new one is whole."""
+    target = Path(path)
+    content = {
+        "weft_plan": VERSION,
+        "model": plan.graph.name,
+        "devices": plan.devices,
+        "lines": [_line_data(line) for line in plan.lines],
+        "fingerprint": fingerprint(plan.graph),
+    }
+    text = yaml.safe_dump(content, sort_keys=False, width=120, default_flow_style=None)
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, target)
+
+
+def fingerprint(graph: Graph) -> dict[str, str]:
+    """The ops of a graph, layers folded: how many there are of each, their operator and the shapes they make."""
+    found: dict[str, dict[str, int]] = {}
+    for op in graph.ops:
+        shapes = ", ".join("x".join(map(str, graph.tensors[name].shape)) or "scalar" for name in op.outputs)
+        kinds = found.setdefault(fold(op.name), {})
+        text = f"{op.target} -> {shapes}"
+        kinds[text] = kinds.get(text, 0) + 1
+    return {name: "; ".join(f"{n} x {text}" for text, n in kinds.items()) for name, kinds in found.items()}
+
+
+def read_plan(path: Path, graph: Graph) -> Plan:
+    """Read a plan file for this graph."""
+    if not path.is_file():
+        raise PlanError(f"there is no plan file {path}", remedy="check the path, or write a recipe such as dp=2")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not readable as YAML: {error}", remedy="save the plan again") from None
+    if not isinstance(data, Mapping) or data.get("weft_plan") != VERSION:
+        found = data.get("weft_plan") if isinstance(data, Mapping) else None
+        raise PlanError(
+            f"{path} is no plan file of version {VERSION} (weft_plan: {found})", remedy="write it with save_plan"
+        )
+    _check_model(data, graph, path)
+    plan = Plan(graph, _field(data, "devices", int, f"{path}"))
+    for number, entry in enumerate(_field(data, "lines", list, f"{path}"), 1):
+        place = f"{path}, line {number} of the plan"
+        try:
+            plan = _add(plan, entry, place)
+        except PlanError as error:
+            raise PlanError(error.message, place=f"{place}; {error.place}".strip("; "), remedy=error.remedy) from None
+    return plan
+
+
+def _check_model(data: Mapping[str, Any], graph: Graph, path: Path) -> None:
+    saved, now = data.get("fingerprint"), fingerprint(graph)
+    if saved == now:
+        return
+    names = f"the plan is for {data.get('model')}, the model is {graph.name}; " if data.get("model") != graph.name else ""
+    raise PlanError(
+        f"{path} is a plan for another model: {names}{_difference(saved, now)}",
+        place=str(path),
+        remedy="plan this model anew, or load the plan with the model and example it was made for",
+    )
+
+
+def _difference(saved: object, now: Mapping[str, str]) -> str:
+    if not isinstance(saved, Mapping):
+        return "it has no fingerprint"
+    for name, text in saved.items():
+        if name not in now:
+            return f"the model has no op {name} ({text})"
+        if now[name] != text:
+            return f"{name} was {text}, is {now[name]}"
+    extra = next((name for name in now if name not in saved), None)
+    return f"the plan knows no op {extra}" if extra else "the ops stand in another order"
+
+
+def _field(data: object, key: str, kind: type, place: str) -> Any:
+    value = data.get(key) if isinstance(data, Mapping) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise PlanError(f"{key!r} must be a {kind.__name__}, not {value!r}", place=place, remedy="save the plan again")
+    return value
+
+
+# --- lines ------------------------------------------------------------------------------------------------------
+
+
+def _line_data(line: Line) -> dict[str, Any]:
+    match line:
+        case TransLine(ops, transforms):
+            return {"trans": _ops_data(ops), "do": [_transform_data(one) for one in transforms]}
+        case AssignLine(ops, devices):
+            return {"assign": _ops_data(ops), "devices": list(devices)}
+        case StoreLine(parameters, transforms, state):
+            data: dict[str, Any] = {"store": parameters.text, "do": [_transform_data(one) for one in transforms]}
+            return data if state is None else {**data, "state": [_transform_data(one) for one in state]}
+        case OrderLine(relations):
+            return {"order": [[_event_data(one.first), _event_data(one.second)] for one in relations]}
+        case BlockLine(name, ops):
+            return {"block": name, "ops": _ops_data(ops)}
+
+
+def _ops_data(ops: Selection) -> str | list[str]:
+    """The selection's text; a plain union as a list, one term each."""
+    plain = not any(token in ops.text for token in ("(", " - ", " & ", "'"))
+    return ops.text.split(" | ") if plain and " | " in ops.text else ops.text
+
+
+def _transform_data(transform: Transform) -> dict[str, Any] | str:
+    match transform:
+        case RecomputeMark():
+            return "recompute"
+        case CopyOver(parts, axis):
+            return {"copy": parts, "axis": axis}
+        case CutBy(name, shares, axis, groups, units, kind):
+            parts = len(shares) if set(shares) == {1} else list(shares)
+            data = {"cut": name, "parts": parts, "axis": axis}
+            if groups != 1:
+                data["groups"] = groups if isinstance(groups, int) else list(groups)
+            if units is not None:
+                data["units"] = units
+            return {**data, "algorithm": kind} if kind else data
+
+
+def _event_data(event: Event) -> list[Any]:
+    return [event.phase, event.block, event.micro if isinstance(event.micro, int) else str(event.micro)]
+
+
+def _add(plan: Plan, entry: object, place: str) -> Plan:
+    match entry:
+        case {"trans": ops, "do": transforms}:
+            return plan.trans(_ops(ops, place), *_transforms(transforms, place))
+        case {"assign": ops, "devices": devices}:
+            return plan.assign(_ops(ops, place), devices)
+        case {"store": str(parameters), "do": transforms, **rest}:
+            state = _transforms(rest["state"], place) if "state" in rest else None
+            return plan.store(parameters, *_transforms(transforms, place), state=state)
+        case {"order": list(pairs)}:
+            return plan.order(*(_relation(pair, place) for pair in pairs))
+        case {"block": str(name), "ops": ops}:
+            return plan.block(name, _ops(ops, place))
+    raise PlanError(f"{entry!r} is no line of a plan", place=place, remedy="lines: trans, assign, store, order, block")
+
+
+def _ops(data: object, place: str) -> str:
+    if isinstance(data, list):
+        return " | ".join(map(str, data))
+    if isinstance(data, str):
+        return data
+    raise PlanError(f"{data!r} selects no ops", place=place, remedy="write a pattern or a list of patterns")
+
+
+def _transforms(data: object, place: str) -> list[Transform]:
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        raise PlanError(f"{data!r} is no list of transforms", place=place, remedy="write do: [{cut: n, parts: 2}]")
+    return [_transform(one, place) for one in data]
+
+
+def _transform(data: object, place: str) -> Transform:
+    match data:
+        case "recompute":
+            return RecomputeMark()
+        case {"copy": parts, "axis": axis}:
+            return copy(parts, axis)
+        case {"cut": name, "parts": parts, "axis": axis, "algorithm": kind}:
+            return algorithm(kind, name, parts, axis)
+        case {"cut": name, "parts": parts, "axis": axis, **rest}:
+            return cut(name, parts, axis, groups=rest.get("groups", 1), units=rest.get("units"))
+    raise PlanError(f"{data!r} is no transform", place=place, remedy="write {cut: n, parts: 2, axis: tp}")
+
+
+def _relation(data: object, place: str) -> Before:
+    match data:
+        case [[str(), str(), _] as first, [str(), str(), _] as second]:
+            return before(_event(first, place), _event(second, place))
+    raise PlanError(f"{data!r} relates no two events", place=place, remedy="write [[f, a, m+2], [b, a, m]]")
+
+
+def _event(data: list[Any], place: str) -> Event:
+    phase, block, micro = data
+    number: int | Micro | None = micro if isinstance(micro, int) else None
+    if isinstance(micro, str) and micro.startswith("m") and (micro == "m" or micro[1:].lstrip("+-").isdigit()):
+        number = Micro(int(micro[1:] or 0))
+    if phase not in PHASES or number is None:
+        raise PlanError(f"{data!r} is no event", place=place, remedy="write [f, block, 0] or [b, block, m+2]")
+    return Event(phase, block, number)

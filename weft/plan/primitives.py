@@ -1,0 +1,309 @@
+"""Transforms: what `Plan.trans` and `Plan.store` may do, as data, and what they mean for one op.
+
+    Transform := CutBy(name, shares, axis, groups, units, algorithm) | CopyOver(parts, axis) | RecomputeMark
+
+In: a Transform, an op and its Rule. Out: an `AxisUse`, one axis of the op's grid and what it does to the op
+(`Cut`, `Copied` of ir/oplayout), or a PlanError that says which argument does not fit and what would. Every
+transform but the recompute mark adds one axis; axes stand in the order in which they were added.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import PlanError
+from weft.ir.graph import Op
+from weft.ir.oplayout import Copied, Cut, Use
+from weft.ops.rule import Dim, Rule
+
+OWN_ALGORITHM = "default"
+"""What a rule's own algorithm is called; the registry of others is empty in this version."""
+
+
+@dataclass(frozen=True)
+class CutBy:
+    """Cut along a name (or a dim: of the first output of an op, of a stored parameter)."""
+
+    name: str | int
+    shares: tuple[int, ...]
+    axis: str = ""
+    groups: int | tuple[int, ...] = 1
+    units: int | None = None
+    algorithm: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.shares)
+
+    def __str__(self) -> str:
+        parts = str(self.size) if len(set(self.shares)) == 1 else str(list(self.shares))
+        more = "" if self.groups == 1 else f" groups {self.groups}"
+        more += "" if self.units is None else f" units {self.units}"
+        return f"{self.algorithm or 'cut'} {self.name} {parts}{more} ({self.axis})"
+
+
+@dataclass(frozen=True)
+class CopyOver:
+    """Each of `parts` cells runs the op."""
+
+    parts: int
+    axis: str = ""
+
+    @property
+    def size(self) -> int:
+        return self.parts
+
+    def __str__(self) -> str:
+        return f"copy {self.parts} ({self.axis})"
+
+
+@dataclass(frozen=True)
+class RecomputeMark:
+    """Run again in backward."""
+
+    def __str__(self) -> str:
+        return "recompute"
+
+
+Transform = CutBy | CopyOver | RecomputeMark
+
+
+def cut(
+    name: str | int,
+    parts: int | Sequence[int],
+    axis: str = "",
+    *,
+    groups: int | Sequence[int] = 1,
+    units: int | None = None,
+) -> CutBy:
+    """Cut an op along a name of its rule.
+
+    rewrite: y = op(x) on cell c  ->  y_i = op(x_i) on cells (c, i), i = 0 .. parts - 1
+
+    Args:
+        name: of the op's rule, or the number of a dim of its first output (in `store`: of the parameter).
+        parts: how many equal parts, or the shares of uneven ones (`[3, 1]`; a share of 0 is an empty part).
+        axis: name of the new grid axis; made up if not given.
+        groups: the name's indices are so many groups laid end to end (or the size of each), and every part takes
+            its share of each group: 3 for a fused query-key-value projection.
+        units: each group consists of so many units that stay whole (heads).
+
+    >>> print(cut("n", [3, 1], "tp"))
+    cut n [3, 1] (tp)
+    """
+    sizes = groups if isinstance(groups, int) else tuple(groups)
+    return CutBy(name, _shares(parts), _axis(axis), sizes, units)
+
+
+def copy(parts: int, axis: str = "") -> CopyOver:
+    """Run an op on several cells, each with the same values.
+
+    rewrite: y = op(x) on cell c  ->  y = op(x) on cells (c, i), i = 0 .. parts - 1
+    """
+    if not _is_count(parts) or parts < 1:
+        raise PlanError(f"cannot make {parts!r} copies", remedy="give a whole number of at least 1")
+    return CopyOver(parts, _axis(axis))
+
+
+def algorithm(kind: str, name: str, parts: int | Sequence[int], axis: str = "") -> CutBy:
+    """Cut along a name whose parts must talk to each other, by the named algorithm.
+
+    rewrite: y = op(x) on cell c  ->  y_i = kind(op, x_i, group) on cells (c, i) that form a group
+    """
+    if kind != OWN_ALGORITHM:
+        raise PlanError(
+            f"no algorithm is called {kind!r}", remedy=f"{OWN_ALGORITHM!r} is the algorithm of the operator's own rule"
+        )
+    return CutBy(name, _shares(parts), _axis(axis), algorithm=kind)
+
+
+def recompute() -> RecomputeMark:
+    """Keep nothing inside these ops; run them again in backward. Ops marked by one call are recomputed together.
+
+    rewrite: f: y = op(x), keep x, ...; b: dx = op'(dy)  ->  f: y = op(x); b: y = op(x), dx = op'(dy)
+    """
+    return RecomputeMark()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shares(parts: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(parts, int):
+        if isinstance(parts, bool) or parts < 1:
+            raise PlanError(f"cannot cut into {parts!r} parts", remedy="give a whole number of at least 1")
+        return (1,) * parts
+    shares = tuple(parts)
+    if not all(_is_count(share) and share >= 0 for share in shares) or not any(shares):
+        raise PlanError(
+            f"shares {list(shares)} are not usable", remedy="give whole numbers of at least 0, not all of them 0"
+        )
+    return shares
+
+
+def _axis(axis: str) -> str:
+    if not isinstance(axis, str) or (axis and not axis.isidentifier()):
+        raise PlanError(f"{axis!r} is no name for an axis", remedy="use letters, digits and _: 'dp', 'tp'")
+    return axis
+
+
+# --- for one op -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AxisUse:
+    """One axis of an op's grid and what it does to the op. `algorithm`: "" for the rule's own."""
+
+    axis: str
+    size: int
+    use: Use
+    algorithm: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.use}{' ' + str(self.size) if isinstance(self.use, Copied) else ''} ({self.axis})"
+
+
+def resolve(transform: CutBy | CopyOver, op: Op, rule: Rule, before: tuple[AxisUse, ...]) -> AxisUse:
+    """What the transform means for one op that has the axes `before` already."""
+    for used in before:
+        if used.axis == transform.axis:
+            raise PlanError(
+                f"axis {used.axis!r} is on {op.name} already ({used.use}); {transform} contradicts it",
+                place=op.place,
+                remedy="give the second transform another axis name, or drop one of the lines",
+            )
+    if isinstance(transform, CopyOver):
+        return AxisUse(transform.axis, transform.size, Copied())
+    name = _name_of(transform, op, rule)
+    use = cut_of_size(transform, name, rule.sizes[name], op.place)
+    _check_nested(use, op, before)
+    return AxisUse(transform.axis, transform.size, use)
+
+
+def _operator(op: Op) -> str:
+    return op.target.rpartition(".")[0] if op.target.startswith("aten.") else op.target
+
+
+def _name_of(transform: CutBy, op: Op, rule: Rule) -> str:
+    name = transform.name if isinstance(transform.name, str) else _name_at(transform.name, op, rule)
+    cuttable = f"can be cut: {' '.join(rule.cuttable) or 'none'}; rule: {rule}"
+    if name not in rule.sizes or name not in rule.names:
+        near = difflib.get_close_matches(name, rule.names, n=1)
+        raise PlanError(
+            f"{_operator(op)} has names {' '.join(rule.names) or '(none)'}, not {name!r}",
+            place=op.place,
+            remedy=(f"did you mean {near[0]!r}? " if near else "") + cuttable,
+        )
+    if name in rule.frozen and transform.size > 1:
+        raise PlanError(
+            f"{name!r} of {_operator(op)} may not be cut: every cell needs all of its {rule.sizes[name]} indices",
+            place=op.place,
+            remedy=cuttable,
+        )
+    if transform.algorithm and name not in rule.algorithms:
+        known = " ".join(rule.algorithms)
+        raise PlanError(
+            f"no algorithm cuts {name!r} of {_operator(op)}",
+            place=op.place,
+            remedy=f"algorithms cut: {known}" if known else f"use cut(); {cuttable}",
+        )
+    return name
+
+
+def _name_at(dim: int, op: Op, rule: Rule) -> str:
+    """The outermost name in a dim of the first output."""
+    dims = rule.outputs[0]
+    if not -len(dims) <= dim < len(dims):
+        raise PlanError(
+            f"dim {dim} is not among the {len(dims)} dims of what {op.name} makes",
+            place=op.place,
+            remedy=f"name one of {' '.join(rule.cuttable)}",
+        )
+    name = outermost(dims[dim], rule)
+    if name is None:
+        raise PlanError(
+            f"dim {dim} of what {op.name} makes has no name that could be cut",
+            place=op.place,
+            remedy=f"name one of {' '.join(rule.cuttable)}; rule: {rule}",
+        )
+    return name
+
+
+def outermost(one: Dim, rule: Rule) -> str | None:
+    """The outermost name of more than one index that every product of the dim holds first, numbers aside."""
+    heads = set()
+    for factors in one.products:
+        heads.add(next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1), None))
+    return heads.pop() if len(heads) == 1 else None
+
+
+def cut_of_size(transform: CutBy, name: str, size: int, place: str) -> Cut:
+    """The cut of a name of that size: groups and units filled in and checked."""
+    if isinstance(transform.groups, int):
+        if transform.groups < 1 or size % transform.groups:
+            raise PlanError(
+                f"{name} of size {size} is not {transform.groups} equal groups",
+                place=place,
+                remedy="give a number of groups that divides it, or the size of each group",
+            )
+        groups = (size // transform.groups,) * transform.groups
+    else:
+        groups = transform.groups
+    if sum(groups) != size or any(group < 1 for group in groups):
+        if size:
+            raise PlanError(
+                f"groups {list(groups)} do not add up to {name} of size {size}",
+                place=place,
+                remedy="give the size of every group",
+            )
+    units = math.gcd(*groups) if transform.units is None else transform.units
+    if units < 0 or (units == 0 and size) or (units and any(group % units for group in groups)):
+        raise PlanError(
+            f"{name} has groups of {' '.join(map(str, groups))}, which are not {units} whole units each",
+            place=place,
+            remedy="give a number of units that divides every group",
+        )
+    _check_parts(transform.shares, name, size, units, place)
+    return Cut(name, transform.shares, groups, units)
+
+
+def _check_parts(shares: tuple[int, ...], name: str, size: int, units: int, place: str) -> None:
+    filled = sum(share > 0 for share in shares)
+    if filled > max(units, 1):
+        raise PlanError(
+            f"cannot cut {name} of size {size} ({units} units) into {filled} parts",
+            place=place,
+            remedy=f"cut it into at most {units} parts, or give a share of 0 to the parts that stay empty",
+        )
+
+
+def _check_nested(use: Cut, op: Op, before: tuple[AxisUse, ...]) -> None:
+    """Axes that cut one name nest: they must agree about groups and units, and leave something for every part."""
+    others = [one for one in before if isinstance(one.use, Cut) and one.use.name == use.name]
+    filled = sum(share > 0 for share in use.shares)
+    for other in others:
+        assert isinstance(other.use, Cut)
+        if (other.use.groups, other.use.units) != (use.groups, use.units):
+            raise PlanError(
+                f"axis {other.axis!r} cuts {use.name} in {other.use.units} units of groups {list(other.use.groups)}, "
+                f"the new one in {use.units} of {list(use.groups)}",
+                place=op.place,
+                remedy="give both cuts the same groups and units",
+            )
+        filled *= sum(share > 0 for share in other.use.shares)
+    if others and filled > max(use.units, 1):
+        raise PlanError(
+            f"cannot cut {use.name} of size {sum(use.groups)} ({use.units} units) into {filled} parts "
+            f"({len(others) + 1} nested axes)",
+            place=op.place,
+            remedy=f"cut it into at most {use.units} parts in all",
+        )
+
+
+def with_axis(transform: Transform, axis: str) -> Transform:
+    """The same transform on a named axis."""
+    return transform if isinstance(transform, RecomputeMark) else replace(transform, axis=axis)

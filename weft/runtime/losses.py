@@ -1,0 +1,114 @@
+"""Losses over cut rows and cut classes.
+
+In: the local parts, the communicators along the cut row and class dims, and which classes are local. Out: with the
+classes cut, the complete value on every cell, whose complete gradient comes back there; with the rows cut and a
+reduction, an addend: the local sum over the whole denominator. Parts may be empty in rows and in classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
+from weft.runtime.indices import Intervals, locate
+from weft.runtime.softmax import scores_and_total
+
+MEAN, SUM = 1, 2
+"""ATen's numbers for `reduction`."""
+
+
+def loss_part(name: str, *operands: Tensor | None, count: int, **options: Any) -> Tensor:
+    """A pointwise ATen loss averaged over `count` elements of which the operands hold a part: an addend."""
+    loss = torch.ops.aten.__getattr__(name)
+    return loss(*operands, reduction=SUM, **options) / count  # type: ignore[no-any-return]
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+    log_probabilities: bool = False,
+    ranges: Intervals,
+    num_classes: int,
+    rows: Comms = (),
+    classes: Comms = (),
+) -> Tensor:
+    """Cross entropy with class indices. `log_probabilities`: x is normalised already (the nll loss)."""
+    valid = target != ignore_index
+    known = ((target >= 0) & (target < num_classes)) | ~valid
+    torch._assert_async(known.all(), f"a target is neither a class (0 to {num_classes - 1}) nor the ignored index")
+    class_dim = 0 if x.ndim == 1 else 1
+    values = wide(x)
+    plain = (values, values.new_zeros(()))
+    scores, total = plain if log_probabilities else scores_and_total(values, class_dim, classes)
+    positions, here = locate(target, ranges)
+    here = here & valid
+    share = _share(weight, positions, here, valid, scores, classes)
+    loss = (total - sum_to_copy(_pick(scores, positions, here, class_dim), classes)) * share
+    if label_smoothing > 0.0:
+        smooth = _smooth(scores, total, weight, class_dim, num_classes, classes)
+        loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth.masked_fill(~valid, 0)
+    loss = loss.masked_fill(~valid, 0)
+    if reduction == MEAN:
+        loss = loss.sum() / reduce(share.sum(), rows)
+    return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+
+
+def _pick(scores: Tensor, positions: Tensor, here: Tensor, class_dim: int) -> Tensor:
+    """The score of each row's target where this cell holds it, else zero."""
+    if scores.shape[class_dim] == 0:
+        return scores.sum(class_dim)
+    picked = scores.gather(class_dim, positions.unsqueeze(class_dim)).squeeze(class_dim)
+    return torch.where(here, picked, 0)
+
+
+def _share(
+    weight: Tensor | None, positions: Tensor, here: Tensor, valid: Tensor, scores: Tensor, classes: Comms
+) -> Tensor:
+    """The weight of each row: that of its target's class; zero if ignored."""
+    if weight is None:
+        return valid.to(scores.dtype)
+    local = weight.detach().to(scores.dtype)
+    found = torch.where(here, local[positions], 0) if len(local) else torch.zeros_like(positions, dtype=scores.dtype)
+    return reduce(found, classes)
+
+
+def _smooth(
+    scores: Tensor, total: Tensor, weight: Tensor | None, class_dim: int, num_classes: int, classes: Comms
+) -> Tensor:
+    """Minus the (weighted) sum of all log-probabilities of each row."""
+    if weight is None:
+        return total * num_classes - sum_to_copy(scores.sum(class_dim), classes)
+    spread = weight.detach().view(len(weight), *(1,) * (scores.ndim - class_dim - 1)).to(scores.dtype)
+    return total * reduce(spread.sum(), classes) - sum_to_copy((scores * spread).sum(class_dim), classes)
+
+
+def soft_cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: int,
+    label_smoothing: float = 0.0,
+    num_classes: int,
+    count: int,
+    classes: Comms = (),
+) -> Tensor:
+    """Cross entropy with class probabilities; the mean is over `count` rows, of which this cell may hold a part."""
+    class_dim = 0 if x.ndim == 1 else 1
+    scores, total = scores_and_total(wide(x), class_dim, classes)
+    aim = target * (1 - label_smoothing) + label_smoothing / num_classes
+    if weight is not None:
+        aim = aim * weight.view(len(weight), *(1,) * (x.ndim - class_dim - 1))
+    mass = sum_to_copy(aim.sum(class_dim), classes)
+    loss = total * mass - sum_to_copy((scores * aim).sum(class_dim), classes)
+    if reduction == MEAN:
+        return (loss.sum() / count).to(x.dtype)
+    return (loss.sum() if reduction == SUM else loss).to(x.dtype)

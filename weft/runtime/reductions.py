@@ -1,0 +1,155 @@
+"""Reductions over cut dims: mean, variance, extremes and their positions.
+
+In: the local part and the communicators along the cut reduced dims. `mean_part` leaves an addend and needs no
+communication; all others leave the complete result on every cell and take its complete gradient there. Empty
+parts take part with the neutral element. Ties share the gradient exactly as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
+from weft.runtime.indices import Intervals, linear_index
+
+
+def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, *, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The local part's share of a mean over `count` elements."""
+    return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype or x.dtype) / count
+
+
+class _Variance(torch.autograd.Function):
+    """Variance or deviation around the mean of the whole, dims kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, dims: tuple[int, ...], freedom: float, root: bool, comms: Comms
+    ) -> Tensor:
+        shifted = x - mean
+        out = reduce(shifted.square().sum(dims, keepdim=True), comms) / freedom
+        out = out.sqrt() if root else out
+        ctx.save_for_backward(x, mean, out)
+        ctx.freedom, ctx.root = freedom, root
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, out = ctx.saved_tensors
+        if ctx.root:
+            grad = (grad / (out * 2)).masked_fill(out == 0, 0)
+        return (2.0 / ctx.freedom) * grad * (x - mean), None, None, None, None, None
+
+
+def variance(
+    x: Tensor, dims: Sequence[int], keepdim: bool, *, count: int, correction: float, root: bool, comms: Comms
+) -> tuple[Tensor, Tensor]:
+    """Variance (its root if asked) and mean."""
+    dims = tuple(d % x.ndim for d in dims)
+    values = wide(x)
+    mean = sum_to_copy(values.sum(dims, keepdim=True), comms) / count
+    # no elements to spare: torch divides by zero, and so do we
+    freedom = torch.tensor(max(0.0, count - correction), dtype=values.dtype, device=x.device)
+    out: Tensor = _Variance.apply(values, mean.detach(), dims, freedom, root, comms)
+    pair = (out.to(x.dtype), mean.to(x.dtype))
+    return pair if keepdim else (pair[0].squeeze(dims), pair[1].squeeze(dims))
+
+
+def variance_only(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
+    """Variance, or its root, without the mean."""
+    return variance(x, dims, keepdim, **options)[0]
+
+
+def _extreme(x: Tensor, dims: tuple[int, ...], kind: str, comms: Comms) -> Tensor:
+    """The `max` or `min` over dims and cells, dims kept, outside autograd."""
+    x = x.detach()
+    if any(x.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+        found = x.new_full(shape, _neutral(x.dtype, kind))
+    else:
+        found = x.amax(dims, keepdim=True) if kind == "max" else x.amin(dims, keepdim=True)
+    return reduce(found, comms, kind)
+
+
+def _neutral(dtype: torch.dtype, kind: str) -> float | int | bool:
+    if dtype.is_floating_point:
+        return -torch.inf if kind == "max" else torch.inf
+    if dtype == torch.bool:
+        return kind == "min"
+    return torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max
+
+
+class _Shared(torch.autograd.Function):
+    """An extreme whose gradient is shared evenly by all elements that attain it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], kind: str, comms: Comms) -> Tensor:
+        out = _extreme(x, dims, kind, comms)
+        ctx.save_for_backward(x, out)
+        ctx.dims, ctx.comms = dims, comms
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, out = ctx.saved_tensors
+        attains = (x == out) | (x.isnan() & out.isnan())
+        number = reduce(attains.sum(ctx.dims, keepdim=True), ctx.comms)
+        return attains * (grad / number), None, None, None
+
+
+def extreme(x: Tensor, dims: Sequence[int], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
+    """`amax` or `amin`."""
+    dims = tuple(d % x.ndim for d in dims)
+    out: Tensor = _Shared.apply(x, dims, kind, comms)
+    return out if keepdim else out.squeeze(dims)
+
+
+class _First(torch.autograd.Function):
+    """An extreme and the smallest index that attains it, which alone receives the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, dims: tuple[int, ...], kind: str, comms: Comms
+    ) -> tuple[Tensor, Tensor]:
+        out = _extreme(x, dims, kind, comms)
+        nowhere = torch.iinfo(torch.int64).max
+        candidates = torch.where((x == out) | (x != x), index, nowhere)
+        where = _extreme(candidates, dims, "min", comms)
+        ctx.save_for_backward(index, where)
+        ctx.mark_non_differentiable(where)
+        return out, where
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, None, None, None, None]:
+        index, where = ctx.saved_tensors
+        return torch.where(index == where, grad, 0), None, None, None, None
+
+
+def extreme_and_index(
+    x: Tensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    *,
+    kind: str,
+    shape: Sequence[int],
+    at: Sequence[Intervals],
+    comms: Comms,
+) -> tuple[Tensor, Tensor]:
+    """`max.dim` or `min.dim`; `shape` and `at` are the reduced dims' whole sizes and the intervals held here."""
+    dims = tuple(d % x.ndim for d in dims)
+    index = linear_index(shape, at, x.device)
+    index = index.view([x.shape[d] if d in dims else 1 for d in range(x.ndim)])
+    out, where = _First.apply(x, index, dims, kind, comms)
+    return (out, where) if keepdim else (out.squeeze(dims), where.squeeze(dims))
+
+
+def extreme_index(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
+    """`argmax` or `argmin`."""
+    return extreme_and_index(x.detach(), dims, keepdim, **options)[1]

@@ -1,0 +1,155 @@
+"""Transfers: what a rank sends, receives and puts in place.
+
+Enters: a Transfer of the Script and the rank's local tensors, one per slot. Leaves: new local tensors, one per slot of
+the target. Promised: no autograd (a Reshard brings its own), no collective for kind `local`, results that are
+contiguous wherever they were cut or put together (a view in the user's model stays valid), and dtypes that agree on
+all members.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.transport import Expected, Transport
+
+Shape = tuple[int, ...]
+
+
+def take(tensor: Tensor, index: Index) -> Tensor:
+    """The part at `index`: for each dim the intervals in order, laid end to end. Differentiable.
+
+    The tensor itself if the index takes everything.
+
+    >>> take(torch.arange(6), (((4, 6), (0, 1)),))
+    tensor([4, 5, 0])
+    """
+    assert len(index) == tensor.dim(), f"index of {len(index)} dims for a tensor of shape {tuple(tensor.shape)}"
+    for dim, intervals in enumerate(index):
+        if intervals == ((0, tensor.shape[dim]),):
+            continue
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+        tensor = torch.cat(pieces, dim) if len(pieces) > 1 else (pieces[0] if pieces else tensor.narrow(dim, 0, 0))
+    return tensor
+
+
+def put(target: Tensor, index: Index, piece: Tensor, *, add: bool = False) -> None:
+    """Write the piece (or add it) at `index` of the target, in place: the reverse of `take`."""
+    assert tuple(piece.shape) == size(index), f"piece of shape {tuple(piece.shape)} for an index of shape {size(index)}"
+    for box in itertools.product(*(_runs(intervals) for intervals in index)):
+        into, part = target, piece
+        for dim, (start, at, length) in enumerate(box):
+            into, part = into.narrow(dim, start, length), part.narrow(dim, at, length)
+        if add:
+            into.add_(part)
+        else:
+            into.copy_(part)
+
+
+def _runs(intervals: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
+    """For each interval: where it lies in the target, where in the piece, and its length."""
+    runs, at = [], 0
+    for start, stop in intervals:
+        runs.append((start, at, stop - start))
+        at += stop - start
+    return runs
+
+
+def size(index: Index) -> Shape:
+    """Shape of what the index takes."""
+    return tuple(sum(stop - start for start, stop in intervals) for intervals in index)
+
+
+def covers(index: Index, shape: Shape) -> bool:
+    """True if the index is all of a tensor of that shape, in order."""
+    return all(intervals == (((0, length),) if length else ()) for intervals, length in zip(index, shape, strict=True))
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a new tensor gets when it is asked for with `dtype`: another one under a mode that widens it."""
+    return torch.empty(0, dtype=dtype).dtype
+
+
+@torch.no_grad()
+def execute(
+    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`.
+
+    Args:
+        dtype: of the value; needed where the rank holds no part of the source.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    if transfer.kind == "all_reduce":
+        assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
+        return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
+    if tensors:
+        dtype = tensors[0].dtype
+    elif dtype is not None:
+        dtype = real_dtype(dtype)
+    pieces = _received(transfer, tensors, transport, dtype)
+    results = []
+    for slot, shape in enumerate(transfer.shapes):
+        mine = [pair for pair in zip(transfer.receives, pieces, strict=True) if pair[0].slot == slot]
+        if mine:
+            results.append(_assemble(mine, shape, add=transfer.add, kept=tensors))
+        else:
+            assert dtype is not None, f"the dtype of a value is not known on rank {transport.rank}, which gets none of it"
+            results.append(torch.zeros(shape, dtype=dtype, device=transport.device))
+    return results
+
+
+def execute_all(
+    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Carry out transfers one after the other, each on the result of the one before."""
+    current = list(tensors)
+    for transfer in transfers:
+        current = execute(transfer, current, transport, dtype=dtype)
+    return current
+
+
+def _received(
+    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """The tensors of `transfer.receives`, in that order; those from the rank itself are views of its own."""
+    by_peer: dict[int, list[Tensor]] = {}
+    for piece in transfer.sends:
+        by_peer.setdefault(piece.peer, []).append(take(tensors[piece.slot], piece.index))
+    own = by_peer.pop(transport.rank, [])
+    expects: dict[int, list[Expected]] = {}
+    for piece in transfer.receives:
+        if piece.peer != transport.rank:
+            expects.setdefault(piece.peer, []).append((size(piece.index), dtype))
+    if transfer.kind == "local":
+        assert not by_peer and not expects, f"a local transfer of rank {transport.rank} names other ranks"
+        arrived: dict[int, list[Tensor]] = {}
+    else:
+        arrived = transport.all_to_all(by_peer, expects, transfer.group, transfer.kind)
+    queues = {peer: iter(found) for peer, found in {**arrived, transport.rank: own}.items()}
+    return [next(queues[piece.peer]) for piece in transfer.receives]
+
+
+def _assemble(
+    mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, kept: Sequence[Tensor]
+) -> Tensor:
+    """One tensor of that shape from its pieces. `kept`: tensors that others hold, not to be written to."""
+    (piece, first), *rest = mine
+    if not covers(piece.index, shape):
+        out, rest = first.new_zeros(shape), list(mine)
+    elif not rest and (any(first is tensor for tensor in kept) or _owns_memory(first)):
+        return first
+    else:
+        out = first.clone(memory_format=torch.contiguous_format)
+    for piece, tensor in rest:
+        put(out, piece.index, tensor, add=add)
+    return out
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    """False for a cut of a larger tensor: it would keep the whole alive, and might not be contiguous."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,0 +1,182 @@
+"""Comparison: how far two sets of tensors lie apart, and the verdict over all of them.
+
+The difference of two tensors is max|a - b| / max(max|b|, RMS over all tensors of that kind), where b is the reference.
+The RMS keeps gradients that vanish in exact arithmetic (the bias of an attention key) from being compared with their
+own rounding. Kinds: loss, gradients, weights (buffers count as weights). Promised: values that are not finite are as
+far apart as floats can be unless they are the same infinity; a gradient that one side lacks is compared with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LARGEST = sys.float_info.max
+KINDS = ("loss", "gradients", "weights")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of one kind, and the tensor that has it."""
+
+    kind: str
+    value: float
+    tensor: str
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where the two sides part: the first operator, in execution order, whose output differs.
+
+    `op` and `source` are empty if every forward value agrees; `tensor` is then a parameter whose gradient differs.
+    """
+
+    op: str
+    tensor: str
+    source: str
+    difference: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one side of the comparison computed: two steps of training."""
+
+    losses: tuple[torch.Tensor, ...]
+    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    """Per step, by parameter name; a parameter without a gradient is absent."""
+    weights: Mapping[str, torch.Tensor]
+    """Parameters and buffers after the last step."""
+    disagreements: tuple[str, ...] = ()
+    """Copies of one tensor that differ between ranks."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The verdict of `weft.verify`.
+
+    Args:
+        equal: every difference is below the tolerance and all copies agree bit for bit.
+        differences: the largest of each kind, in the order loss, gradients, weights.
+        first_difference: where the sides part, if they do.
+        disagreements: copies of one tensor that differ between ranks.
+        rounding: the largest difference in the model's own precision; not judged.
+        summary: numbers about the plan and its check, for printing.
+    """
+
+    equal: bool
+    largest_difference: float
+    differences: tuple[Difference, ...]
+    tolerance: float
+    devices: int
+    first_difference: FirstDifference | None = None
+    disagreements: tuple[str, ...] = ()
+    rounding: float | None = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        first = self.first_difference
+        return {
+            "equal": self.equal,
+            "largest_difference": self.largest_difference,
+            "tolerance": self.tolerance,
+            "devices": self.devices,
+            "differences": {d.kind: {"value": d.value, "tensor": d.tensor} for d in self.differences},
+            "first_difference": None if first is None else vars(first),
+            "disagreements": list(self.disagreements),
+            "float32_rounding": self.rounding,
+            **self.summary,
+        }
+
+    def __str__(self) -> str:
+        lines = ["equal to one device" if self.equal else "different from one device"]
+        lines += [f"  {d.kind}: {d.value:.1e} ({d.tensor})" for d in self.differences]
+        lines += [f"  copies differ: {text}" for text in self.disagreements]
+        if self.first_difference is not None:
+            lines.append(f"  first: {describe(self.first_difference)}")
+        return "\n".join(lines)
+
+
+def describe(first: FirstDifference) -> str:
+    """One line: which operator, which tensor, which line of the user's code."""
+    where = f"operator {first.op}" if first.op else "gradient of"
+    source = f" at {first.source}" if first.source else ""
+    note = f" ({first.note})" if first.note else ""
+    return f"{where} {first.tensor}{source}: {first.difference:.1e}{note}"
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
+    """max|a - b| / max(max|b|, scale); `b` is the reference.
+
+    >>> difference(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0]))
+    0.10000002384185791
+    """
+    if a.shape != b.shape:
+        return LARGEST
+    if b.numel() == 0:
+        return 0.0
+    a, b = _wide(a), _wide(b)
+    apart = torch.where(a == b, torch.zeros_like(b.abs()), (a - b).abs())
+    if not bool(torch.isfinite(apart).all()):
+        return LARGEST
+    largest = float(apart.max())
+    if largest == 0.0:
+        return 0.0
+    finite = b.abs()[torch.isfinite(b)]
+    below = max(float(finite.max()) if finite.numel() else 0.0, scale)
+    return min(largest / below, LARGEST) if below > 0.0 else LARGEST
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def scale_of(tensors: Mapping[str, torch.Tensor]) -> float:
+    """RMS over all finite elements of all float tensors."""
+    total, count = 0.0, 0
+    for tensor in tensors.values():
+        if tensor.is_floating_point() or tensor.is_complex():
+            finite = _wide(tensor).abs()
+            finite = finite[torch.isfinite(finite)]
+            total += float(finite.square().sum())
+            count += finite.numel()
+    return math.sqrt(total / count) if count else 0.0
+
+
+def compare_kind(kind: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
+    """The largest difference over all tensors of one kind. A tensor that only one side has is compared with zeros."""
+    scale = scale_of(reference)
+    worst = Difference(kind, 0.0, "")
+    for name in dict.fromkeys((*reference, *ours)):
+        known = reference.get(name)
+        b = torch.zeros_like(ours[name]) if known is None else known
+        a = ours[name] if name in ours else torch.zeros_like(b)
+        # An integer buffer is right or wrong: the scale of the float tensors means nothing to it.
+        value = difference(a, b, scale if b.is_floating_point() or b.is_complex() else 0.0)
+        if value > worst.value or not worst.tensor:
+            worst = Difference(kind, value, name)
+    return worst
+
+
+def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:
+    """The largest difference of each kind, over both steps."""
+
+    def losses(sample: Sample) -> dict[str, torch.Tensor]:
+        return {f"loss of step {i}": loss for i, loss in enumerate(sample.losses, 1)}
+
+    gradients = [compare_kind("gradients", a, b) for a, b in zip(ours.gradients, reference.gradients, strict=True)]
+    return (
+        compare_kind("loss", losses(ours), losses(reference)),
+        max(gradients, key=lambda found: found.value),
+        compare_kind("weights", ours.weights, reference.weights),
+    )

@@ -1,0 +1,172 @@
+"""Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `batch_dims()`.
+
+In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
+with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
+what the file itself imports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.example import find_loss
+from weft.errors import ModelFileError, WeftError
+
+Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of a model that names none."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: a module, the batch of one optimizer step, the optimizer.
+
+    Args:
+        example: a tuple of arguments, a dict of keyword arguments, or one tensor.
+        batch_dims: batch dim by input, where it is not dim 0.
+        path: the model file, or None if the module was given in Python.
+    """
+
+    model: nn.Module
+    example: Any
+    optimizer: Optimizer = adamw
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    path: Path | None = None
+
+    @property
+    def place(self) -> str:
+        """For errors: the model file, or the module's class."""
+        return type(self.model).__name__ if self.path is None else str(self.path)
+
+
+def load_model_file(path: str | Path) -> Subject:
+    """Run a model file and make its module and example."""
+    path = Path(path)
+    if not path.is_file():
+        raise ModelFileError(
+            f"no model file {str(path)!r}", remedy="give the path of a Python file with model() and example()"
+        )
+    if path.suffix != ".py":
+        raise ModelFileError(f"{str(path)!r} is not a Python file", remedy="give a file whose name ends in .py")
+    with _imported(path) as module:
+        make_model, make_example = (_function(module, path, name) for name in ("model", "example"))
+        with Inside(path, "model()"):
+            model = make_model()
+        with Inside(path, "example()"):
+            example = make_example()
+        batch_dims: Mapping[str, int] = {}
+        if hasattr(module, "batch_dims"):
+            with Inside(path, "batch_dims()"):
+                batch_dims = dict(_function(module, path, "batch_dims")())
+        optimizer = _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
+    _check_kinds(path, model, example)
+    return Subject(model=model, example=example, optimizer=optimizer, batch_dims=batch_dims, path=path)
+
+
+def _check_kinds(path: Path, model: Any, example: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelFileError(
+            f"model() returned {_a(model)}, not an nn.Module", place=str(path), remedy="return the module itself"
+        )
+    if not isinstance(example, tuple | dict | torch.Tensor):
+        raise ModelFileError(
+            f"example() returned {_a(example)}",
+            place=str(path),
+            remedy="return a tuple of arguments, a dict of keyword arguments, or one tensor",
+        )
+
+
+def check_loss(output: Any, place: str) -> torch.Tensor:
+    """The scalar loss of a forward: the output itself, its `.loss`, its `["loss"]`, or the first of a tuple."""
+    loss = find_loss(output)
+    if loss is not None and loss.requires_grad:
+        return loss
+    shape = f" of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    raise ModelFileError(
+        f"the forward gives no loss to train: it returned {_a(output)}{shape}"
+        + (" whose loss depends on no trained parameter" if loss is not None else ""),
+        place=place,
+        remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
+    )
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    found = vars(module).get(name)
+    if found is None:
+        raise ModelFileError(f"{path} has no {name}()", remedy=f"define {name}() there")
+    if not callable(found):
+        raise ModelFileError(f"{name} in {path} is {_a(found)}, not a function", remedy=f"define {name}() there")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _imported(path: Path) -> Iterator[ModuleType]:
+    """The file as a module, findable under its name while it is in use (dataclasses and pickle look it up)."""
+    name = f"weft_model_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    sys.modules[name] = module
+    sys.path.insert(0, folder)
+    try:
+        with Inside(path, "the file"):
+            spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop(name, None)
+
+
+class Inside:
+    """Turns whatever the code of a model file raises into a ModelFileError with its own line.
+
+    A module given in Python (`path` None) raises its own errors to its own caller.
+    """
+
+    def __init__(self, path: Path | None, what: str) -> None:
+        self.path, self.what = path, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.path is None or not isinstance(error, Exception) or isinstance(error, WeftError):
+            return
+        raise ModelFileError(
+            f"{self.what} raised {type(error).__name__}: {error}",
+            place=_place(error, self.path),
+            remedy="run the file by itself, or add --debug for the whole trace",
+        ) from error
+
+
+def _place(error: Exception, path: Path) -> str:
+    """The innermost line of the user's file on the way to the error."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    wanted = str(path.resolve())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{path}:{frame.lineno}  {frame.line}" for frame in frames if str(Path(frame.filename).resolve()) == wanted
+    ]
+    return lines[-1] if lines else str(path)

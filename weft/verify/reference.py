@@ -1,0 +1,146 @@
+"""The reference: the original eager module, trained for two steps.
+
+In: the user's module and example, untouched (a copy runs). Out: a Sample: the loss and every gradient of each step, the
+weights and buffers after the last. Promised: nothing of Weft's capture takes part, only the random draws are replaced
+by the stream that the Program uses, and in float64 lower dtypes are widened. Checkpointed functions run once: what they
+save is memory, what they would cost is a second draw of every random number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
+
+from weft.capture.example import split_example
+from weft.errors import ModelFileError, RunError
+from weft.runtime.drawmode import DrawMode
+from weft.runtime.random import Stream
+from weft.verify.compare import Sample
+from weft.verify.model_file import Inside, Subject, check_loss
+from weft.verify.precision import Float64Mode, precision_of, widen
+
+NUM_STEPS = 2
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the forward."""
+
+
+def run_reference(subject: Subject, *, seed: int, wide: bool) -> Sample:
+    """Train a copy of the eager module for two steps on the example.
+
+    Args:
+        wide: in float64 throughout; otherwise in the module's own precision.
+    """
+    module = copy_module(subject.model)
+    # Before any mode is on: a copy is not a computation. One per step, since a forward may write to its input.
+    batches = [split_example(copy.deepcopy(subject.example)) for _ in range(NUM_STEPS)]
+    with ExitStack() as stack:
+        stack.enter_context(direct_checkpoints())
+        if wide:
+            own = float_dtype(module)
+            widen_module(module)
+            stack.enter_context(precision_of(own))
+            batches = tree_map(widen, batches)
+            stack.enter_context(Float64Mode())
+        return _train(module, batches, subject, seed)
+
+
+def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: int) -> Sample:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    update = subject.optimizer(trained) if trained else None
+    losses, gradients = [], []
+    for step, (args, kwargs) in enumerate(batches):
+        with DrawMode(Stream(seed, step, 0)), Inside(subject.path, "the forward"):
+            output = module(*args, **kwargs)
+        loss = check_loss(output, subject.place)
+        if not bool(torch.isfinite(loss)):
+            raise RunError(
+                f"the model's own loss is {loss.item()} in step {step + 1}: nothing can be compared",
+                place=subject.place,
+                remedy="give an example and initial weights with a finite loss",
+            )
+        loss.backward()
+        losses.append(loss.detach().clone())
+        gradients.append(_gradients(module))
+        if update is not None:
+            update.step()
+        module.zero_grad(set_to_none=True)
+    return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights_of(module))
+
+
+def _gradients(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their first name."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def copy_module(model: nn.Module) -> nn.Module:
+    """A deep copy, so that the user's module stays as it is."""
+    attached = next((name for name, value in _attributes(model) if value.grad_fn is not None), None)
+    if attached is not None:
+        raise ModelFileError(
+            f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
+            remedy="detach() the attribute, or compute it in forward",
+        )
+    return copy.deepcopy(model)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def float_dtype(module: nn.Module) -> torch.dtype:
+    """The module's own precision: the float dtype that most of its weights have."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.get_default_dtype()
+
+
+def widen_module(module: nn.Module) -> None:
+    """Turn parameters and buffers to float64 in place. What is tied stays tied."""
+    for parameter in module.parameters():
+        parameter.data = widen(parameter.data)
+        if parameter.grad is not None:
+            parameter.grad = None
+    made: dict[int, torch.Tensor] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = made.setdefault(id(buffer), widen(buffer))
+
+
+@contextmanager
+def direct_checkpoints() -> Iterator[None]:
+    """Let `torch.utils.checkpoint` call its function once, directly."""
+
+    def surround(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        # Re-entrant checkpoints give no gradient at all unless one of their arguments asks for it.
+        asked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
+        with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
+            return function(*args)
+
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", surround),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
+    ):
+        yield
