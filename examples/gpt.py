@@ -61,7 +61,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def model() -> nn.Module:

@@ -21,19 +21,47 @@ if TYPE_CHECKING:
     from weft.ir.layout import Layout as Layout
     from weft.ir.program import Program as Program
     from weft.plan import Plan as Plan
+    from weft.plan import algorithm as algorithm
+    from weft.plan import b as b
+    from weft.plan import before as before
+    from weft.plan import copy as copy
+    from weft.plan import cut as cut
+    from weft.plan import f as f
+    from weft.plan import match as match
+    from weft.plan import recompute as recompute
+    from weft.plan import w as w
     from weft.verify import verify as verify
 
 __version__ = "0.1.0"
 
+_PLAN = ("Plan", "match", "cut", "copy", "algorithm", "recompute", "before", "f", "b", "w")
 _HOMES = {
     "Graph": "weft.ir.graph",
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
-    "Plan": "weft.plan",
+    **dict.fromkeys(_PLAN, "weft.plan"),
 }
-_ROOMS = ("capture", "errors", "verify")
+_ROOMS = ("capture", "verify", "errors")
 
-__all__ = ["__version__", "capture", "verify", "errors", "Plan", "Graph", "Layout", "Program"]
+__all__ = [
+    "__version__",
+    "capture",
+    "verify",
+    "errors",
+    "Plan",
+    "match",
+    "cut",
+    "copy",
+    "algorithm",
+    "recompute",
+    "before",
+    "f",
+    "b",
+    "w",
+    "Graph",
+    "Layout",
+    "Program",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,12 +24,14 @@ def grid(sizes: tuple[int, ...], devices: tuple[int, ...] | None = None) -> Grid
 
 def table(size: int, parts: list[int], style: str) -> tuple[Ranges, ...]:
     """Range lists of a dim of that size under nested cuts."""
-    if style == "grouped" and size % 3 == 0:
+    if style == "grouped" and size and size % 3 == 0:
         third = size // 3
         return cut_table([Cut("n", (1,) * count, (third,) * 3, third) for count in parts])
     intervals = [(0, size)]
     for count in parts:
-        shares = {"uneven": tuple(range(count, 0, -1)), "empty": (1,) + (0,) * (count - 2) + (1,)}.get(style, (1,) * count)
+        shares = {"uneven": tuple(range(count, 0, -1)), "empty": (1,) + (0,) * (count - 2) + (1,)}.get(
+            style, (1,) * count
+        )
         intervals = [piece for interval in intervals for piece in share_out(interval, shares)]
     found = [whole_or_part(interval) for interval in intervals]
     return tuple(reversed(found)) if style == "reversed" else tuple(found)

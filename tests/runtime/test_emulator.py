@@ -23,7 +23,11 @@ def no_hang():
 
 def test_results_in_rank_order_and_sums_in_group_order() -> None:
     group = (2, 0, 1)
-    values = [torch.tensor([1e16, 1.0], dtype=torch.float64), torch.tensor([-1e16, 1.0]).double(), torch.ones(2).double()]
+    values = [
+        torch.tensor([1e16, 1.0], dtype=torch.float64),
+        torch.tensor([-1e16, 1.0]).double(),
+        torch.ones(2).double(),
+    ]
 
     def body(transport: Transport) -> tuple[int, torch.Tensor]:
         return transport.rank, transport.all_reduce(values[transport.rank], group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear
@@ -22,7 +23,11 @@ from tests.runtime.scripting import (
     sync,
     whole,
 )
-from weft.runtime.script import Piece, Script, Transfer
+from weft.runtime.emulator import run_ranks
+from weft.runtime.interpret import Rank
+from weft.runtime.random import Stream, whole_draw
+from weft.runtime.script import Give, Local, Loop, Peers, Piece, Region, Run, Script, Sync, Transfer
+from weft.runtime.transport import RankFailed, Transport
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -105,24 +110,14 @@ def test_stored_split_used_as_copy() -> None:
     x, w, rows = randn(6, 4), randn(5, 4, seed=1), [3, 2]
 
     def scripted(rank: int) -> Script:
-        stored = Script(
-            rank,
-            2,
-            (
-                load("x", "x", leaf=False),
-                load("w", "w", gather_rows(rank, rows, 4)),
-                run("aten.linear.default", "x", "w", out="y"),
-                *square_sum("y"),
-            ),
-            (
-                sync("w", (5, 4), scatter_rows(rank, rows, 4)).__class__(
-                    "w", ("w",), (((5, 4),),), ((scatter_rows(rank, rows, 4),),), (rows[rank], 4), F64
-                ),
-            ),
-            {"w": box((3 * rank, 3 + 2 * rank), (0, 4))},
-            "loss",
+        scatter = Sync("w", ("w",), (((5, 4),),), ((scatter_rows(rank, rows, 4),),), (rows[rank], 4), F64)
+        steps = (
+            load("x", "x", leaf=False),
+            load("w", "w", gather_rows(rank, rows, 4)),
+            run("aten.linear.default", "x", "w", out="y"),
+            *square_sum("y"),
         )
-        return stored
+        return Script(rank, 2, steps, (scatter,), {"w": box((3 * rank, 3 + 2 * rank), (0, 4))}, "loss")
 
     parts = [{"x": a, "w": b} for a, b in zip(x.split([4, 2]), w.split(rows), strict=True)]
     results = step([scripted(0), scripted(1)], parts)
@@ -161,7 +156,11 @@ def test_uneven_all_to_all_and_its_backward() -> None:
                 load("w", "w"),
                 run("aten.mul.Tensor", "x", "w", out="a"),
                 reshard(
-                    "a", "b", [all_to_all(rank, rows, cols)], [all_to_all(rank, rows, cols, back=True)], ((here,), (there,))
+                    "a",
+                    "b",
+                    [all_to_all(rank, rows, cols)],
+                    [all_to_all(rank, rows, cols, back=True)],
+                    ((here,), (there,)),
                 ),
                 run("aten.sin.default", "b", out="c"),
                 *square_sum("c"),
@@ -215,3 +214,131 @@ def test_two_stages_on_different_ranks() -> None:
         close(results[rank][1]["w"], grads["w"])
     close(results[2][1]["v"], grads["v"])
     assert results[3][1] == {}
+
+
+def test_random_ops_get_the_stream_and_repeat_in_recomputation() -> None:
+    """Dropout inside a region: the second run draws the same numbers, another step draws others."""
+    x, w = randn(40, 3), randn(40, 3, seed=1)
+    drop = Run(
+        "weft.dropout", (Local("h"), 0.5, True), (("draw", whole_draw(0, (40, 3))),), (Local("d"),), "dropout", ""
+    )
+    body = (run("aten.mul.Tensor", "x", "w", out="h"), drop)
+    steps = [load("x", "x", leaf=False), load("w", "w"), Region(body, ("d",)), *square_sum("d")]
+    scripted = script(0, 1, steps, [sync("w", (40, 3))], outputs={"d": "d"})
+
+    def body_(transport: Transport) -> list[tuple[Tensor, Tensor]]:
+        rank, found = Rank(scripted, transport, state={"w": w}), []
+        for number in (0, 0, 1):
+            outputs = rank.forward({"x": x}, Stream(7, number, 0))
+            found.append((outputs["d"], rank.backward()["w"]))
+        return found
+
+    (first, gradient), (again, _), (other, _) = run_ranks(1, body_)[0]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    close(gradient, 2 * first * x * 2 * (first != 0))
+    assert 0 < int((first == 0).sum()) < first.numel()
+
+
+def test_peers_grad_mode_autocast_and_opaque_functions() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def talk(x: Tensor, comms: list, factor: float) -> tuple[Tensor, Tensor]:
+        (comm,) = comms
+        assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        return comm.all_reduce(x) * factor, torch.tensor(comm.rank)
+
+    def scripted(rank: int) -> Script:
+        opaque = Run(
+            "function:talk",
+            (Local("w"), [Peers((1, 0))], 2.0),
+            (),
+            (Local("s", 1), Local("position")),
+            "talk",
+            "",
+            grad=False,
+            function=talk,
+        )
+        cast = run("aten.linear.default", "w32", "w32", out="low", autocast=("cpu", torch.bfloat16, True))
+        wide = run("aten.linear.default", "w32", "w32", out="high")
+        steps = [load("w", "w"), load("w32", "w32"), opaque, cast, wide]
+        steps += [Run("aten.mul.Tensor", (Local("s", 1), Local("w")), (), (Local("y"),), "mul", ""), *square_sum("y")]
+        outputs = {"low": "low", "high": "high", "position": "position"}
+        return script(rank, 2, steps, [sync("w", (2, 2))], outputs=outputs)
+
+    w = randn(2, 2)
+
+    def body(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        def trace(op: str, index: int, slot: int, tensor: Tensor) -> None:
+            if transport.rank == 0:
+                seen.append((op, index, slot))
+
+        state = {"w": w, "w32": w.float()}
+        rank = Rank(scripted(transport.rank), transport, state=state, trace=trace)
+        return rank.forward({}, Stream(0, 0, 0)), rank.backward()
+
+    for rank, (outputs, gradients) in enumerate(run_ranks(2, body)):
+        assert (outputs["low"].dtype, outputs["high"].dtype) == (torch.bfloat16, torch.float32)
+        assert int(outputs["position"]) == 1 - rank
+        close(gradients["w"], 2 * (4 * w) ** 2 * w)
+    assert seen[:2] == [("talk", 0, 1), ("talk", 1, 0)]
+
+
+def test_forward_without_gradients() -> None:
+    """Evaluation: no graph, no tokens, nothing to send back."""
+    x, w = randn(3, 4), randn(4, 4, seed=1)
+    steps = [
+        load("x", "x", leaf=False),
+        load("w", "w"),
+        run("aten.linear.default", "x", "w", out="h"),
+        reshard("h", "s", [all_reduce((3, 4), 0, 1)], [all_reduce((3, 4), 0, 1)], (((3, 4),), ((3, 4),))),
+        Loop(((Give(Local("s"), "t", None, (3, 4)),),) * 2, True, ("t",)),
+    ]
+
+    def body(transport: Transport) -> Tensor:
+        rank = Rank(script(transport.rank, 2, steps, loss=None, outputs={"t": "t"}), transport, state={"w": w})
+        return rank.forward({"x": x}, Stream(0, 0, 0))["t"]
+
+    with torch.no_grad():
+        for found in run_ranks(2, body):
+            close(found, 4 * linear(x, w))
+
+
+def test_missing_and_misshapen_parts_are_refused() -> None:
+    stored = Script(0, 1, (), (), {"w": whole(4, 4)}, None)
+    for state, words in (
+        ({}, "not given its part of w"),
+        ({"w": randn(2, 4)}, r"has shape \(2, 4\), planned \(4, 4\)"),
+    ):
+        with pytest.raises(RankFailed, match=words):
+            run_ranks(1, lambda t, state=state: Rank(stored, t, state=state).forward({}, Stream(0, 0, 0)))
+
+
+def test_a_script_of_another_rank_is_refused() -> None:
+    with pytest.raises(RankFailed, match="the script is for rank 0 of 2"):
+        run_ranks(1, lambda t: Rank(script(0, 2, []), t, state={}))
+
+
+def test_zeros_of_a_parameter_that_the_rank_does_not_store() -> None:
+    """A bias along a summed cut: the value on rank 0, zeros on rank 1, which stores nothing and says the dtype."""
+    b = randn(3)
+    zeros = Transfer("local", (), (), (), ((3,),))
+
+    def scripted(rank: int) -> Script:
+        steps = [
+            load("b", "b", *([zeros] if rank else [])),
+            reshard("b", "s", [all_reduce((3,), 0, 1)], [], (((3,),), ((3,),))),
+            *square_sum("s"),
+        ]
+        kept = Sync(
+            "b",
+            ("b",),
+            (((3,),),),
+            ((Transfer("local", (), (), (), ()),) if rank else (),),
+            None if rank else (3,),
+            F64,
+        )
+        return script(rank, 2, steps, [kept])
+
+    results = step([scripted(0), scripted(1)], [{"b": b}, {}])
+    close(results[0][1]["b"], 2 * b)
+    assert results[1][1] == {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.scripting import F64, all_reduce, box, whole
 from weft.runtime.emulator import run_ranks
@@ -76,7 +78,12 @@ def test_zeros_where_nothing_comes() -> None:
 def test_adding_does_not_write_to_the_source() -> None:
     source, slots = X.clone(), (whole(4, 6), whole(4, 6))
     both = Transfer(
-        "local", (), tuple(Piece(0, s, i) for s, i in enumerate(slots)), tuple(Piece(0, 0, i) for i in slots), ((4, 6),), True
+        "local",
+        (),
+        tuple(Piece(0, s, i) for s, i in enumerate(slots)),
+        tuple(Piece(0, 0, i) for i in slots),
+        ((4, 6),),
+        True,
     )
     (found,) = execute(both, [source, X], Silent())
     assert torch.equal(found, 2 * X) and torch.equal(source, X)
@@ -145,7 +152,7 @@ def test_wrong_dtype_is_refused_not_converted() -> None:
         else:
             execute(Transfer("exchange", (0, 1), (), (piece,), ((4, 6),)), [], transport, dtype=torch.float32)
 
-    with pytest.raises(CollectiveMismatch, match="float64.*expects float32"):
+    with pytest.raises(CollectiveMismatch, match=r"float64.*expects float32"):
         run_ranks(2, body)
 
 
@@ -155,3 +162,28 @@ def test_a_bad_index_names_the_rank() -> None:
 
     with pytest.raises(RankFailed, match="index of 1 dims"):
         run_ranks(2, body)
+
+
+class Wider(TorchDispatchMode):
+    """New tensors asked for as float32 come as float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = F64
+        return func(*args, **kwargs)
+
+
+def test_a_mode_that_widens_dtypes_widens_what_is_expected() -> None:
+    """The plan says float32, the ranks run in float64: receivers and zeros follow."""
+
+    def body(transport: Transport) -> list[torch.Tensor]:
+        piece = Piece(1 - transport.rank, 0, whole(4, 6))
+        with Wider():
+            if transport.rank == 0:
+                return execute(Transfer("exchange", (0, 1), (piece,), (), ()), [X], transport, dtype=torch.float32)
+            shapes = ((4, 6), (2,))
+            return execute(Transfer("exchange", (0, 1), (), (piece,), shapes), [], transport, dtype=torch.float32)
+
+    sent, (found, zeros) = run_ranks(2, body)
+    assert sent == [] and torch.equal(found, X) and zeros.dtype == F64

@@ -42,7 +42,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     subject = load_model_file(write(tmp_path, GOOD))
     assert type(subject.model).__name__ == "Net"
     assert subject.example[0].shape == (2, 3)
-    assert subject.optimizer is adamw and subject.batch_dims == {}
+    assert subject.optimizer is adamw and subject.batch_dims is None
     assert set(sys.modules) == before and sys.path == paths
 
 
@@ -75,6 +75,7 @@ def batch_dims():
         (GOOD.replace("return (torch.ones(2, 3),)", "return [1]"), "example() returned a list"),
         (GOOD.replace("return (torch.ones(2, 3),)", "return None"), "example() returned None"),
         (GOOD.replace("return Net()", "return Net(7)"), "model() raised TypeError"),
+        (GOOD + "def batch_dims():\n    return 1\n", "batch_dims() returned a int"),
         (GOOD.replace("def model():\n    return Net()", "model = 3"), "model in"),
     ],
 )

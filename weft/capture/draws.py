@@ -18,7 +18,8 @@ from weft.errors import CaptureError
 DROPOUT = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 ATTENTION = frozenset({"scaled_dot_product_attention"})
-UNTAGGED = frozenset({"random", "binomial", "_sample_dirichlet", "normal_functional"})
+UNTAGGED = frozenset({"random", "binomial", "_sample_dirichlet"})
+"""Random operators that torch does not mark as such."""
 
 
 def name_of(target: OpOverload) -> str:
@@ -39,31 +40,50 @@ def bound(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return found
 
 
-def drops_nothing(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def drops_nothing(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_empty: bool) -> bool:
     """A dropout that returns its input."""
     name = name_of(target).removesuffix("_")
     if name not in DROPOUT or name == "native_dropout":
         return False
     values = bound(target, args, kwargs)
-    return not values["train"] or values["p"] == 0
+    return not values["train"] or values["p"] == 0 or is_empty
 
 
 def is_random(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str) -> bool:
     """Whether the call draws random numbers."""
     name = name_of(target).removesuffix("_")
     values = bound(target, args, kwargs)
+    refuse_undrawable(target, values, place)
     if name in DROPOUT:
         return bool(values["train"]) and 0 < values["p"] < 1
     if name in ATTENTION:
-        return bool(values["dropout_p"])
+        return 0 < values["dropout_p"] < 1
     if name in RECURRENT:
-        if values.get("dropout") and values.get("train") and values.get("num_layers", 1) > 1:
-            raise CaptureError(
-                f"{target} with dropout between its layers draws several times inside one operator",
-                place=place,
-                remedy="one nn.LSTM / nn.GRU per layer with nn.Dropout between them, or dropout=0",
-            )
         return False
     if name == "rrelu":
         return bool(values["training"])
-    return name in UNTAGGED or torch.Tag.nondeterministic_seeded in target.tags
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def refuse_undrawable(target: OpOverload, values: Mapping[str, Any], place: str) -> None:
+    """Random operators whose numbers cannot be made a function of seed, step and element."""
+    name = name_of(target).removesuffix("_")
+    if name in UNTAGGED:
+        raise CaptureError(
+            f"{target} draws random numbers in a way that cannot be repeated elsewhere",
+            place=place,
+            remedy="torch.randint, torch.rand, torch.randn or torch.bernoulli",
+        )
+    if values.get("generator") is not None:
+        raise CaptureError(
+            f"{target} draws from a generator of its own",
+            place=place,
+            remedy="leave out generator=; the seed of the run gives repeatable numbers",
+        )
+    several = values.get("dropout") and values.get("train") and values.get("num_layers", 1) > 1
+    if name in RECURRENT and several:
+        raise CaptureError(
+            f"{target} with dropout between its layers draws several times inside one operator",
+            place=place,
+            remedy="one nn.LSTM or nn.GRU per layer with nn.Dropout between them, or dropout=0",
+        )

@@ -9,7 +9,7 @@ as before, also after an error; an error names the user's line.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -45,12 +45,11 @@ class Trace:
 class Traced(nn.Module):
     """What export sees: flat tensors in, flat tensors out, the user's module inside, watched."""
 
-    def __init__(self, module: nn.Module, example: Example) -> None:
+    def __init__(self, module: nn.Module, example: Example, seen: Callable[[Output], None]) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
-        self.__dict__["example"] = example
-        self.__dict__["outputs"] = []
+        self.example, self.seen = example, seen
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.example.arguments(tensors)
@@ -59,29 +58,39 @@ class Traced(nn.Module):
             with LayerDrop():
                 result = self.module(*args, **kwargs)
             watch.refuse_changes(lambda: self.module(*args, **kwargs))
-            with torch.no_grad():
-                for old, new in watch.updates():
+            for old, new in watch.updates():
+                with torch.no_grad():
                     old.copy_(new)
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
-        self.outputs.append(output)
+        self.seen(output)
         return tuple(leaves)
 
 
 def trace(module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> Trace:
     """Export the module on fake tensors."""
-    traced = Traced(module, example)
-    shapes = dynamic_shapes(example, dynamic)
+    outputs: list[Output] = []
+    traced = Traced(module, example, outputs.append)
+    shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
         found = stack.enter_context(intercept())
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
+        stack.callback(Watch(module).restore)
         warnings.simplefilter("ignore")
         stack.enter_context(Translating(module))
-        program = torch.export.export(traced, example.values, dynamic_shapes={"tensors": tuple(shapes)}, strict=False)
-    return Trace(program, found, traced.outputs[-1])
+        program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
+    return Trace(program, found, outputs[-1])
 
 
+
+
+def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
+    """A tensor of its own for every input: export takes one object given twice for a single input."""
+    return tuple(
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, requires_grad=value.requires_grad)
+        for value in example.values
+    )

@@ -39,13 +39,17 @@ class Watch:
         self.parameters = dict(tensors_of(module, "_parameters"))
 
     def restore(self) -> None:
-        """Put attributes, parameters and buffers back. Containers changed in place stay changed."""
+        """Put attributes, parameters and buffers back.
+
+        A container changed in place is left to export, which puts an equal copy of the old one there.
+        """
         modules = dict(self.module.named_modules())
         for key in dict(attributes_of(self.module)):
             if key not in self.attributes:
                 del modules[key[0]].__dict__[key[1]]
         for (path, name), value in self.attributes.items():
-            modules[path].__dict__[name] = value
+            if fingerprint(value) == self.prints[path, name]:
+                modules[path].__dict__[name] = value
         for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
             for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
                 del modules[path].__dict__[kind][name]

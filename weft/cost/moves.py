@@ -64,16 +64,16 @@ class GridMoves:
             for axes in _subsets(self._axes(now, PARTIAL, split(dim))):
                 there = _with(now, axes, split(dim), {dim: self._table(now, dim, axes)})
                 bytes = self._bytes(now)
-                yield self._price("reduce_scatter", now, there, axes, bytes, copied=bytes)
-                yield self._price("all_to_all", now, there, axes, bytes, copied=2 * bytes)
+                yield self._price("reduce_scatter", now, there, axes, bytes)
+                yield self._price("all_to_all", now, there, axes, bytes)
 
     def _gathers(self, now: Layout) -> Iterator[Priced]:
         for dim, cut in enumerate(now.axes_of):
             for axes in _subsets(cut):
                 there = _with(now, axes, COPY, {dim: self._united(now, dim, axes)})
                 bytes = self._bytes(there)
-                yield self._price("all_gather", now, there, axes, bytes, copied=bytes)
-                yield self._price("all_to_all", now, there, axes, bytes, copied=2 * bytes)
+                yield self._price("all_gather", now, there, axes, bytes)
+                yield self._price("all_to_all", now, there, axes, bytes)
 
     def _swaps(self, now: Layout) -> Iterator[Priced]:
         for dim, new in itertools.product(range(len(now.shape)), self._open_dims(now)):
@@ -83,7 +83,7 @@ class GridMoves:
                 tables = {dim: self._united(now, dim, axes), new: self._table(now, new, axes)}
                 there = _with(now, axes, split(new), tables)
                 bytes = self._bytes(now)
-                yield self._price("all_to_all", now, there, axes, bytes, copied=2 * bytes)
+                yield self._price("all_to_all", now, there, axes, bytes)
 
     def _sorts(self, now: Layout) -> Iterator[Priced]:
         """The same axes, other ranges. Local if only the order within each part differs."""
@@ -98,7 +98,7 @@ class GridMoves:
             if as_sets == united(now.ranges[dim]):
                 yield self._local(now, there)
             else:
-                yield self._price("all_to_all", now, there, axes, bytes, copied=2 * bytes)
+                yield self._price("all_to_all", now, there, axes, bytes)
 
     def _slices(self, now: Layout) -> Iterator[Priced]:
         for dim in self._open_dims(now):
@@ -148,10 +148,15 @@ class GridMoves:
     def _local(self, now: Layout, there: Layout) -> Priced:
         return Move("local", now, there), self.links.seconds("local", 1, self._bytes(there))
 
-    def _price(self, kind: str, now: Layout, there: Layout, axes: Sequence[int], bytes: int, *, copied: int) -> Priced:
-        """`copied`: bytes that are packed before and put in place, or added, after the collective."""
-        seconds = self.links.seconds(kind, _size(now, axes), bytes) + self.links.seconds("local", 1, copied)
-        return Move(kind, now, there), seconds
+    def _price(self, kind: str, now: Layout, there: Layout, axes: Sequence[int], bytes: int) -> Priced:
+        return Move(kind, now, there), carried(self.links, kind, _size(now, axes), bytes)
+
+
+def carried(links: Links, kind: str, size: int, bytes: int) -> float:
+    """Seconds of a collective and of the copying around it: one pass over the buffer of a gather or scatter; with
+    all_to_all every piece is packed, and put in place or added at the other end."""
+    passes = 2 - 1 / size if kind == "all_to_all" else 1
+    return links.seconds(kind, size, bytes) + links.seconds("local", 1, passes * bytes)
 
 
 def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:

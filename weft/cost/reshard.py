@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.cost.links import Links
-from weft.cost.moves import GridMoves, Priced, largest_part
+from weft.cost.moves import GridMoves, Priced, carried, largest_part
 from weft.cost.refine import coalesce, common, same_parts
 from weft.ir.layout import COPY, PARTIAL, Layout, even, split
 from weft.ir.program import Move
@@ -30,8 +30,11 @@ from weft.ir.routes import Route, Routing
 
 __all__ = ["Load", "Resharder", "Search", "cheapest", "measure", "same_parts"]
 
-MOST_DEVICES = 32
-"""The cost of an exchange on a larger grid is taken from this many of its devices."""
+MOST_DEVICES = 64
+"""The cost of a straight move among more devices is estimated from a sample of them."""
+
+SAMPLE = 16
+"""Devices in such a sample."""
 
 
 def cheapest(source: Layout, target: Layout, itemsize: int, links: Links) -> tuple[Move, ...]:
@@ -73,43 +76,57 @@ class Search:
         pair = common(first, last)
         self._first, self._last = pair or (first, last)
         self._moves = GridMoves(self._last, itemsize, links) if pair else None
-        # Where the source already holds the parts of its rewritten form, it starts there.
+        # Where a layout's rewritten form holds the same parts, the search starts, or ends, there.
         self._start = self._first if same_parts(source, self._first) else source
-        self._landings = [] if pair or last.grid.repeats else list(_landings(last, self))
+        self._goal = self._last if same_parts(target, self._last) else target
+        self._landings = {} if pair or last.grid.repeats else dict(_landings(last, self))
 
     def run(self) -> tuple[tuple[Move, ...], float]:
-        """The moves, and what they cost."""
+        """The moves, and what they cost. Straight moves enter the heap at the least they can cost, and are
+        measured only when nothing cheaper is left."""
         numbers = itertools.count()
-        heap: list[tuple[float, int, int, Layout, tuple[Move, ...]]] = [(0.0, 0, next(numbers), self._start, ())]
+        heap: list[_Entry] = [(0.0, 0, next(numbers), self._start, (), None)]
         done: set[Layout] = set()
         while heap:
-            cost, length, _, now, path = heapq.heappop(heap)
+            cost, length, _, now, path, straight = heapq.heappop(heap)
+            if straight is not None:
+                there, so_far = straight
+                move, seconds = self.direct(now, there)
+                heapq.heappush(heap, (so_far + seconds, length, next(numbers), there, (*path, move), None))
+                continue
             if now in done:
                 continue
             done.add(now)
-            if now == self.target or same_parts(now, self.target):
+            if now == self._goal:
                 return path, cost
             for move, seconds in self._after(now):
                 if move.target not in done:
-                    heapq.heappush(heap, (cost + seconds, length + 1, next(numbers), move.target, (*path, move)))
+                    heapq.heappush(heap, (cost + seconds, length + 1, next(numbers), move.target, (*path, move), None))
+            for there in self._straight(now):
+                least = cost + self._least(now, there)
+                heapq.heappush(heap, (least, length + 1, next(numbers), now, path, (there, cost)))
         raise AssertionError(f"no path from {self._start} to {self.target}")
 
     def _after(self, now: Layout) -> Iterator[Priced]:
-        if now == self._start and now != self._first:
-            yield self.direct(now, self._first)
-        if now == self._last:
-            yield self.direct(now, self.target)
-            return
+        """Moves whose cost follows from the grid."""
         if self._moves and now.grid == self._last.grid:
             yield from self._moves.after(now)
-        for landing, priced in self._landings:
-            if now == landing:
-                yield priced
-                return
-            yield self.direct(now, landing)
-        if not self._moves and now.is_partial and now.grid == self._first.grid and not now.grid.repeats:
+        elif now in self._landings:
+            yield self._landings[now]
+        elif not self._moves and now.is_partial and now.grid == self._first.grid and not now.grid.repeats:
             yield from _completed(now, self)
-        yield self.direct(now, self.target)
+
+    def _straight(self, now: Layout) -> Iterator[Layout]:
+        """Where one move may lead straight from here."""
+        if now == self._start != self._first:
+            yield self._first
+        if now in self._landings:
+            return
+        yield from self._landings
+        if now != self._last:
+            yield self._last
+        if self._goal != self._last and now in (self._start, self._last):
+            yield self._goal
 
     def direct(self, source: Layout, target: Layout) -> Priced:
         """One move straight from layout to layout: local if nothing leaves a device, else the cheaper carrier."""
@@ -121,53 +138,81 @@ class Search:
         kinds = [("exchange", self.links.seconds("exchange", load.peers + 1, load.moved))]
         if source.grid == target.grid and not source.grid.repeats:
             # A collective's group is closed: a device also waits for those that only its peers talk to.
-            size = len(routing.group(source.grid.devices[0]))
+            size = load.peers + 1 if load.sampled else len(routing.group(source.grid.devices[0]))
             if size > 1:
                 kinds.append(("all_to_all", self.links.seconds("all_to_all", size, load.moved * size / (size - 1))))
         kind, seconds = min(kinds, key=lambda found: found[1])
         return Move(kind, source, target), seconds + copying
+
+    def _least(self, source: Layout, target: Layout) -> float:
+        """No straight move costs less: the fullest target part receives what its device cannot hold already."""
+        if target.is_partial:
+            return 0.0
+        needed = largest_part(target) * math.prod(source.grid.axes[axis].size for axis in source.partial_axes)
+        held = largest_part(source) * max(map(len, source.grid.cells_on.values()))
+        received = max(0, needed - held) * self.itemsize
+        if not received:
+            return 0.0
+        size = 1 + math.ceil(received / (held * self.itemsize)) if held else 2
+        carried = min(
+            self.links.seconds("exchange", size, received),
+            self.links.seconds("all_to_all", size, received * size / (size - 1)),
+        )
+        return carried + self.links.seconds("local", 1, needed * self.itemsize)
+
+
+_Entry = tuple[float, int, int, Layout, tuple[Move, ...], tuple[Layout, float] | None]
+"""Cost, number of moves, number of the entry, layout reached, moves so far; and for a straight move not yet measured
+where it leads and what the moves so far cost."""
 
 
 @dataclass(frozen=True)
 class Load:
     """What the busiest device does in an exchange: bytes to or from others, bytes copied or added, peers."""
 
-    moved: int
-    copied: int
+    moved: float
+    copied: float
     peers: int
+    sampled: bool = False
 
 
 def measure(routing: Routing, itemsize: int) -> Load:
-    """The load of a change of layout; of a large one, that of some of its devices."""
-    devices = sorted({*routing.source.grid.cells_on, *routing.target.grid.cells_on})
+    """The load of a change of layout; of a large one, an estimate from some of its devices."""
+    devices = {*routing.source.grid.cells_on, *routing.target.grid.cells_on}
     if len(devices) > MOST_DEVICES:
-        some = set(devices[:: len(devices) // MOST_DEVICES])
-        load = _load([route for device in sorted(some) for route in routing.of(device)], some, itemsize)
-        # That nothing moves must be true of all devices.
-        if load.moved:
-            return load
-    return _load(routing.all, set(devices), itemsize)
-
-
-def _load(found: Iterable[Route], devices: set[int], itemsize: int) -> Load:
-    """The load of the busiest of these devices. A route between two of them may be listed twice."""
+        return _estimate(routing, itemsize)
     sent, received, kept = Counter[int](), Counter[int](), Counter[int]()
     peers: dict[int, set[int]] = {device: set() for device in devices}
-    for route in dict.fromkeys(found):
+    for route in routing.all:
         source, target, bytes = route.source_device, route.target_device, _bytes(route, itemsize)
         if source == target:
             kept[source] += bytes
             continue
         sent[source] += bytes
         received[target] += bytes
-        for device, peer in ((source, target), (target, source)):
-            if device in devices:
-                peers[device].add(peer)
+        peers[source].add(target)
+        peers[target].add(source)
     return Load(
         moved=max(max(sent[device], received[device]) for device in devices),
         copied=max(sent[device] + received[device] + kept[device] for device in devices),
         peers=max(map(len, peers.values())),
     )
+
+
+def _estimate(routing: Routing, itemsize: int) -> Load:
+    """What some target devices receive, and what a source device sends if all send alike."""
+    devices = list(routing.target.grid.cells_on)
+    some = devices[:: max(1, len(devices) // SAMPLE)]
+    found = {device: routing.into(device) for device in some}
+    far = {device: [route for route in found[device] if route.source_device != device] for device in some}
+    if not any(far.values()) and routing.is_local:
+        return Load(0, max(sum(_bytes(route, itemsize) for route in found[device]) for device in some), 0)
+    received = [sum(_bytes(route, itemsize) for route in far[device]) for device in some]
+    senders = [len({route.source_device for route in far[device]}) for device in some]
+    ratio = len(devices) / len(some) / len(routing.source.grid.cells_on)
+    sent, takers = sum(received) * ratio, math.ceil(sum(senders) * ratio)
+    copied = sent + max(sum(_bytes(route, itemsize) for route in found[device]) for device in some)
+    return Load(max(sent, *received, 1), copied, max(takers, *senders, 1), sampled=True)
 
 
 def _bytes(route: Route, itemsize: int) -> int:
@@ -182,9 +227,8 @@ def _completed(now: Layout, search: Search) -> Iterator[Priced]:
         whole = now.with_role(axis, COPY, {})
         yield Move("all_reduce", now, whole), links.seconds("all_reduce", size, bytes)
         for there in _cut_evenly(whole, axis):
-            for kind, copied in (("reduce_scatter", bytes), ("all_to_all", 2 * bytes)):
-                seconds = links.seconds(kind, size, bytes) + links.seconds("local", 1, copied)
-                yield Move(kind, now, there), seconds
+            for kind in ("reduce_scatter", "all_to_all"):
+                yield Move(kind, now, there), carried(links, kind, size, bytes)
 
 
 def _landings(last: Layout, search: Search) -> Iterator[tuple[Layout, Priced]]:
@@ -195,11 +239,7 @@ def _landings(last: Layout, search: Search) -> Iterator[tuple[Layout, Priced]]:
             continue
         size = last.grid.axes[axis].size
         for there in _cut_evenly(last, axis):
-            options = [
-                (links.seconds(kind, size, bytes) + links.seconds("local", 1, copied), kind)
-                for kind, copied in (("all_gather", bytes), ("all_to_all", 2 * bytes))
-            ]
-            seconds, kind = min(options)
+            seconds, kind = min((carried(links, kind, size, bytes), kind) for kind in ("all_gather", "all_to_all"))
             yield there, (Move(kind, there, last), seconds)
 
 

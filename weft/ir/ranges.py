@@ -8,6 +8,7 @@ is pure arithmetic on tuples: no tensors, no layouts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ def union(lists: Iterable[Ranges]) -> Ranges:
 def disjoint(lists: Sequence[Ranges]) -> bool:
     """True if no index occurs twice."""
     pairs = sorted(pair for ranges in lists for pair in ranges if pair[0] < pair[1])
-    return all(left[1] <= right[0] for left, right in zip(pairs, pairs[1:], strict=False))
+    return all(left[1] <= right[0] for left, right in itertools.pairwise(pairs))
 
 
 def select(ranges: Ranges, positions: Ranges) -> Ranges:

@@ -63,7 +63,7 @@ def adds(source: Layout, target: Layout) -> bool:
 
 
 def group_of(move: Move, device: int) -> tuple[int, ...]:
-    """The devices that enter this collective together with `device`, ascending. For many devices keep a `Routing`."""
+    """The devices that enter this collective together with `device`. For many devices keep a `Routing`."""
     return Routing(move.source, move.target).group(device)
 
 
@@ -107,26 +107,36 @@ class Routing:
         return known
 
     def group(self, device: int) -> tuple[int, ...]:
-        """The devices linked to this one by routes, directly or through others, ascending."""
+        """The devices linked to this one by routes, directly or through others: in fiber order where a plain sum runs
+        along fibers (so that all of them add in one order), else ascending."""
         known = self._groups.get(device)
         if known is not None:
             return known
         if sums_fiber(self.source, self.target):
-            found = self._fiber(device)
+            group = self._fiber(device)
         else:
             found, front = {device}, [device]
             while front:
-                linked = {end for route in self.of(front.pop()) for end in (route.source_device, route.target_device)}
+                linked = self._linked(front.pop())
                 front.extend(linked - found)
                 found |= linked
-        group = tuple(sorted(found))
+            group = tuple(sorted(found))
         self._groups.update(dict.fromkeys(group, group))
         return group
+
+    def into(self, device: int) -> tuple[Route, ...]:
+        """The routes into one device only, in the order of `all`."""
+        cells = self.target.grid.cells_on.get(device, ())
+        return self._ordered((found, cell) for cell in cells for found in self._cells_into(cell))
 
     @cached_property
     def is_local(self) -> bool:
         """True if nothing leaves a device."""
-        return all(route.source_device == route.target_device for route in self.all)
+        return all(
+            self._source_parts[found].device == device
+            for cell, device in zip(self.target.grid.cells, self.target.grid.devices, strict=True)
+            for found in self._cells_into(cell)
+        )
 
     @cached_property
     def _memo(self) -> dict[int, tuple[Route, ...]]:
@@ -149,14 +159,24 @@ class Routing:
                 found.setdefault(device, []).append(route)
         return {device: tuple(items) for device, items in found.items()}
 
-    def _fiber(self, device: int) -> set[int]:
+    def _linked(self, device: int) -> set[int]:
+        if not self._regular:
+            return {end for route in self.of(device) for end in (route.source_device, route.target_device)}
+        parts = self._source_parts
+        return {
+            parts[found].device
+            for cell in self.target.grid.cells_on.get(device, ())
+            for found in itertools.chain(self._cells_into(cell), self._cells_out_of(cell))
+        }
+
+    def _fiber(self, device: int) -> tuple[int, ...]:
         grid = self.source.grid
         summed = [i for i, role in enumerate(self.source.roles) if role != self.target.roles[i]]
         cells = grid.cells_on.get(device, ())
         coordinates = [
             [range(grid.axes[i].size) if i in summed else (at,) for i, at in enumerate(cell)] for cell in cells
         ]
-        return {device} | {grid.device(cell) for choice in coordinates for cell in itertools.product(*choice)}
+        return tuple(grid.device(cell) for choice in coordinates for cell in itertools.product(*choice)) or (device,)
 
     def _ordered(self, pairs: Iterable[tuple[Cell, Cell]]) -> tuple[Route, ...]:
         sources, targets = self._source_parts, self._target_parts

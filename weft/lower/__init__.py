@@ -33,7 +33,7 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
         outputs: "loss" returns the loss alone, "all" every output of the model, whole, on every device.
     """
     graph = plan.graph
-    book = RuleBook(graph)
+    book = plan.rules
     layouts = resolve(plan, book)
     resharder = Resharder(links or default_links("gloo"))
     stored = store_tensors(plan, layouts, book, resharder)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from weft.errors import CheckError, LayoutError, PlanError
 from weft.ir.program import Compute, Program
 from weft.ir.show_program import around
-from weft.lower.held import Fault
+from weft.lower.held import FaultError
 from weft.lower.prove import Prover
 from weft.ops.book import RuleBook
 
@@ -47,7 +47,7 @@ def check(program: Program, book: RuleBook | None = None) -> Report:
     prover = Prover(program, book or RuleBook(program.graph))
     try:
         return Report(**prover.run())
-    except Fault as fault:
+    except FaultError as fault:
         step = prover.step
         place = ""
         if isinstance(step, Compute):

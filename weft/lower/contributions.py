@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op
 from weft.ir.ranges import Ranges, whole
-from weft.lower.held import Fault, Tracked, Where
+from weft.lower.held import FaultError, Tracked, Where
 from weft.lower.terms import Content, Term, Universe, ascending, incomplete, volume
 from weft.ops.book import RuleBook
 from weft.ops.rule import CellView, Rule
@@ -75,7 +75,7 @@ def whole_terms(content: Content, op: Op, position: int) -> list[Term]:
         covered = sum(volume(term.box) for term in terms)
         copies, rest = divmod(covered, volume(target)) if volume(target) else (1, 0)
         if rest:
-            raise Fault(f"operand {position} of {op.name} holds an addend on some of its indices only")
+            raise FaultError(f"operand {position} of {op.name} holds an addend on some of its indices only")
         out.extend([Term(terms[0].base, terms[0].summed, target)] * copies)
     return out
 
@@ -114,7 +114,7 @@ class OpBackward:
         for name, grad in grads.items():
             reason = grad if isinstance(grad, str) else incomplete(grad, Universe(self.wanted[name]))
             if reason:
-                raise Fault(f"the gradient of {name} on device {where[0]}, where {self.op.name} runs: {reason}")
+                raise FaultError(f"the gradient of {name} on device {where[0]}, where {self.op.name} runs: {reason}")
             self.proven += 1
         return True
 

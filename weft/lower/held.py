@@ -24,7 +24,7 @@ Held = Content | str
 """What a local tensor holds, or why that makes no sense."""
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """Raised deep inside with a short fact; the door adds the neighbourhood."""
 
 
@@ -85,11 +85,11 @@ class Mover:
             for peer in mine.group:
                 theirs = transfers.get(peer)
                 if theirs is None or (theirs.kind, theirs.group) != (mine.kind, mine.group):
-                    raise Fault(f"device {device} enters {mine.kind} over {mine.group}, device {peer} does not")
+                    raise FaultError(f"device {device} enters {mine.kind} over {mine.group}, device {peer} does not")
                 sent = [_size(piece.index) for piece in mine.sends if piece.peer == peer]
                 expected = [_size(piece.index) for piece in theirs.receives if piece.peer == device]
                 if sent != expected:
-                    raise Fault(f"device {device} sends {sent} to device {peer}, which expects {expected}")
+                    raise FaultError(f"device {device} sends {sent} to device {peer}, which expects {expected}")
             if len(mine.group) > 1 and mine.group[0] == device:
                 self.collectives += 1
 

@@ -1,6 +1,6 @@
 """Following a Program on all devices at once, with Contents in place of tensors: forward, backward, syncs.
 
-In: a Program. Out: counts of what was proven; a Fault at the first thing that is wrong. See `check` for what is
+In: a Program. Out: counts of what was proven; a FaultError at the first thing that is wrong. See `check` for what is
 promised, `held` for moves, `contributions` for the backward of ops.
 """
 
@@ -15,7 +15,7 @@ from weft.ir.oplayout import Cut
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
 from weft.ir.ranges import Ranges, overlap, tidy, whole
 from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
-from weft.lower.held import Fault, Held, Mover, Tracked, Where, cut_out, show_box
+from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, show_box
 from weft.lower.script import peers, positions
 from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
 from weft.ops.book import RuleBook
@@ -62,7 +62,7 @@ class Prover:
             match step:
                 case Use():
                     if inside == "recompute":
-                        raise Fault("a parameter is brought in where it would be brought in again in backward")
+                        raise FaultError("a parameter is brought in where it would be brought in again in backward")
                     self._use(step)
                 case Compute():
                     self._compute(step)
@@ -93,9 +93,9 @@ class Prover:
         rule = self.book.rule(op)
         for use in step.layout.uses:
             if isinstance(use, Cut) and (use.name not in rule.sizes or use.name in rule.frozen):
-                raise Fault(f"{op.name} is cut along {use.name!r}, which its rule `{rule}` does not allow")
+                raise FaultError(f"{op.name} is cut along {use.name!r}, which its rule `{rule}` does not allow")
         if len(step.inputs) != len(op.inputs) or len(step.outputs) != len(op.outputs):
-            raise Fault(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")
+            raise FaultError(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")
         sources = [self._find(name) for name in step.inputs]
         cells: dict[Where, CellView] = {}
         found: dict[Where, list[Content]] = {}
@@ -121,15 +121,15 @@ class Prover:
         """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
         content = source.at(*where)
         if content is None:
-            raise Fault(f"operand {position} of {op.name} ({op.inputs[position]}) is not on device {where[0]}")
+            raise FaultError(f"operand {position} of {op.name} ({op.inputs[position]}) is not on device {where[0]}")
         if isinstance(content, str):
-            raise Fault(f"operand {position} of {op.name} on device {where[0]}: {content}")
+            raise FaultError(f"operand {position} of {op.name} on device {where[0]}: {content}")
         if content.tensor != op.inputs[position]:
-            raise Fault(f"operand {position} of {op.name} is {content.tensor}, not {op.inputs[position]}")
+            raise FaultError(f"operand {position} of {op.name} is {content.tensor}, not {op.inputs[position]}")
         if content.dims != tuple(map(tidy, ranges)):
-            raise Fault(
-                f"operand {position} of {op.name} ({content.tensor}) on device {where[0]} holds {show_box(content.dims)}, "
-                f"but the op needs {show_box(ranges)} there"
+            raise FaultError(
+                f"operand {position} of {op.name} ({content.tensor}) on device {where[0]} holds "
+                f"{show_box(content.dims)}, but the op needs {show_box(ranges)} there"
             )
         self.counts["operands"] += 1
         return content
@@ -150,7 +150,7 @@ class Prover:
             if set(partial) <= operands:
                 return operands
         position, reason = next(iter(partial.items()))
-        raise Fault(f"operand {position} of {op.name} ({op.inputs[position]}) is not complete: {reason}")
+        raise FaultError(f"operand {position} of {op.name} ({op.inputs[position]}) is not complete: {reason}")
 
     def _outputs(
         self,
@@ -173,7 +173,7 @@ class Prover:
                 universe["in", i, base] = (*prefixed(i, inner), *own)
         outputs = [Tracked(name, {}) for name in step.outputs]
         for name in op.outputs:
-            self.universes[name] = WHOLE if universe == {"": ()} else Universe(universe)  # type: ignore[arg-type]
+            self.universes[name] = WHOLE if universe == {"": ()} else Universe(universe)
         for where, cell in cells.items():
             here = tuple((name, ascending([cell.names[name]])[0]) for name, _ in space)
             for i, output in enumerate(outputs):
@@ -205,10 +205,13 @@ class Prover:
             exchange = rule.algorithms.get(name)
             if exchange is None or not (exchange.forward or exchange.backward):
                 continue
-            for cell in step.layout.grid.cells:
+            grid, axes = step.layout.grid, step.layout.axes_cutting(name)
+            turns: dict[tuple[int, ...], set[int]] = {}
+            for cell in grid.cells:
                 group = peers(step.layout, name, cell)
-                counts = {len(step.layout.grid.cells_on[device]) for device in group}
-                if len(set(group)) < len(group) or len(counts) > 1:
+                turn = turns.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), set())
+                turn.add(grid.slot(cell))
+                if len(set(group)) < len(group) or len(turn) > 1:
                     raise Fault(f"{op.name} talks along {name!r} between cells that share a device: {group}")
             self.counts["collectives"] += len(exchange.forward) + len(exchange.backward)
 
@@ -216,14 +219,14 @@ class Prover:
         source, target = self._find(step.source), self.program.values[step.target]
         merged = merge(target.layout.grid)
         if merged is None:
-            raise Fault(f"{step.target} does not fall into chunks")
+            raise FaultError(f"{step.target} does not fall into chunks")
         result = Tracked(step.target, {})
         used: list[tuple[Where, Where]] = []
         for part in target.layout.parts():
             where = (part.device, part.slot)
             held = self.program.values[step.source].layout.parts_on(part.device)
             if len(held) != 1 or source.at(part.device, 0) is None:
-                raise Fault(f"device {part.device} does not hold {step.source} once")
+                raise FaultError(f"device {part.device} does not hold {step.source} once")
             content = source.contents[part.device, 0]
             if isinstance(content, str):
                 result.contents[where] = content
@@ -246,15 +249,15 @@ class Prover:
         parts = self.program.values[step.source].layout
         merged = merge(parts.grid)
         if merged is None:
-            raise Fault(f"{step.source} does not fall into chunks")
+            raise FaultError(f"{step.source} does not fall into chunks")
         adds = bool(merged.shrunk & set(parts.partial_axes))
         result = Tracked(step.target, {})
         used: list[tuple[Where, Where]] = []
         for device in parts.grid.cells_on:
             held = target.layout.parts_on(device)
             if len(held) != 1:
-                raise Fault(f"device {device} does not hold {step.target} once")
-            pieces = []
+                raise FaultError(f"device {device} does not hold {step.target} once")
+            pieces: list[tuple[tuple[Ranges, ...], Content] | str] = []
             for part in parts.parts_on(device):
                 where = (device, part.slot)
                 content = source.at(*where)
@@ -302,7 +305,7 @@ class Prover:
             if isinstance(inner, Compute)
         }
         if len(counts) != 1:
-            raise Fault("the ops of one loop have different numbers of chunks")
+            raise FaultError("the ops of one loop have different numbers of chunks")
         self._forward(step.body, "chunks")
 
     def _pass_back(self, result: Tracked, where: Where, source: Tracked, origin: Where) -> None:
@@ -313,7 +316,7 @@ class Prover:
 
     def _find(self, name: str) -> Tracked:
         if name not in self.values:
-            raise Fault(f"{name} is read before it is made")
+            raise FaultError(f"{name} is read before it is made")
         return self.values[name]
 
     # backward and the ends
@@ -321,12 +324,12 @@ class Prover:
     def _root(self) -> None:
         if self.program.loss is None:
             if self.wanted:
-                raise Fault("gradients are needed, but backward starts nowhere")
+                raise FaultError("gradients are needed, but backward starts nowhere")
             return
         root = self._find(self.program.loss)
         for where, content in root.contents.items():
             if isinstance(content, str) or content.tensor != self.graph.loss:
-                raise Fault(f"backward starts from {self.program.loss}, which does not hold the loss")
+                raise FaultError(f"backward starts from {self.program.loss}, which does not hold the loss")
             root.receive(where, full(content.tensor, content.dims, "root"))
 
     def _sync(self, step: Sync) -> None:
@@ -344,10 +347,10 @@ class Prover:
             good = [grad for grad in grads_here if isinstance(grad, Content)]
             if broken or any(grad.dims != tuple(map(tidy, part.ranges)) for grad in good):
                 reason = broken[0] if broken else "it does not arrive where the parameter is stored"
-                raise Fault(f"the gradient of {step.parameter} on device {part.device}: {reason}")
+                raise FaultError(f"the gradient of {step.parameter} on device {part.device}: {reason}")
             reason = incomplete(added([zeros(step.parameter, part.ranges), *good]), universe)
             if reason:
-                raise Fault(f"the gradient of {step.parameter} on device {part.device} is not complete: {reason}")
+                raise FaultError(f"the gradient of {step.parameter} on device {part.device} is not complete: {reason}")
             self.counts["parameters"] += 1
         self.synced[step.parameter] = {}
 
@@ -364,21 +367,21 @@ class Prover:
                 self._end(buffer.update, name, {part.device: part.ranges for part in parts})
         for parameter in self.graph.parameters:
             if self.wanted.get(parameter.tensor) and parameter.tensor not in self.synced:
-                raise Fault(f"the gradient of {parameter.tensor} is never brought to where it is stored")
+                raise FaultError(f"the gradient of {parameter.tensor} is never brought to where it is stored")
 
     def _end(self, tensor: str, name: str, places: dict[int, tuple[Ranges, ...]]) -> None:
         value = self._find(name)
         for device, ranges in places.items():
             content = value.at(device, 0)
             if not isinstance(content, Content):
-                raise Fault(f"{tensor} is not on device {device} at the end: {content or 'nothing is'}")
+                raise FaultError(f"{tensor} is not on device {device} at the end: {content or 'nothing is'}")
             if content.tensor != tensor or content.dims != tuple(map(tidy, ranges)):
-                raise Fault(
+                raise FaultError(
                     f"{tensor} on device {device} holds {show_box(content.dims)} of {content.tensor} at the end"
                 )
             reason = incomplete(content, self.universes.get(tensor, WHOLE))
             if reason:
-                raise Fault(f"{tensor} on device {device} is not complete at the end: {reason}")
+                raise FaultError(f"{tensor} on device {device} is not complete at the end: {reason}")
             self.counts["sums"] += 1
 
 

@@ -1,12 +1,14 @@
 """Program -> Script: one rank's share of a Program, spelled out.
 
-In: a Program and a rank. Out: the rank's Script. Every layout has become positions in local tensors, every rule the call
-that this rank's cell makes, and every value is freed after its last use. Nothing is decided here.
+In: a Program and a rank. Out: the rank's Script. Every layout has become positions in local tensors, every rule the
+call that this rank's cell makes, and every value is freed after its last use. Nothing is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from weft.ir.graph import Op, Ref, map_refs
@@ -15,7 +17,7 @@ from weft.ir.merge import merge
 from weft.ir.oplayout import OpLayout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
 from weft.ir.ranges import overlap
-from weft.lower.transfer import transfer
+from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import Call, Group
@@ -26,9 +28,10 @@ from weft.runtime.random import Draw
 class Writer:
     """Spells out steps for one rank."""
 
-    def __init__(self, program: Program, rank: int, book: RuleBook) -> None:
+    def __init__(self, program: Program, rank: int, book: RuleBook, shared: Transfers) -> None:
         self.program, self.rank, self.book = program, rank, book
         self.graph = program.graph
+        self.shared = shared
 
     def steps(self, steps: Sequence[Step], chunk: int | None = None) -> list[rt.Instruction]:
         """The rank's instructions for a list of steps; `chunk` inside a loop."""
@@ -176,33 +179,33 @@ class Writer:
 
     def transfers(self, moves: Iterable[Move]) -> tuple[rt.Transfer, ...]:
         """The moves that this rank takes part in."""
-        return tuple(made for move in moves if (made := transfer(move, self.rank)) is not None)
+        return tuple(made for move in moves if (made := self.shared.of(move, self.rank)) is not None)
 
     def _leaving(self, region: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
         made = {name for step in region.body for name in outputs_of(step)}
-        inside = sum((_reads(step) for step in region.body), [])
-        everywhere = self._all_reads
-        return tuple(
-            sorted(name for name in made if everywhere.get(name, 0) > inside.count(name) or name in self._returned)
-        )
+        inside = Counter(name for step in region.body for name in _reads(step))
+        return tuple(sorted(name for name in made if self._all_reads[name] > inside[name] or name in self._returned))
 
-    @property
+    @cached_property
     def _returned(self) -> set[str]:
         program = self.program
         return {*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])}
 
-    @property
-    def _all_reads(self) -> Mapping[str, int]:
-        counts: dict[str, int] = {}
-        for name in sum((_reads(step) for step in self.program.steps), []):
-            counts[name] = counts.get(name, 0) + 1
-        return counts
+    @cached_property
+    def _all_reads(self) -> Counter[str]:
+        return Counter(name for step in self.program.steps for name in _reads(step))
 
 
-def script(program: Program, rank: int, book: RuleBook | None = None) -> rt.Script:
-    """Everything one rank needs to run its share of the program."""
-    writer = Writer(program, rank, book or RuleBook(program.graph))
+def scripts(program: Program) -> tuple[rt.Script, ...]:
+    """The scripts of all ranks."""
+    book, shared = RuleBook(program.graph), Transfers()
+    return tuple(script(program, rank, book, shared) for rank in range(program.devices))
+
+
+def script(program: Program, rank: int, book: RuleBook | None = None, shared: Transfers | None = None) -> rt.Script:
+    """Everything one rank needs to run its share of the program; `scripts` makes all at once."""
+    writer = Writer(program, rank, book or RuleBook(program.graph), shared or Transfers())
     instructions = writer.steps(program.steps)
     syncs = tuple(made for step in program.syncs if (made := writer.sync(step)) is not None)
     kept = {*program.outputs.values(), *program.updates.values(), *(name for sync in syncs for name in sync.sources)}

@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from weft.ir.graph import Arg, Graph, Op, Ref
-from weft.ops.derive import Operands, Shapes, operands
 from weft.ir.oplayout import OpLayout
+from weft.ops.derive import Operands, Shapes, operands
 from weft.ops.rule import Rule
 from weft.ops.table import copied_rule, has_rule, rule_for
 

@@ -135,7 +135,8 @@ def why_not(op: Op, rule: Rule, cut: Cut) -> str:
         known = ", ".join(rule.cuttable) or "none that can be cut"
         return f"{op.kind} has no name {cut.name!r}; its rule is `{rule}` (names: {known})"
     if cut.name in rule.frozen:
-        return f"{op.kind} cannot be cut along {cut.name!r}: its rule is `{rule}` (can be cut: {', '.join(rule.cuttable) or 'nothing'})"
+        free = ", ".join(rule.cuttable) or "nothing"
+        return f"{op.kind} cannot be cut along {cut.name!r}: its rule is `{rule}` (can be cut: {free})"
     if sum(cut.groups) != rule.sizes[cut.name]:
         return f"{cut.name!r} has size {rule.sizes[cut.name]}, the groups {cut.groups} make {sum(cut.groups)}"
     if any(size % cut.units for size in cut.groups):

@@ -265,7 +265,9 @@ def _spread(names: frozenset[str], fitted: Fitted) -> frozenset[str]:
     return frozenset(name for name in found if name in fitted.sizes)
 
 
-def _spans(template: Template, operand: TemplateOperand, shape: Sequence[int]) -> list[tuple[TemplateDim, tuple[int, ...]]]:
+def _spans(
+    template: Template, operand: TemplateOperand, shape: Sequence[int]
+) -> list[tuple[TemplateDim, tuple[int, ...]]]:
     """Each template dim with the sizes it covers. An added operand may lack leading dims: it broadcasts."""
     at = operand.several
     dims = operand.dims

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ir.ranges import whole
-from weft.ops.arguments import arguments, operand
+from weft.ops.arguments import arguments, call_with, operand
 from weft.ops.build import aligned, build, named, numbered_dims
 from weft.ops.exchange import call, groups, is_empty, names_of, own_call, told_when_cut, with_exchange
 from weft.ops.rule import Call, CellView, Dims, Exchange, Group, Local, Rule, RuleOf
@@ -23,6 +23,20 @@ Reads = tuple[Tensor, ...]
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for `reduction`."""
+
+_POINTWISE = (
+    "aten.mse_loss",
+    "aten.l1_loss",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.soft_margin_loss",
+    "aten.margin_ranking_loss",
+    "aten.hinge_embedding_loss",
+    "aten.poisson_nll_loss",
+    "aten.binary_cross_entropy",
+    "aten.binary_cross_entropy_with_logits",
+    "aten.kl_div",
+)
 
 
 def cross_entropy(op: Op, reads: Reads, makes: Reads) -> Rule:
@@ -124,33 +138,27 @@ def _soft_local(args: Mapping[str, Any], sizes: tuple[int, ...]) -> Local:
     return local
 
 
-def _pointwise(*options: str) -> RuleOf:
-    """A loss of each element, then `reduction`. `options`: what stands after it in the schema."""
+def pointwise_loss(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """A loss of each element, then `reduction`."""
+    shape = _broadcast(reads)
+    dims = numbered_dims(shape)
+    inputs = [aligned(dims, shape, tensor.sizes) for tensor in reads]
+    assert all(found is not None for found in inputs), f"{op.name}: operands do not broadcast"
+    reduction = int(arguments(op)["reduction"])
+    names = names_of(dims)
 
-    def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
-        args = arguments(op)
-        shape = _broadcast(reads)
-        dims = numbered_dims(shape)
-        inputs = [aligned(dims, shape, tensor.sizes) for tensor in reads]
-        assert all(found is not None for found in inputs), f"{op.name}: operands do not broadcast"
-        reduction = int(args["reduction"])
-        names = names_of(dims)
+    def part(op: Op, cell: CellView, _: tuple[Group, ...]) -> Call:
+        summed = call_with(op, {"reduction": SUM})
+        return call("weft.loss_part", op.target, *summed.args, **dict(summed.kwargs), count=math.prod(shape))
 
-        def part(op: Op, cell: CellView, _: tuple[Group, ...]) -> Call:
-            tensors = [args[name] for name in ("self", "target", "weight", "pos_weight") if name in args]
-            extra = {name: args[name] for name in options}
-            return call("weft.loss_part", op.kind, *tensors, count=math.prod(shape), **extra)
-
-        return build(
-            [found for found in inputs if found is not None],
-            [dims if reduction == NONE else ()],
-            reads,
-            makes,
-            summed=() if reduction == NONE else names,
-            local=told_when_cut(names, part) if reduction == MEAN else None,
-        )
-
-    return rule
+    return build(
+        [found for found in inputs if found is not None],
+        [dims if reduction == NONE else ()],
+        reads,
+        makes,
+        summed=() if reduction == NONE else names,
+        local=told_when_cut(names, part) if reduction == MEAN else None,
+    )
 
 
 def _broadcast(reads: Reads) -> tuple[int, ...]:
@@ -166,12 +174,5 @@ def loss_rules() -> Mapping[str, RuleOf]:
         "aten.nll_loss": nll_loss,
         "aten.nll_loss2d": nll_loss,
         "aten.nll_loss_nd": nll_loss,
-        "aten.mse_loss": _pointwise(),
-        "aten.l1_loss": _pointwise(),
-        "aten.soft_margin_loss": _pointwise(),
-        "aten.smooth_l1_loss": _pointwise("beta"),
-        "aten.huber_loss": _pointwise("delta"),
-        "aten.binary_cross_entropy": _pointwise(),
-        "aten.binary_cross_entropy_with_logits": _pointwise(),
-        "aten.kl_div": _pointwise("log_target"),
+        **dict.fromkeys(_POINTWISE, pointwise_loss),
     }

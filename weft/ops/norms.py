@@ -21,11 +21,12 @@ from weft.ops.rule import Call, CellView, Dims, Exchange, Group, Rule, RuleOf, d
 Reads = tuple[Tensor, ...]
 
 _EXCHANGE = Exchange(gradient="partial", forward=("all_reduce", "all_reduce"), backward=("all_reduce",))
+_ALONE = {"running_mean": None, "running_var": None}
 _ROOT_EXCHANGE = Exchange(gradient="partial", forward=("all_reduce",), backward=("all_reduce",))
 
 
-def _operand_dims(reads: Reads, held: Mapping[int | None, Dims]) -> list[Dims]:
-    return [held[i] for i in range(len(reads))]
+def _operand_dims(reads: Reads, first: Dims, held: Mapping[int | None, Dims]) -> list[Dims]:
+    return [first, *(held[i] for i in range(1, len(reads)))]
 
 
 def _per_row(centred: bool) -> RuleOf:
@@ -48,7 +49,7 @@ def _per_row(centred: bool) -> RuleOf:
             return call(target, *operands, **options)
 
         rule = build(
-            _operand_dims(reads, {0: (*lead, *along)} | held),
+            _operand_dims(reads, (*lead, *along), held),
             [(*lead, *along), *[statistic] * (len(makes) - 1)],
             reads,
             makes,
@@ -79,7 +80,7 @@ def group_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
             return call("weft.group_norm", *tensors, groups=here, count=count, eps=args["eps"], comms=comms)
         return call_with(op, {"num_groups": here})
 
-    rule = build(_operand_dims(reads, {0: dims} | held), [dims], reads, makes, sizes=inner, local=local)
+    rule = build(_operand_dims(reads, dims, held), [dims], reads, makes, sizes=inner, local=local)
     return with_exchange(rule, dict.fromkeys(names, _EXCHANGE))
 
 
@@ -94,15 +95,12 @@ def batch_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
     count = math.prod(sizes) // max(sizes[1], 1)
 
     def local(op: Op, cell: CellView) -> Call:
-        comms = groups(cell, names)
-        if not training:
-            return own_call(op)
+        comms = groups(cell, names) if training else ()
         if comms or is_empty(cell):
-            tensors = (Ref("0"), args["weight"], args["bias"])
-            return call("weft.batch_norm", *tensors, count=count, eps=args["eps"], comms=comms)
-        return call_with(op, {"running_mean": None, "running_var": None})
+            return _on_batch(args, count, comms)
+        return call_with(op, _ALONE) if training else own_call(op)
 
-    rule = build(_operand_dims(reads, {0: dims} | held), [dims], reads, makes, local=local)
+    rule = build(_operand_dims(reads, dims, held), [dims], reads, makes, local=local)
     return with_exchange(rule, dict.fromkeys(names, _EXCHANGE)) if training else rule
 
 
@@ -114,10 +112,17 @@ def instance_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
     held = _channel_operands(args, dims[1:2])
 
     def local(op: Op, cell: CellView) -> Call:
-        return call_with(op, {"running_mean": None, "running_var": None}) if args["use_input_stats"] else own_call(op)
+        if is_empty(cell):
+            return _on_batch(args, 1, ())
+        return call_with(op, _ALONE) if args["use_input_stats"] else own_call(op)
 
     frozen = names_of(dims[2:]) if args["use_input_stats"] else ()
-    return build(_operand_dims(reads, {0: dims} | held), [dims], reads, makes, frozen=frozen, local=local)
+    return build(_operand_dims(reads, dims, held), [dims], reads, makes, frozen=frozen, local=local)
+
+
+def _on_batch(args: Mapping[str, Any], count: int, comms: tuple[Group, ...]) -> Call:
+    """Batch norm that takes empty parts, of which any norm is empty."""
+    return call("weft.batch_norm", Ref("0"), args["weight"], args["bias"], count=count, eps=args["eps"], comms=comms)
 
 
 def _channel_operands(args: Mapping[str, Any], channels: Dims) -> dict[int | None, Dims]:

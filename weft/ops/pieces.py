@@ -184,9 +184,7 @@ def repeat_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
         source.extend([inner] * (position >= missing))
     outputs = [tuple(target)]
     linear = [[0]]
-    return build(
-        [tuple(source)], outputs, reads, makes, sizes=sizes, linear=linear, local=_local_repeat, source="view"
-    )
+    return build([tuple(source)], outputs, reads, makes, sizes=sizes, linear=linear, local=_local_repeat, source="view")
 
 
 def _times(whole: int, size: int) -> int:

@@ -14,9 +14,9 @@ import torch
 
 from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
-from weft.ops.arguments import arguments, family, operand, overload
+from weft.ops.arguments import arguments, call_with, family, operand, overload
 from weft.ops.build import aligned, build, fixed, numbered_dims
-from weft.ops.rule import Dims, Rule, RuleOf
+from weft.ops.rule import Call, CellView, Dims, Rule, RuleOf
 
 Sets = tuple[tuple[str, ...], ...]
 
@@ -34,27 +34,25 @@ LINEAR: Mapping[str, Sets] = {
     **dict.fromkeys(("aten.type_as", "aten.real", "aten.imag", "aten.conj", "aten._conj"), _SELF),
     **dict.fromkeys(("aten._conj_physical", "aten.conj_physical", "aten.resolve_conj", "aten.resolve_neg"), _SELF),
     **dict.fromkeys(("aten.deg2rad", "aten.rad2deg"), _SELF),
-    "aten.copy": (("src",),),
     "aten.fill": (("value",),),
     "aten.lerp": (("self", "end"),),
     "aten.masked_fill": (("self", "value"),),
     "aten.addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "aten.addcdiv": (("self", "tensor1"),),
     "aten.complex": (("real", "imag"),),
-    "aten.polar": (("abs",),),
 }
 
 _UNTAGGED = """
-absolute alias alias_copy arccos arccosh arcsin arcsinh arctan arctan2 arctanh chalf complex concrete conj contiguous
-copy detach detach_copy divide fill fix floor_divide greater greater_equal hardswish imag isclose isreal less less_equal
+absolute alias alias_copy arccos arccosh arcsin arcsinh arctan arctan2 arctanh chalf complex conj contiguous
+detach detach_copy divide fill fix floor_divide greater greater_equal hardswish imag isclose isreal less less_equal
 lift lift_fresh lift_fresh_copy log_sigmoid logical_and logical_not logical_or logical_xor masked_fill
-multiply negative not_equal polar pin_memory real resolve_conj resolve_neg rsub subtract to true_divide type_as where
-zero clamp clip dequantize _conj _neg_view _to_copy _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int
+multiply negative not_equal polar real resolve_conj resolve_neg rsub subtract to true_divide type_as where
+zero clamp clip _conj _neg_view _to_copy _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int
 _cast_Long _cast_Short __and__ __or__ __xor__ _autocast_to_full_precision _autocast_to_reduced_precision
 special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
 special_gammaincc special_gammaln special_i0 special_log1p special_logit special_multigammaln special_ndtr
 special_polygamma special_psi special_round special_sinc special_xlogy square heaviside
-fake_quantize_per_tensor_affine
+_prelu_kernel
 """
 
 UNTAGGED = frozenset(f"aten.{name}" for name in _UNTAGGED.split())
@@ -127,6 +125,24 @@ def prelu_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> 
     return build([dims, weight_dims], [dims], reads, makes)
 
 
+def copy_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """What became of `x.copy_(y)`: y in the shape and dtype of x. Torch's own functional form has no derivative."""
+    shape = makes[0].sizes
+    dims = numbered_dims(shape)
+    source = aligned(dims, shape, reads[1].sizes)
+    assert source is not None, f"{reads[1]} does not broadcast to {shape}"
+    dtype = reads[0].dtype
+
+    def local(op: Op, cell: CellView) -> Call:
+        if reads[1].dtype == dtype:
+            return Call("aten.expand.default", (Ref("1"), cell.output_shape()))
+        if cell.whole_inputs[1] == shape:
+            return Call("aten.to.dtype", (Ref("1"), dtype))
+        return call_with(op, {})
+
+    return build([dims, source], [dims], reads, makes, linear=[[1]], local=local)
+
+
 def complex_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
     """view_as_real and view_as_complex: the pair of numbers stays together."""
     longer = max(reads[0].sizes, makes[0].sizes, key=len)
@@ -136,8 +152,9 @@ def complex_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
 
 
 POINTWISE_LIKE: Mapping[str, RuleOf] = {
-    **dict.fromkeys(("aten.prelu", "aten._prelu_kernel"), prelu_rule),
+    "aten.prelu": prelu_rule,
     **dict.fromkeys(("aten.view_as_real", "aten.view_as_real_copy"), complex_rule),
-    **dict.fromkeys(("aten.view_as_complex", "aten.view_as_complex_copy"), complex_rule),
+    "aten.view_as_complex": complex_rule,
+    "aten.copy": copy_rule,
 }
 """Nearly pointwise operators, by family."""

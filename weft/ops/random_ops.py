@@ -72,7 +72,9 @@ def _numbers(target: str, numbers: Numbers) -> RuleOf:
     def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
         args = arguments(op)
         if op.target == "aten.randint_like.Tensor":
-            raise RuleError("randint_like cannot draw below a bound that is a tensor", place=op.place, remedy="give a number")
+            raise RuleError(
+                "randint_like cannot draw below a bound that is a tensor", place=op.place, remedy="give a number"
+            )
         dims = numbered_dims(makes[0].sizes)
         inputs = [aligned(dims, makes[0].sizes, tensor.sizes) for tensor in reads]
         assert all(found is not None for found in inputs), f"{op.name}: operands do not broadcast"

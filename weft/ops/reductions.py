@@ -6,16 +6,15 @@ those of a maximum, a product, a sort or a running sum may not. All other dims m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.errors import RuleError
 from weft.ir.graph import Op, Tensor
-from weft.ops.arguments import arguments, integers, operand, positive
+from weft.ops.arguments import arguments, call_with, integers, operand, positive
 from weft.ops.build import aligned, build, fixed, numbered_dims
 from weft.ops.pieces import replaced
-from weft.ops.pointwise import pointwise_rule
-from weft.ops.rule import Dim, Dims, Rule, RuleOf, dim
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf, dim
 
 _SUMS = frozenset({"aten.sum", "aten.nansum", "aten.count_nonzero"})
 
@@ -30,9 +29,7 @@ def reduced_dims(values: Mapping[str, Any], num_dims: int) -> frozenset[int]:
 
 
 def reduction_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """sum, amax, argmax, any, prod, norm, ..."""
-    if op.target in ("aten.max.other", "aten.min.other"):
-        return pointwise_rule(op, reads, makes)
+    """sum, any, prod, norm, median, ..."""
     values = arguments(op)
     shape = reads[0].sizes
     gone = reduced_dims(values, len(shape))
@@ -95,7 +92,7 @@ def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     values = arguments(op)
     removed = not op.kind.endswith("cross")
     longest = max(len(tensor.sizes) for tensor in reads)
-    at = _met_dim(values, reads, longest)
+    at = _met_dim(values, [tensor.sizes for tensor in reads], longest)
     shape = list(makes[0].sizes)
     if removed:
         shape.insert(at, max(tensor.sizes[at - longest] for tensor in reads))
@@ -111,19 +108,25 @@ def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
         summed=dims[at].names if summed else (),
         frozen=() if summed else dims[at].names,
         linear=[[0], [1]] if op.kind != "cosine_similarity" else (),
+        local=_local_paired,
     )
 
 
-def _met_dim(values: Mapping[str, Any], reads: tuple[Tensor, ...], longest: int) -> int:
+def _local_paired(op: Op, cell: CellView) -> Call:
+    # `cross` without a dim takes the first of size 3, and a part may have another one
+    values = arguments(op)
+    longest = max(map(len, cell.whole_inputs))
+    return call_with(op, {"dim": _met_dim(values, cell.whole_inputs, longest)})
+
+
+def _met_dim(values: Mapping[str, Any], shapes: Sequence[Sequence[int]], longest: int) -> int:
     if values["dim"] is not None:
         return positive(values["dim"], longest)
-    first = reads[operand(values["self"]) or 0].sizes
-    return next(i for i, size in enumerate(first) if size == 3)
+    return next(i for i, size in enumerate(shapes[operand(values["self"]) or 0]) if size == 3)
 
 
 _REDUCTIONS = """
-sum nansum count_nonzero max min amax amin aminmax argmax argmin any all prod norm linalg_vector_norm frobenius_norm
-median nanmedian mode kthvalue
+sum nansum count_nonzero aminmax any all prod norm linalg_vector_norm frobenius_norm median nanmedian mode kthvalue
 """
 _ALONG = "cumsum cumprod cummax cummin logcumsumexp sort argsort msort topk diff"
 

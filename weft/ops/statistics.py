@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.ir.graph import Op, Ref, Tensor
@@ -113,7 +114,9 @@ def _extreme(kind: str) -> RuleOf:
         def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
             return call("weft.extreme", _X, reduced, keepdim, kind=kind, comms=comms)
 
-        return _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",), backward=("all_reduce",)), told)
+        return _reduction(
+            reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",), backward=("all_reduce",)), told
+        )
 
     return rule
 
@@ -156,6 +159,22 @@ def logsumexp(op: Op, reads: Reads, makes: Reads) -> Rule:
     return _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
 
 
+def vector_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """`linalg_vector_norm` and the old `norm`; the orders 0 and infinity are not cut along."""
+    args = arguments(op)
+    given = args.get("ord", args.get("p"))
+    order = 2.0 if given is None else float(given)
+    reduced = _reduced(args.get("dim"), len(reads[0].sizes))
+    keepdim = bool(args.get("keepdim", False))
+    dtype = makes[0].dtype if args.get("dtype") is not None else None
+
+    def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
+        return call("weft.vector_norm", _X, order, reduced, keepdim, dtype=dtype, comms=comms)
+
+    rule = _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",)), told)
+    return rule if 0 < order < math.inf else replace(rule, frozen=frozenset(rule.algorithms), algorithms={})
+
+
 def _softmax(log: bool) -> RuleOf:
     def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
         args = arguments(op)
@@ -189,6 +208,8 @@ def statistics_rules() -> Mapping[str, RuleOf]:
         "aten.argmax": _extreme_index("max", "weft.extreme_index"),
         "aten.argmin": _extreme_index("min", "weft.extreme_index"),
         "aten.logsumexp": logsumexp,
+        "aten.linalg_vector_norm": vector_norm,
+        "aten.norm": vector_norm,
         "aten.softmax": _softmax(log=False),
         "aten._softmax": _softmax(log=False),
         "aten.log_softmax": _softmax(log=True),

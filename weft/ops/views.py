@@ -8,6 +8,7 @@ common divisors may still be cut, the rest may not. The local call states the ce
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,10 +109,10 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}
     for position, pieces in zip(kept[1], matching.pieces[1], strict=True):
-        for letter, piece in enumerate(pieces):
-            if isinstance(piece, Shared):
-                name = f"d{position}" + (chr(ord("a") + letter) if len(pieces) > 1 else "")
-                names[piece.number], sizes[name] = name, piece.size
+        shared = [piece for piece in pieces if isinstance(piece, Shared)]
+        for letter, piece in zip(string.ascii_lowercase, shared, strict=False):
+            name = f"d{position}{letter}" if len(pieces) > 1 else f"d{position}"
+            names[piece.number], sizes[name] = name, piece.size
     return _place(source, kept[0], matching.pieces[0], names), _place(target, kept[1], matching.pieces[1], names), sizes
 
 
@@ -136,9 +137,7 @@ def reshape_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
         raise RuleError(f"{op.target} of several tensors at once has no rule", place=op.place)
     source, target, sizes = common_factors(reads[0].sizes, makes[0].sizes)
     inputs = [source, *(target for _ in reads[1:])]
-    return build(
-        inputs, [target], reads, makes, sizes=sizes, linear=[[0]], local=local_reshape, source="view"
-    )
+    return build(inputs, [target], reads, makes, sizes=sizes, linear=[[0]], local=local_reshape, source="view")
 
 
 def _reinterpret_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:

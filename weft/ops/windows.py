@@ -29,7 +29,9 @@ def convolution_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...
     batch = tuple(named("b", size) for size in image[: -num_spatial - 1])
     source = (*batch, reads_in, *map(fixed, image[-num_spatial:]))
     target = (*batch, reads_out, *map(fixed, makes[0].sizes[-num_spatial:]))
-    first, second = (reads_in, product_dim("o", sizes=sizes)) if transposed else (reads_out, product_dim("i", sizes=sizes))
+    first, second = (
+        (reads_in, product_dim("o", sizes=sizes)) if transposed else (reads_out, product_dim("i", sizes=sizes))
+    )
     kernel = (first, second, *map(fixed, weight[2:]))
     bias = operand(values["bias"])
     inputs: list[Dims] = [source, kernel]

@@ -1,15 +1,16 @@
 """Choosing what tensor parallelism cuts.
 
-In: a plan and a number of parts. Out: chains: ops of one color, each with the name to cut, every op in one chain at most.
+In: a plan and a number of parts. Out: chains: connected ops of one color, each with the name to cut.
 
-    minimise   bytes moved per multiplication divided, color by color (greedy)
+    minimise   bytes moved per multiplication divided, chain by chain (greedy)
     subject to no color that an input has (batch, sequence, features: other recipes cut those)
                at least `parts` units                                           find_colors
-               every op in one color at most                                    Chain.members of what is left
+               every op in one chain at most                                    _best_chain
                at least LEAST_FLOPS_PER_BYTE, unless nothing else is left       choose_chains
 
-Taking a color removes its ops from the others, which can only move more bytes per multiplication afterwards; so a stale
-rank in the heap is a lower bound, and a color is weighed again only when it comes up.
+Two ops are connected if a tensor lies between them (or a parameter is used by both) that both cut. Taking a chain
+removes its ops from other colors, which as a rule move more bytes per multiplication afterwards: an old rank in the
+heap is a lower bound, and a color is weighed again only when it comes up.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEAST_FLOPS_PER_BYTE = 1.0
 
 @dataclass(frozen=True)
 class Chain:
-    """Ops that are cut by one color, and the name of each."""
+    """Connected ops that are cut by one color, and the name of each, in execution order."""
 
     color: Color
     members: Mapping[str, Member]
@@ -50,28 +51,30 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
         talking: whether parts may exchange values inside an op. If not, they are meant to run one after the other on
             one device, which saves memory only where two multiplications follow each other.
     """
-    inputs = {one.tensor for one in plan.graph.inputs}
     taken: set[str] = set()
     chosen: list[Chain] = []
     poor: list[Chain] = []
-    heap: list[tuple[float, int, int]] = []
     colors = find_colors(plan.graph, plan.rules, parts).all
-    for color in colors:
-        if inputs.isdisjoint(color.dims) and (talking or not any(color.names[op][0].talks for op in color.ops)):
-            heapq.heappush(heap, (0.0, color.number, -1))
+    heap = [(0.0, color.number, -1) for color in colors if _eligible(plan, color, talking)]
     while heap:
         _, number, seen = heapq.heappop(heap)
-        chain = _chain(plan, colors[number], parts, taken)
-        if not chain.weight.flops:
+        chain = _best_chain(plan, colors[number], parts, taken)
+        if chain is None:
             continue
         if seen != len(taken):
             heapq.heappush(heap, (chain.weight.bytes_per_flop, number, len(taken)))
         elif _worth(plan, chain, talking):
             chosen.append(chain)
             taken |= set(chain.members)
+            heapq.heappush(heap, (chain.weight.bytes_per_flop, number, -1))
         else:
             poor.append(chain)
     return sorted(chosen or poor[:1], key=lambda chain: chain.color.number)
+
+
+def _eligible(plan: Plan, color: Color, talking: bool) -> bool:
+    silent = not any(color.names[op][0].talks for op in color.ops)
+    return not any(one.tensor in color.dims for one in plan.graph.inputs) and (talking or silent)
 
 
 def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
@@ -79,13 +82,48 @@ def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
     return chain.weight.bytes_per_flop * LEAST_FLOPS_PER_BYTE <= 1 and (talking or contractions > 1)
 
 
-def _chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain:
+def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain | None:
+    """The chain of a color among the ops not taken that moves the fewest bytes per multiplication."""
     members = {
-        op: color.names[op][0]
-        for op in color.ops
-        if op not in taken and _allowed(plan, op, color.names[op][0], parts)
+        op: color.names[op][0] for op in color.ops if op not in taken and _allowed(plan, op, color.names[op][0], parts)
     }
-    return Chain(color, members, weigh(plan.graph, plan.rules, {op: one.name for op, one in members.items()}))
+    chains = []
+    for ops in _connected(plan, members):
+        weight = weigh(plan.graph, plan.rules, {op: members[op].name for op in ops})
+        if weight.flops:
+            chains.append(Chain(color, {op: members[op] for op in ops}, weight))
+    return min(chains, key=lambda chain: chain.weight.bytes_per_flop, default=None)
+
+
+def _connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
+    """The ops in groups that share a tensor which both cut, each in execution order."""
+    tensors = {op: _cut_tensors(plan, op, member.name) for op, member in members.items()}
+    holders: dict[str, list[str]] = {}
+    for op, names in tensors.items():
+        for name in names:
+            holders.setdefault(name, []).append(op)
+    position = {op: i for i, op in enumerate(members)}
+    groups: list[list[str]] = []
+    seen: set[str] = set()
+    for start in members:
+        group: list[str] = []
+        queue = [start] if start not in seen else []
+        while queue:
+            op = queue.pop()
+            if op not in seen:
+                seen.add(op)
+                group.append(op)
+                queue += [other for name in tensors[op] for other in holders[name]]
+        if group:
+            groups.append(sorted(group, key=position.__getitem__))
+    return groups
+
+
+def _cut_tensors(plan: Plan, op: str, name: str) -> list[str]:
+    """The operands and outputs that have the name."""
+    one, rule = plan.graph.by_name[op], plan.rule(op)
+    pairs = zip((*one.inputs, *one.outputs), (*rule.inputs, *rule.outputs), strict=True)
+    return [tensor for tensor, dims in pairs if any(name in dim.names for dim in dims)]
 
 
 def _allowed(plan: Plan, op: str, member: Member, parts: int) -> bool:

@@ -1,9 +1,9 @@
 """Colors: logical dims that flow through the graph, under another name in every op.
 
-In: the rules of a graph's ops. Out: sets of (op, name) and (tensor, dim) that are one logical dim: the batch, the heads
-of one layer, the vocabulary. A color has `units`; each member says how they lie inside it: its indices are `groups` laid
-end to end, each of all the units, exactly what a `Cut` needs. A dim `n` of 64 that a view turns into `(h d)` with 4
-heads has 4 units; one that is split in three parts that each have the color has 3 groups.
+In: the rules of a graph's ops. Out: sets of (op, name) and (tensor, dim) that are one logical dim: the batch, the
+heads of one layer, the vocabulary. A color has `units`; each member says how they lie inside it: its indices are
+`groups` laid end to end, each of all the units, exactly what a `Cut` needs. A dim `n` of 64 that a view turns into
+`(h d)` with 4 heads has 4 units; one that is split in three parts that each have the color has 3 groups.
 
 A name meets a tensor dim where a rule has it as the outermost factor there. The link is made if both sides can be
 described by the same groups, one of them refined if need be, and at least `parts` units remain; otherwise there
@@ -62,7 +62,7 @@ class Member:
         return CutBy(self.name, (1,) * parts, axis, groups, units)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Color:
     """One logical dim.
 

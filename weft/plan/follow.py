@@ -2,8 +2,8 @@
 
 In: a Plan, the rules. Out: an OpLayout for each op. An op that was told all its axes and devices keeps them. For
 every axis that an op was not told about, it follows the producer that divides its work the most: a split dim goes
-on as a cut of the name standing there, an addend is carried only where that costs nothing (the op is
-jointly linear in all operands that are one), everything else is copied. Ops with nobody to follow are copied over all devices.
+on as a cut of the name standing there, an addend is carried only where that costs nothing (the op is jointly linear
+in all operands that are one), everything else is copied. Ops with nobody to follow are copied over all devices.
 """
 
 from __future__ import annotations
@@ -238,22 +238,25 @@ def _narrowed(layout: OpLayout, index: int, size: int, devices: Mapping[Cell, tu
 
 
 def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
-    """An algorithm cannot talk between cells that one device runs one after the other."""
-    for index, use in enumerate(layout.uses):
-        if not isinstance(use, Cut) or use.name not in rule.algorithms:
+    """An algorithm cannot talk between cells that one device runs one after the other, nor between cells that come
+    at different turns on their devices."""
+    grid = layout.grid
+    for name in layout.cut_names:
+        exchange = rule.algorithms.get(name)
+        if exchange is None or not (exchange.forward or exchange.backward):
             continue
-        exchange = rule.algorithms[use.name]
-        fibers: dict[Cell, list[int]] = {}
-        for cell in layout.grid.cells:
-            fibers.setdefault((*cell[:index], *cell[index + 1 :]), []).append(layout.grid.device(cell))
-        repeated = any(len(set(devices)) < len(devices) for devices in fibers.values())
-        if repeated and (exchange.forward or exchange.backward):
-            raise PlanError(
-                f"{op.kind} cut along {use.name!r} must talk between its parts, but some of them share a device "
-                "and run one after the other",
-                place=op.place,
-                remedy="cut another name there, or place the parts on different devices",
-            )
+        axes = layout.axes_cutting(name)
+        fibers: dict[Cell, list[Cell]] = {}
+        for cell in grid.cells:
+            fibers.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), []).append(cell)
+        for cells in fibers.values():
+            if len({grid.device(cell) for cell in cells}) < len(cells) or len(set(map(grid.slot, cells))) > 1:
+                raise PlanError(
+                    f"{op.kind} cut along {name!r} must talk between its parts, but some of them share a device and "
+                    f"run one after the other: {grid}",
+                    place=op.place,
+                    remedy="cut another name there, or place the parts on different devices",
+                )
 
 
 def _refuse_idle(plan: Plan, layouts: Mapping[str, OpLayout]) -> None:

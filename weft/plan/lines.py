@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
+from weft.ir.oplayout import Copied
 from weft.ops.book import RuleBook
 from weft.plan.order import Relation
 from weft.plan.primitives import (
@@ -28,7 +29,6 @@ from weft.plan.primitives import (
     cut_of_size,
     resolve,
 )
-from weft.ir.oplayout import Copied
 from weft.plan.select import ParameterSelection, Selection
 
 
@@ -323,7 +323,9 @@ def _order(state: State, line: OrderLine) -> State:
                     place=str(relation),
                     remedy=f"define it with plan.block(name, ops); blocks: {known}",
                 )
-        if any((old.first, old.second) == (relation.second, relation.first) for old in (*state.orders, *line.relations)):
+        if any(
+            (old.first, old.second) == (relation.second, relation.first) for old in (*state.orders, *line.relations)
+        ):
             raise PlanError(
                 f"{relation} contradicts {relation.second} before {relation.first}",
                 place=str(line),

@@ -64,7 +64,9 @@ def _from_function(path: Path, name: str, graph: Graph, devices: int | None) -> 
         )
     if devices is None:
         raise PlanError(
-            f"{path}:{name} does not say how many devices it is for", place=str(path), remedy="ask for some: --devices N"
+            f"{path}:{name} does not say how many devices it is for",
+            place=str(path),
+            remedy="ask for some: --devices N",
         )
     plan = _call(function, f"{path}:{name}", graph, devices)
     if not isinstance(plan, Plan):

@@ -75,7 +75,7 @@ def w(block: str, micro: int | Micro) -> Event:
 
 
 def _event(phase: str, block: str, micro: int | Micro) -> Event:
-    if isinstance(micro, int) and (micro < 0 or isinstance(micro, bool)):
+    if isinstance(micro, int) and micro < 0:
         raise PlanError(f"there is no micro-batch {micro}", remedy="count micro-batches from 0")
     return Event(phase, block, micro)
 
@@ -85,8 +85,10 @@ def before(first: Event, second: Event) -> Before:
 
     rewrite: events in any order that data allows  ->  those orders in which `first` precedes `second`
     """
-    if not isinstance(first, Event) or not isinstance(second, Event):
-        raise PlanError(f"before({first!r}, {second!r}) does not relate two events", remedy="write before(f(a, m), b(a, m))")
+    if not all(isinstance(one, Event) for one in (first, second)):
+        raise PlanError(
+            f"before({first!r}, {second!r}) does not relate two events", remedy="write before(f(a, m), b(a, m))"
+        )
     if isinstance(first.micro, int) != isinstance(second.micro, int):
         raise PlanError(
             f"{first} and {second} mix a numbered micro-batch with any micro-batch",

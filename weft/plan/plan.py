@@ -29,7 +29,7 @@ from weft.plan.lines import (
     apply,
 )
 from weft.plan.order import Relation
-from weft.plan.primitives import AxisUse, RecomputeMark, Transform, with_axis
+from weft.plan.primitives import AxisUse, RecomputeMark, Transform, is_count, with_axis
 from weft.plan.select import ParametersLike, Selection, match, match_parameters, parse, refuse_empty, select
 from weft.plan.show import plan_table
 
@@ -64,14 +64,17 @@ class Plan:
     graph: Graph = field(compare=False, repr=False)
     devices: int
     lines: tuple[Line, ...] = ()
-    rules: RuleBook = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
-    """The rules of the graph's ops; made here unless given."""
+    book: RuleBook | None = field(default=None, compare=False, repr=False)
+    """The rules of the graph's ops, if somebody has them already."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.devices, int) or isinstance(self.devices, bool) or self.devices < 1:
+        if not is_count(self.devices):
             raise PlanError(f"cannot plan for {self.devices!r} devices", remedy="give a whole number of at least 1")
-        if self.rules is None:
-            object.__setattr__(self, "rules", RuleBook(self.graph))
+
+    @cached_property
+    def rules(self) -> RuleBook:
+        """The rules of the graph's ops."""
+        return RuleBook(self.graph) if self.book is None else self.book
 
     @cached_property
     def _state(self) -> State:
@@ -133,8 +136,11 @@ class Plan:
         if isinstance(ops, str):
             known = ops in self.graph.by_name
             return select(self.graph, (ops,)) if known else parse(self.graph, ops)
-        parts = [self.select(item) for item in ops]
-        return select(self.graph, (name for part in parts for name in part.names))
+        names: set[str] = set()
+        for item in ops:
+            known = isinstance(item, str) and item in self.graph.by_name
+            names.update((item,) if known else self.select(item).names)  # type: ignore[arg-type]
+        return select(self.graph, names)
 
     def _with(self, line: Line) -> Plan:
         state = apply(self._state, line, Context(self.graph, self.devices, self.rules))
@@ -233,8 +239,9 @@ class Plan:
             if not isinstance(transform, RecomputeMark) and not transform.axis:
                 number = next(i for i in range(len(taken) + 1) if f"a{i}" not in taken)
                 taken.add(f"a{number}")
-                transform = with_axis(transform, f"a{number}")
-            named.append(transform)
+                named.append(with_axis(transform, f"a{number}"))
+            else:
+                named.append(transform)
         return tuple(named)
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     text = yaml.safe_dump(content, sort_keys=False, width=120, default_flow_style=None)
     with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:
         file.write(text)
-    os.replace(file.name, target)
+    Path(file.name).replace(target)
 
 
 def fingerprint(graph: Graph) -> dict[str, str]:
@@ -85,7 +85,9 @@ def _check_model(data: Mapping[str, Any], graph: Graph, path: Path) -> None:
     saved, now = data.get("fingerprint"), fingerprint(graph)
     if saved == now:
         return
-    names = f"the plan is for {data.get('model')}, the model is {graph.name}; " if data.get("model") != graph.name else ""
+    names = (
+        f"the plan is for {data.get('model')}, the model is {graph.name}; " if data.get("model") != graph.name else ""
+    )
     raise PlanError(
         f"{path} is a plan for another model: {names}{_difference(saved, now)}",
         place=str(path),
@@ -143,8 +145,8 @@ def _transform_data(transform: Transform) -> dict[str, Any] | str:
         case CopyOver(parts, axis):
             return {"copy": parts, "axis": axis}
         case CutBy(name, shares, axis, groups, units, kind):
-            parts = len(shares) if set(shares) == {1} else list(shares)
-            data = {"cut": name, "parts": parts, "axis": axis}
+            sizes: int | list[int] = len(shares) if set(shares) == {1} else list(shares)
+            data: dict[str, Any] = {"cut": name, "parts": sizes, "axis": axis}
             if groups != 1:
                 data["groups"] = groups if isinstance(groups, int) else list(groups)
             if units is not None:
@@ -186,7 +188,7 @@ def _transforms(data: object, place: str) -> list[Transform]:
     return [_transform(one, place) for one in data]
 
 
-def _transform(data: object, place: str) -> Transform:
+def _transform(data: Any, place: str) -> Transform:
     match data:
         case "recompute":
             return RecomputeMark()
@@ -194,12 +196,12 @@ def _transform(data: object, place: str) -> Transform:
             return copy(parts, axis)
         case {"cut": name, "parts": parts, "axis": axis, "algorithm": kind}:
             return algorithm(kind, name, parts, axis)
-        case {"cut": name, "parts": parts, "axis": axis, **rest}:
-            return cut(name, parts, axis, groups=rest.get("groups", 1), units=rest.get("units"))
+        case {"cut": name, "parts": parts, "axis": axis}:
+            return cut(name, parts, axis, groups=data.get("groups", 1), units=data.get("units"))
     raise PlanError(f"{data!r} is no transform", place=place, remedy="write {cut: n, parts: 2, axis: tp}")
 
 
-def _relation(data: object, place: str) -> Before:
+def _relation(data: Any, place: str) -> Before:
     match data:
         case [[str(), str(), _] as first, [str(), str(), _] as second]:
             return before(_event(first, place), _event(second, place))

@@ -103,7 +103,7 @@ def copy(parts: int, axis: str = "") -> CopyOver:
 
     rewrite: y = op(x) on cell c  ->  y = op(x) on cells (c, i), i = 0 .. parts - 1
     """
-    if not _is_count(parts) or parts < 1:
+    if not is_count(parts):
         raise PlanError(f"cannot make {parts!r} copies", remedy="give a whole number of at least 1")
     return CopyOver(parts, _axis(axis))
 
@@ -128,17 +128,18 @@ def recompute() -> RecomputeMark:
     return RecomputeMark()
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_count(value: object, least: int = 1) -> bool:
+    """True for a whole number of at least so many; True and False are no numbers."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _shares(parts: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(parts, int):
-        if isinstance(parts, bool) or parts < 1:
+        if not is_count(parts):
             raise PlanError(f"cannot cut into {parts!r} parts", remedy="give a whole number of at least 1")
         return (1,) * parts
     shares = tuple(parts)
-    if not all(_is_count(share) and share >= 0 for share in shares) or not any(shares):
+    if not all(is_count(share, 0) for share in shares) or not any(shares):
         raise PlanError(
             f"shares {list(shares)} are not usable", remedy="give whole numbers of at least 0, not all of them 0"
         )
@@ -146,7 +147,7 @@ def _shares(parts: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _axis(axis: str) -> str:
-    if not isinstance(axis, str) or (axis and not axis.isidentifier()):
+    if axis and not str(axis).isidentifier():
         raise PlanError(f"{axis!r} is no name for an axis", remedy="use letters, digits and _: 'dp', 'tp'")
     return axis
 
@@ -253,13 +254,12 @@ def cut_of_size(transform: CutBy, name: str, size: int, place: str) -> Cut:
         groups = (size // transform.groups,) * transform.groups
     else:
         groups = transform.groups
-    if sum(groups) != size or any(group < 1 for group in groups):
-        if size:
-            raise PlanError(
-                f"groups {list(groups)} do not add up to {name} of size {size}",
-                place=place,
-                remedy="give the size of every group",
-            )
+    if size and (sum(groups) != size or not all(is_count(group) for group in groups)):
+        raise PlanError(
+            f"groups {list(groups)} do not add up to {name} of size {size}",
+            place=place,
+            remedy="give the size of every group",
+        )
     units = math.gcd(*groups) if transform.units is None else transform.units
     if units < 0 or (units == 0 and size) or (units and any(group % units for group in groups)):
         raise PlanError(

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.errors import PlanError
 from weft.plan import primitives
-from weft.plan.chains import Chain, choose_chains
+from weft.plan.chains import choose_chains
 from weft.plan.colors import TensorDim, find_colors
 from weft.plan.plan import Plan
-from weft.plan.primitives import CutBy
+from weft.plan.primitives import CutBy, is_count
 from weft.plan.select import is_path, module_of
 
 BatchDims = Mapping[str, int | None] | Sequence[int | None]
@@ -191,12 +191,12 @@ def recompute(plan: Plan, pattern: str) -> Plan:
     """
     if not is_path(pattern):
         return _recompute_together(plan, list(plan.select(pattern).names))
-    inside = plan.select(f"{pattern.removesuffix('.**')}.**")
-    groups: dict[Hashable, list[str]] = {}
-    for op in inside:
-        groups.setdefault((module_of(pattern.removesuffix(".**"), op), op.call), []).append(op.name)
-    for ops in groups.values():
-        plan = _recompute_together(plan, ops)
+    modules = pattern.removesuffix(".**")
+    inside = plan.select(f"{modules}.**")
+    # one call of a module is a run of ops; the next call of it comes after others
+    for module, run in itertools.groupby(plan.graph.ops, lambda op: module_of(modules, op) if op in inside else None):
+        if module is not None:
+            plan = _recompute_together(plan, [op.name for op in run])
     return plan
 
 
@@ -216,7 +216,7 @@ def _cut_all(plan: Plan, cuts: Mapping[str, CutBy]) -> Plan:
 
 
 def _check_count(what: str, parts: int) -> None:
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+    if not is_count(parts):
         raise PlanError(f"{what}={parts!r} is no number of parts", remedy="give a whole number of at least 1")
 
 

@@ -2,12 +2,12 @@
 
     selection := term (("|" | "-" | "&") term)*                     left to right; spaces around operators
     term      := pattern ["op=" kind ("," kind)*] | "(" selection ")"
-    pattern   := component ("." component)* ["/" operator]
-    component := "**" (any number of components) | glob ["@" call]
+    pattern   := component ("." component)* ["@" call] ["/" operator]
+    component := "**" (any number of components) | glob
 
 In: a Graph and a pattern. Out: a `Selection`, an immutable set of its ops in execution order, whose `text` reads
 back (`parse`) as the same ops. `layers.*.attn` is the ops that module ran itself, `layers.*.attn.**` also those
-inside it, `layers.*@1` the second call, `layers.0.attn/view_2` one op by its name.
+inside it, `layers.*.drop@1` the second call of those modules, `layers.0.attn/view_2` one op by its name.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def match(
     """
     kinds = (op,) if isinstance(op, str) else tuple(op or ())
     path, slash, operator = pattern.rpartition("/") if "/" in pattern else (pattern, "", "")
-    wanted = _components(path)
+    wanted = _module_pattern(path)
     found = tuple(
         one.name
         for one in graph.ops
         if (not kinds or one.kind in kinds or one.target in kinds)
         and (not slash or fnmatch.fnmatchcase(operator_name(one), operator))
-        and _fits(wanted, _components(one.path), one.call)
+        and wanted.fits(one)
         and (where is None or where(one))
     )
     text = (shlex.quote(pattern) if " " in pattern else pattern) + (f" op={','.join(kinds)}" if kinds else "")
@@ -123,23 +123,33 @@ def _components(path: str) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
 
-def _fits(pattern: tuple[str, ...], path: tuple[str, ...], call: int) -> bool:
-    """True if the path, whose innermost module is at its `call`-th call, fits the pattern."""
+@dataclass(frozen=True)
+class _ModulePattern:
+    """Globs for the components of a path, and for the number of the innermost module's call."""
+
+    components: tuple[str, ...]
+    call: str
+
+    def fits(self, op: Op) -> bool:
+        return fnmatch.fnmatchcase(str(op.call), self.call) and _fits(self.components, _components(op.path))
+
+
+def _module_pattern(text: str) -> _ModulePattern:
+    path, at, call = text.rpartition("@") if "@" in text else (text, "", "*")
+    if "@" in path or "." in call:
+        raise PlanError(
+            f"{text!r} asks for a call of an outer module",
+            remedy="calls are counted for the innermost module: write @call behind the last component",
+        )
+    return _ModulePattern(_components(path), call)
+
+
+def _fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
     if not pattern:
         return not path
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        return any(_fits(rest, path[i:], call) for i in range(len(path) + 1))
-    if not path or not _fits_one(head, path[0], call):
-        return False
-    return _fits(rest, path[1:], call)
-
-
-def _fits_one(pattern: str, component: str, call: int) -> bool:
-    # A component may state its own call (`s@1`); otherwise the call counted for the op's module holds.
-    name, _, number = component.partition("@")
-    wanted, at, wanted_call = pattern.partition("@")
-    return fnmatch.fnmatchcase(name, wanted) and (not at or fnmatch.fnmatchcase(number or str(call), wanted_call))
+    if pattern[0] == "**":
+        return any(_fits(pattern[1:], path[i:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _fits(pattern[1:], path[1:])
 
 
 def parse(graph: Graph, text: str) -> Selection:
@@ -205,7 +215,7 @@ def is_path(text: str) -> bool:
 def module_of(pattern: str, op: Op) -> str:
     """The outermost module around an op that fits a pattern; its own if none does."""
     wanted, path = _components(pattern), _components(op.path)
-    fits = (path[:i] for i in range(len(path) + 1) if _fits(wanted, path[:i], op.call))
+    fits = (path[:i] for i in range(len(path) + 1) if _fits(wanted, path[:i]))
     return ".".join(next(fits, path))
 
 
@@ -213,55 +223,49 @@ def module_of(pattern: str, op: Op) -> str:
 
 
 def fold(name: str) -> str:
-    """An address with its numbers replaced by wildcards: `h.3.attn@1/view_2` becomes `h.*.attn@1/view_2`.
+    """A name with the numbers in its path replaced by wildcards.
 
-    >>> fold("h.3.attn/view_2")
-    'h.*.attn/view_2'
+    >>> fold("h.3.attn@1/view_2")
+    'h.*.attn@1/view_2'
     """
     path, slash, operator = name.rpartition("/")
-    components = []
-    for component in path.split("."):
-        head, at, call = component.partition("@")
-        components.append(("*" if head.isdigit() else head) + at + call)
-    return ".".join(components) + slash + operator
+    path, at, call = path.partition("@")
+    components = ("*" if component.isdigit() else component for component in path.split("."))
+    return ".".join(components) + at + call + slash + operator
 
 
 def address(op: Op) -> str:
     """The pattern that fits this op and no other."""
-    path = glob.escape(op.path)
-    return f"{path}@{op.call}/{glob.escape(operator_name(op))}" if path else f"/{glob.escape(operator_name(op))}"
+    operator = glob.escape(operator_name(op))
+    return f"{glob.escape(op.path)}@{op.call}/{operator}" if op.path else f"/{operator}"
 
 
 def describe(graph: Graph, names: Iterable[str]) -> str:
     """Terms that select exactly these ops, repeated layers folded by wildcard where all of them are meant."""
     wanted = set(names)
-    groups: dict[str, list[Op]] = {}
+    layers: dict[str, list[Op]] = {}
+    alike: dict[str, list[Op]] = {}
     for op in graph.ops:
-        groups.setdefault(fold(address(op)), []).append(op)
+        layers.setdefault(fold(address(op)), []).append(op)
+        alike.setdefault(operator_name(op), []).append(op)
     terms: list[str] = []
-    for folded, ops in groups.items():
+    for folded, ops in layers.items():
         chosen = [op for op in ops if op.name in wanted]
-        if len(chosen) == len(ops) and _only(folded, ops, groups):
-            terms.append(_short(folded, graph))
-        else:
-            terms.extend(_short(address(op), graph) for op in chosen)
+        if not chosen:
+            continue
+        rivals = alike[operator_name(ops[0])]
+        term = _exact(folded, {op.name for op in ops}, rivals) if len(chosen) == len(ops) else None
+        terms += [term] if term else [_exact(address(op), {op.name}, rivals) or address(op) for op in chosen]
     return " | ".join(shlex.quote(term) if " " in term else term for term in terms)
 
 
-def _only(folded: str, ops: list[Op], groups: dict[str, list[Op]]) -> bool:
-    """True if the folded pattern selects no op of another group (`*` also fits names that are no numbers)."""
-    path, _, operator = folded.rpartition("/")
-    pattern = _components(path)
-    return not any(
-        _fits(pattern, _components(other[0].path), other[0].call)
-        for key, other in groups.items()
-        if key.rpartition("/")[2] == operator and other is not ops
-    )
-
-
-def _short(term: str, graph: Graph) -> str:
-    """Leave `@0` out where no module is called twice."""
-    return term if any(op.call for op in graph.ops) else term.replace("@0/", "/")
+def _exact(term: str, wanted: set[str], rivals: Iterable[Op]) -> str | None:
+    """The term, without `@0` if it can be spared; None if it selects other ops too (`*` fits more than numbers)."""
+    for candidate in dict.fromkeys((term.replace("@0/", "/"), term)):
+        pattern = _module_pattern(candidate.rpartition("/")[0])
+        if {op.name for op in rivals if pattern.fits(op)} == wanted:
+            return candidate
+    return None
 
 
 # --- nothing matched --------------------------------------------------------------------------------------------
@@ -313,7 +317,7 @@ def match_parameters(graph: Graph, parameters: ParametersLike) -> ParameterSelec
     found: set[str] = set()
     for term in terms:
         pattern = _components(term)
-        hits = {p.tensor for p in graph.parameters if any(_fits(pattern, _components(n), 0) for n in p.names)}
+        hits = {p.tensor for p in graph.parameters if any(_fits(pattern, _components(n)) for n in p.names)}
         if not hits:
             names = sorted({name for parameter in graph.parameters for name in parameter.names})
             near = difflib.get_close_matches(term, names, n=3, cutoff=0.4)

@@ -1,7 +1,7 @@
 """What cutting a color would save and cost: multiplications divided, bytes moved.
 
-In: a set of ops, each with the name it would be cut along. Out: floating-point operations that are divided, and bytes that
-reshards would move forward and backward, by the table of the layout algebra, every op outside the set being copied:
+In: a set of ops, each with the name it would be cut along. Out: floating-point operations that are divided, and bytes
+that reshards would move forward and backward by the table of the layout algebra, all other ops being copied:
 
     from a split value to a copy    the tensor once           from addends to a copy    twice
     from addends to a split value   once                      anything else             nothing
@@ -64,9 +64,7 @@ def _moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> 
     tensor, producer = graph.tensors[name], graph.producers.get(name)
     size = math.prod(tensor.sizes) * tensor.dtype.itemsize
     consumers = {
-        role
-        for op in graph.consumers[name]
-        for role in _operand_roles(rules.rule(op), cut.get(op.name), op, name)
+        role for op in graph.consumers[name] for role in _operand_roles(rules.rule(op), cut.get(op.name), op, name)
     }
     if producer is None:
         parameter = graph.parameter_tensors.get(name)
@@ -85,7 +83,7 @@ def _moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> 
 
 def _times(source: str, target: str) -> int:
     """How often a tensor crosses the links on the way from one role to another."""
-    if source == target or source == "copy":
+    if source in (target, "copy"):
         return 0
     return 2 if (source, target) == ("partial", "copy") else 1
 
@@ -93,9 +91,7 @@ def _times(source: str, target: str) -> int:
 def _operand_roles(rule: Rule, name: str | None, op: Op, tensor: str) -> set[Roles]:
     if name is None:
         return {WHOLE}
-    return {
-        _input_roles(rule, name, position) for position, operand in enumerate(op.inputs) if operand == tensor
-    }
+    return {_input_roles(rule, name, position) for position, operand in enumerate(op.inputs) if operand == tensor}
 
 
 def _input_roles(rule: Rule, name: str, position: int) -> Roles:
@@ -128,4 +124,6 @@ def _split(dims: Dims, name: str) -> Roles | None:
 
 def _talks(rule: Rule, name: str | None, made: Roles) -> bool:
     """True if an algorithm completes an output inside the op."""
-    return name in rule.algorithms and made[0] == "copy" and bool(rule.algorithms[name].forward)
+    if name is None or name not in rule.algorithms:
+        return False
+    return made[0] == "copy" and bool(rule.algorithms[name].forward)

@@ -17,7 +17,7 @@ from weft.runtime.indices import Intervals, indices
 from weft.runtime.random import Draw, Stream, dropout
 
 
-def attention(
+def attention(  # noqa: PLR0913  the operator has as many
     query: Tensor,
     key: Tensor,
     value: Tensor,

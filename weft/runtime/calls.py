@@ -6,7 +6,7 @@ down here and nowhere else; an unknown one raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from weft.runtime import attention, embedding, losses, norms, random, reductions, softmax
 
-FUNCTIONS = MappingProxyType(
+FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "alpha_dropout": random.alpha_dropout,
         "attention": attention.attention,
@@ -43,6 +43,7 @@ FUNCTIONS = MappingProxyType(
         "rrelu": random.rrelu,
         "soft_cross_entropy": losses.soft_cross_entropy,
         "softmax": softmax.softmax,
+        "vector_norm": reductions.vector_norm,
         "variance": reductions.variance,
         "variance_only": reductions.variance_only,
     }

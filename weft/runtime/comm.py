@@ -60,7 +60,7 @@ class _SumOver(torch.autograd.Function):
         return reduce(x, comms)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         return reduce(grad, ctx.comms), None
 
@@ -71,19 +71,19 @@ class _SumToCopy(torch.autograd.Function):
         return reduce(x, comms)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         return grad, None
 
 
 def sum_over(x: Tensor, comms: Comms) -> Tensor:
     """The sum over the cells, each of which uses it for its own share of the output."""
-    return _SumOver.apply(x, comms) if comms else x  # type: ignore[no-any-return]
+    return _SumOver.apply(x, comms) if comms else x
 
 
 def sum_to_copy(x: Tensor, comms: Comms) -> Tensor:
     """The sum over the cells, all of which make the same output of it."""
-    return _SumToCopy.apply(x, comms) if comms else x  # type: ignore[no-any-return]
+    return _SumToCopy.apply(x, comms) if comms else x
 
 
 def wide(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.runtime import random
-from weft.runtime.random import Draw, Stream
+from weft.runtime.random import Stream
 
 aten = torch.ops.aten
 Numbers = Callable[..., Any]
@@ -58,7 +58,7 @@ def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if func in (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default):
         return not given.get("training", False)
     if func is aten.native_dropout.default:
-        return given["train"] is False or given["input"].numel() == 0
+        return given["train"] is False or not 0 < given["p"] < 1 or given["input"].numel() == 0
     return False
 
 

@@ -25,7 +25,7 @@ class _Lookup(torch.autograd.Function):
         return weight[positions].masked_fill(~here.unsqueeze(-1), 0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         positions, counted = ctx.saved_tensors
         rows = positions[counted]

@@ -39,6 +39,7 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
     >>> run_ranks(2, lambda transport: transport.all_reduce(torch.tensor(transport.rank + 1), (0, 1)).item())
     [3, 3]
     """
+    _load_late_modules()
     board = _Board(num_ranks, timeout)
     transports = [_Emulated(board, rank) for rank in range(num_ranks)]
     results: list[Any] = [None] * num_ranks
@@ -48,7 +49,9 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
         with _Watch(board, rank), ambient.entered():
             results[rank] = body(transports[rank])
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -61,6 +64,13 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
             threads[rank].join()
     board.raise_failure(transports)
     return results
+
+
+def _load_late_modules() -> None:
+    """torch imports some of its modules in the first backward; from many threads at once they may be met half made."""
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True) * 1
+        torch.autograd.backward([root], [torch.ones(())])
 
 
 @dataclass

@@ -6,7 +6,7 @@ and placements are done in place at once; under it the parts are kept and put to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,14 +68,14 @@ class Gives:
                 found[key] = assemble(self._placed[key], self._shapes[key])
         return found
 
-    def parts(self) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
-        """Target, part, and how the part's gradient is cut from the target's."""
+    def parts(self) -> Iterator[tuple[str, Index | None, Tensor]]:
+        """Target, index in it (None: added) and part of everything given."""
         for target, added in self._added.items():
             for part in added:
-                yield target, part, lambda whole: whole
+                yield target, None, part
         for target, placed in self._placed.items():
             for index, part in placed:
-                yield target, part, lambda whole, index=index: take(whole, index)
+                yield target, index, part
 
 
 def assemble(parts: list[tuple[Index, Tensor]], shape: Shape) -> Tensor:

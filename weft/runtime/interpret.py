@@ -271,8 +271,10 @@ class _Bound:
             case Draw():
                 self.random = True
                 return value
-            case tuple() | list():
-                return type(value)(self.argument(one) for one in value)
+            case tuple():
+                return tuple(self.argument(one) for one in value)
+            case list():
+                return [self.argument(one) for one in value]
             case _:
                 return value
 

@@ -20,13 +20,14 @@ MEAN, SUM = 1, 2
 """ATen's numbers for `reduction`."""
 
 
-def loss_part(name: str, *operands: Tensor | None, count: int, **options: Any) -> Tensor:
-    """A pointwise ATen loss averaged over `count` elements of which the operands hold a part: an addend."""
-    loss = torch.ops.aten.__getattr__(name)
-    return loss(*operands, reduction=SUM, **options) / count  # type: ignore[no-any-return]
+def loss_part(target: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
+    """A loss that sums over elements, as the share of a mean over `count` of them: an addend."""
+    _, name, overload = target.split(".")
+    loss = getattr(getattr(torch.ops.aten, name), overload)
+    return loss(*args, **kwargs) / count  # type: ignore[no-any-return]
 
 
-def cross_entropy(
+def cross_entropy(  # noqa: PLR0913  the operator has as many
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,

@@ -36,7 +36,7 @@ class _Normalise(torch.autograd.Function):
         return out, mean, rstd
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         out, rstd = ctx.saved_tensors
         along = (grad * out).sum(ctx.dims, keepdim=True)
@@ -84,7 +84,7 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, groups: int, count: int, eps: float, comms: Comms
 ) -> Tensor:
     """Group norm of [n, (groups c), ...]; `groups` is the local number, c may be cut."""
-    if groups == 0 or x.numel() == 0 and not comms:
+    if groups == 0 or (x.numel() == 0 and not comms):
         return _affine(x, *_per_channel(x, weight, bias))
     grouped = wide(x).unflatten(1, (groups, x.shape[1] // groups))
     out, _, _ = _Normalise.apply(grouped, tuple(range(2, grouped.ndim)), count, eps, True, comms)

@@ -103,14 +103,14 @@ class _Unmoved(torch.autograd.Function):
         return out.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
 
 
 def _unmoved(out: Tensor, *sources: float | Tensor) -> Tensor:
     tensors = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
-    return _Unmoved.apply(out, *tensors) if tensors else out  # type: ignore[no-any-return]
+    return _Unmoved.apply(out, *tensors) if tensors else out
 
 
 def _fixed(value: float | Tensor) -> float | Tensor:
@@ -189,7 +189,7 @@ def bernoulli(
 
 
 def dropout(x: Tensor, p: float, train: bool, *, draw: Draw, stream: Stream) -> Tensor:
-    """Zero elements with probability p and scale the others. The draw's part broadcasts against x (`feature_dropout`)."""
+    """Zero elements with probability p and scale the others. A draw of one number per channel broadcasts."""
     if p == 0 or not train or x.numel() == 0:
         return x
     if p == 1:

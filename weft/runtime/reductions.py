@@ -38,7 +38,7 @@ class _Variance(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, out = ctx.saved_tensors
         if ctx.root:
@@ -63,6 +63,35 @@ def variance(
 def variance_only(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
     """Variance, or its root, without the mean."""
     return variance(x, dims, keepdim, **options)[0]
+
+
+class _VectorNorm(torch.autograd.Function):
+    """The p-norm for 0 < p < inf, dims kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: float, dims: tuple[int, ...], comms: Comms) -> Tensor:
+        out = reduce(x.abs().pow(order).sum(dims, keepdim=True), comms).pow(1 / order)
+        ctx.save_for_backward(x, out)
+        ctx.order = order
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, out = ctx.saved_tensors
+        # zero has no direction: torch gives it no gradient
+        share = (x.abs() / out).pow(ctx.order - 1).masked_fill(x == 0, 0)
+        return grad * x.sgn() * share, None, None, None
+
+
+def vector_norm(
+    x: Tensor, order: float, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
+) -> Tensor:
+    """The p-norm over dims some of which are cut."""
+    dims = tuple(d % x.ndim for d in dims)
+    x = x if dtype is None else x.to(dtype)
+    out: Tensor = _VectorNorm.apply(wide(x), order, dims, comms)
+    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
 
 
 def _extreme(x: Tensor, dims: tuple[int, ...], kind: str, comms: Comms) -> Tensor:
@@ -95,7 +124,7 @@ class _Shared(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, out = ctx.saved_tensors
         attains = (x == out) | (x.isnan() & out.isnan())
@@ -119,14 +148,14 @@ class _First(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out = _extreme(x, dims, kind, comms)
         nowhere = torch.iinfo(torch.int64).max
-        candidates = torch.where((x == out) | (x != x), index, nowhere)
+        candidates = torch.where((x == out) | x.isnan(), index, nowhere)
         where = _extreme(candidates, dims, "min", comms)
         ctx.save_for_backward(index, where)
         ctx.mark_non_differentiable(where)
         return out, where
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, None, None, None, None]:
         index, where = ctx.saved_tensors
         return torch.where(index == where, grad, 0), None, None, None, None

@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from weft.runtime.context import Ambient
 from weft.runtime.gives import Gives
 from weft.runtime.script import Instruction, Local, Loop, Region
-from weft.runtime.values import Gradient, Scope, Tape, make_leaf, reads
+from weft.runtime.transfers import take
+from weft.runtime.values import Gradient, Scope, Tape, add_needing, make_leaf, reads
 
 Body = tuple[Instruction, ...]
 RunBody = Callable[[Body, Scope, Gives | None, Tape, bool], None]
@@ -95,6 +96,14 @@ class _Call:
     ambient: Ambient
     made: list[Local]
 
+    def needing(self, inputs: Sequence[bool]) -> set[str]:
+        """The values inside that may need a gradient: an attention mask must not seem to."""
+        found = {local.key for local, _, _ in self.leaves.leaves}
+        found.update(local.key for local, needs in zip(self.leaves.names, inputs, strict=True) if needs)
+        for body in self.work.bodies:
+            add_needing(body, found)
+        return found
+
 
 def _run(work: Work, outside: _Outside, scope: Scope, anchor: Tensor) -> Tensor | None:
     tensors = outside.tensors
@@ -112,7 +121,8 @@ def _run(work: Work, outside: _Outside, scope: Scope, anchor: Tensor) -> Tensor 
 @torch.no_grad()
 def _forward(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The first run: no autograd, nothing kept."""
-    work, gives, found = call.work, Gives(), []
+    work, gives = call.work, Gives()
+    found: list[tuple[Local, Tensor]] = []
     detached = [tensor.detach() for tensor in tensors]
     for body in work.bodies:
         inner = Scope(call.leaves.scope(detached, [None] * len(detached)))
@@ -131,7 +141,10 @@ class _Recomputed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # an output may be an input, or two outputs one tensor: each needs its own place in the autograd graph
         outputs = [tensor.detach() for tensor in _forward(call, tensors)]
-        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not _differentiable(tensor)))
+        needing = call.needing(ctx.needs_input_grad[2:])
+        ctx.mark_non_differentiable(
+            *(tensor for local, tensor in zip(call.made, outputs, strict=True) if not _needs(local, tensor, needing))
+        )
         return (*outputs, anchor.new_zeros(()))
 
     @staticmethod
@@ -150,8 +163,8 @@ class _Recomputed(torch.autograd.Function):
         return (None, None, *(None if sink is None else sink.total for sink in sinks))
 
 
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _needs(local: Local, tensor: Tensor, needing: set[str]) -> bool:
+    return local.key in needing and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _replay(call: _Call, body: Body, outside: Scope, arrived: dict[Local, Tensor]) -> None:
@@ -173,10 +186,10 @@ def _rerun(
     for local, gradient in arrived.items():
         if local.key in work.outputs:
             pairs.append((inner.tensor(local), gradient))
-    for target, part, gradient_of in gives.parts():
+    for target, index, part in gives.parts():
         whole = arrived.get(Local(target))
         if whole is not None:
-            pairs.append((part, gradient_of(whole)))
+            pairs.append((part, whole if index is None else take(whole, index)))
     pairs = [(root, gradient) for root, gradient in pairs if root.requires_grad]
     return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 

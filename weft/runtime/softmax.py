@@ -40,7 +40,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (out,) = ctx.saved_tensors
         addend = grad if ctx.log else grad * out
@@ -63,10 +63,10 @@ class _LogSumExp(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, out = ctx.saved_tensors
-        return grad * (x - out.masked_fill(out.abs() == torch.inf, 0)).exp(), None, None, None
+        return grad * (x - out).exp(), None, None, None
 
 
 def logsumexp(x: Tensor, dims: Sequence[int], *, keepdim: bool = False, comms: Comms = ()) -> Tensor:

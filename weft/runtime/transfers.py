@@ -98,7 +98,9 @@ def execute(
         if mine:
             results.append(_assemble(mine, shape, add=transfer.add, kept=tensors))
         else:
-            assert dtype is not None, f"the dtype of a value is not known on rank {transport.rank}, which gets none of it"
+            assert dtype is not None, (
+                f"the dtype of a value is not known on rank {transport.rank}, which gets none of it"
+            )
             results.append(torch.zeros(shape, dtype=dtype, device=transport.device))
     return results
 
@@ -134,14 +136,12 @@ def _received(
     return [next(queues[piece.peer]) for piece in transfer.receives]
 
 
-def _assemble(
-    mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, kept: Sequence[Tensor]
-) -> Tensor:
+def _assemble(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, kept: Sequence[Tensor]) -> Tensor:
     """One tensor of that shape from its pieces. `kept`: tensors that others hold, not to be written to."""
     (piece, first), *rest = mine
     if not covers(piece.index, shape):
         out, rest = first.new_zeros(shape), list(mine)
-    elif not rest and (any(first is tensor for tensor in kept) or _owns_memory(first)):
+    elif not rest and first.is_contiguous() and (any(first is tensor for tensor in kept) or _owns_memory(first)):
         return first
     else:
         out = first.clone(memory_format=torch.contiguous_format)

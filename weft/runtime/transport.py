@@ -32,7 +32,7 @@ class Doing:
         return f"{text} at {self.place}" if self.place else text
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RuntimeError):  # noqa: N818 - says what happened
     """A rank raised; the others were stopped. The original exception is `__cause__`."""
 
     def __init__(self, rank: int, doing: Doing, cause: BaseException) -> None:
@@ -41,7 +41,7 @@ class RankFailed(RuntimeError):
         self.__cause__ = cause
 
 
-class CollectiveMismatch(RuntimeError):
+class CollectiveMismatch(RuntimeError):  # noqa: N818 - says what happened
     """Ranks entered collectives that do not fit together, or wait for ones that nobody will enter.
 
     `waits` tells for every rank what it was doing."""
@@ -113,7 +113,9 @@ class GroupComm:
         if len(set(shapes)) == 1:
             return self._transport.all_gather(tensor, self._ranks)
         others = [rank for rank in self._ranks if rank != self._transport.rank]
-        expects = {rank: [(shape, tensor.dtype)] for rank, shape in zip(self._ranks, shapes, strict=True) if rank in others}
+        expects = {
+            rank: [(shape, tensor.dtype)] for rank, shape in zip(self._ranks, shapes, strict=True) if rank in others
+        }
         arrived = self._transport.all_to_all({rank: [tensor] for rank in others}, expects, self._ranks, "all_gather")
         own = [tensor.detach().clone()]
         return [arrived.get(rank, own)[0] for rank in self._ranks]

@@ -48,10 +48,10 @@ class Gradient:
         put(self.total, index, addend, add=True)
 
     def collect(self, leaf: Tensor) -> None:
-        """Called by autograd whenever the leaf has received a gradient."""
-        assert leaf.grad is not None
-        self.add(leaf.grad)
-        leaf.grad = None
+        """Called by autograd whenever it has come to the leaf, also when no gradient came along."""
+        if leaf.grad is not None:
+            self.add(leaf.grad)
+            leaf.grad = None
 
 
 def make_leaf(tensor: Tensor) -> tuple[Tensor, Gradient]:
@@ -93,7 +93,8 @@ class Scope:
         return {} if holder is None else dict(sorted(holder._values[key].items()))
 
     def tensor(self, local: Local) -> Tensor:
-        slots = self.slots(local.key)
+        holder = self._holder(local.key)
+        slots = {} if holder is None else holder._values[local.key]
         assert local.slot in slots, f"no value {local.key} in slot {local.slot} here"
         return slots[local.slot]
 
@@ -153,3 +154,28 @@ def reads(body: tuple[Instruction, ...]) -> tuple[str, ...]:
         outside.update((key, None) for key in read if key not in made)
         made.update(makes)
     return tuple(outside)
+
+
+def add_needing(body: tuple[Instruction, ...], found: set[str]) -> None:
+    """Add to `found`, the values that need a gradient outside, those inside the body that may need one."""
+    for step in body:
+        read, makes = _reads_and_makes(step)
+        match step:
+            case Load(leaf=True):
+                needs = True
+            case Reshard():
+                needs = step.backward is not None
+            case Run():
+                needs = step.grad and not found.isdisjoint(read)
+            case Give():
+                needs, makes = step.source.key in found, [step.target]
+            case Loop():
+                for inner in step.bodies:
+                    add_needing(inner, found)
+                continue
+            case Region():
+                add_needing(step.body, found)
+                continue
+            case _:
+                needs = not found.isdisjoint(read)
+        found.update(makes if needs else ())

@@ -65,7 +65,7 @@ class Result:
         differences: the largest of each kind, in the order loss, gradients, weights.
         first_difference: where the sides part, if they do.
         disagreements: copies of one tensor that differ between ranks.
-        rounding: the largest difference in the model's own precision; not judged.
+        rounding: the largest difference of each kind in the model's own precision; not judged.
         summary: numbers about the plan and its check, for printing.
     """
 
@@ -76,7 +76,7 @@ class Result:
     devices: int
     first_difference: FirstDifference | None = None
     disagreements: tuple[str, ...] = ()
-    rounding: float | None = None
+    rounding: tuple[Difference, ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -90,10 +90,10 @@ class Result:
             "largest_difference": self.largest_difference,
             "tolerance": self.tolerance,
             "devices": self.devices,
-            "differences": {d.kind: {"value": d.value, "tensor": d.tensor} for d in self.differences},
+            "differences": {found.kind: vars(found) for found in self.differences},
             "first_difference": None if first is None else vars(first),
             "disagreements": list(self.disagreements),
-            "float32_rounding": self.rounding,
+            "rounding": {found.kind: found.value for found in self.rounding},
             **self.summary,
         }
 
@@ -153,19 +153,22 @@ def scale_of(tensors: Mapping[str, torch.Tensor]) -> float:
     return math.sqrt(total / count) if count else 0.0
 
 
+def apart_in(name: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], scale: float) -> float:
+    """The difference of the tensors of that name; one that only one side has is compared with zeros."""
+    if name not in ours and name not in reference:
+        return 0.0
+    b = reference[name] if name in reference else torch.zeros_like(ours[name])
+    a = ours[name] if name in ours else torch.zeros_like(b)
+    # An integer buffer is right or wrong: the scale of the float tensors means nothing to it.
+    return difference(a, b, scale if b.is_floating_point() or b.is_complex() else 0.0)
+
+
 def compare_kind(kind: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
-    """The largest difference over all tensors of one kind. A tensor that only one side has is compared with zeros."""
+    """The largest difference over all tensors of one kind."""
     scale = scale_of(reference)
-    worst = Difference(kind, 0.0, "")
-    for name in dict.fromkeys((*reference, *ours)):
-        known = reference.get(name)
-        b = torch.zeros_like(ours[name]) if known is None else known
-        a = ours[name] if name in ours else torch.zeros_like(b)
-        # An integer buffer is right or wrong: the scale of the float tensors means nothing to it.
-        value = difference(a, b, scale if b.is_floating_point() or b.is_complex() else 0.0)
-        if value > worst.value or not worst.tensor:
-            worst = Difference(kind, value, name)
-    return worst
+    names = dict.fromkeys((*reference, *ours))
+    found = [Difference(kind, apart_in(name, ours, reference, scale), name) for name in names]
+    return max(found, key=lambda one: one.value, default=Difference(kind, 0.0, ""))
 
 
 def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:

@@ -9,7 +9,7 @@ value agrees, the fault lies in backward: the first parameter, in reverse order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from weft.ir.program import Chunks, Compute, Program, Recompute, Step
 from weft.lower import lower
 from weft.plan.plan import Plan
 from weft.runtime.transfers import put
-from weft.verify.compare import FirstDifference, Sample, difference, scale_of
+from weft.verify.compare import FirstDifference, Sample, apart_in, difference, scale_of
 from weft.verify.model_file import Subject
 from weft.verify.parallel import Record, record
 
@@ -94,7 +94,7 @@ def _first_gradient(graph: Graph, ours: Sample, reference: Sample, tolerance: fl
     a, b = ours.gradients[0], reference.gradients[0]
     scale = scale_of(b)
     for name in reversed(_in_order_of_use(graph)):
-        apart = _apart(name, a, b, scale)
+        apart = apart_in(name, a, b, scale)
         if apart > tolerance:
             return FirstDifference("", name, "", apart, "all forward values agree: the fault is in backward")
     return None
@@ -110,17 +110,7 @@ def _in_order_of_use(graph: Graph) -> list[str]:
 def _first_weight(ours: Sample, reference: Sample, tolerance: float) -> FirstDifference | None:
     scale = scale_of(reference.weights)
     for name in reference.weights:
-        apart = _apart(name, ours.weights, reference.weights, scale)
+        apart = apart_in(name, ours.weights, reference.weights, scale)
         if apart > tolerance:
             return FirstDifference("", name, "", apart, "the first step's gradients agree: the fault is in the update")
     return None
-
-
-def _apart(
-    name: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], scale: float
-) -> float:
-    if name not in ours and name not in reference:
-        return 0.0
-    b = reference[name] if name in reference else torch.zeros_like(ours[name])
-    a = ours[name] if name in ours else torch.zeros_like(b)
-    return difference(a, b, scale if b.is_floating_point() or b.is_complex() else 0.0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 
 from weft.capture.example import find_loss
 from weft.errors import ModelFileError, WeftError
+from weft.plan.recipes import BatchDims
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
@@ -37,14 +38,14 @@ class Subject:
 
     Args:
         example: a tuple of arguments, a dict of keyword arguments, or one tensor.
-        batch_dims: batch dim by input, where it is not dim 0.
+        batch_dims: the batch dim of each input, in order or by name, None for one without; dim 0 if not given.
         path: the model file, or None if the module was given in Python.
     """
 
     model: nn.Module
     example: Any
     optimizer: Optimizer = adamw
-    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    batch_dims: BatchDims | None = None
     path: Path | None = None
 
     @property
@@ -68,16 +69,16 @@ def load_model_file(path: str | Path) -> Subject:
             model = make_model()
         with Inside(path, "example()"):
             example = make_example()
-        batch_dims: Mapping[str, int] = {}
+        batch_dims = None
         if hasattr(module, "batch_dims"):
             with Inside(path, "batch_dims()"):
-                batch_dims = dict(_function(module, path, "batch_dims")())
+                batch_dims = _function(module, path, "batch_dims")()
         optimizer = _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
-    _check_kinds(path, model, example)
+    _check_kinds(path, model, example, batch_dims)
     return Subject(model=model, example=example, optimizer=optimizer, batch_dims=batch_dims, path=path)
 
 
-def _check_kinds(path: Path, model: Any, example: Any) -> None:
+def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelFileError(
             f"model() returned {_a(model)}, not an nn.Module", place=str(path), remedy="return the module itself"
@@ -87,6 +88,12 @@ def _check_kinds(path: Path, model: Any, example: Any) -> None:
             f"example() returned {_a(example)}",
             place=str(path),
             remedy="return a tuple of arguments, a dict of keyword arguments, or one tensor",
+        )
+    if not isinstance(batch_dims, dict | tuple | list | None):
+        raise ModelFileError(
+            f"batch_dims() returned {_a(batch_dims)}",
+            place=str(path),
+            remedy="return the batch dim of each input, as a list in order or a dict by name",
         )
 
 

@@ -8,7 +8,7 @@ disagreement is reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from weft.capture.example import split_example
-from weft.errors import RunError
-from weft.ir.graph import Graph
+from weft.errors import PlanError, RunError
+from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ir.program import Program
 from weft.lower.script import script
 from weft.ops.book import RuleBook
@@ -48,6 +48,11 @@ class Whole:
     """Trained parameters, in the order of `module.parameters()`."""
     names: Mapping[str, str]
     """The name under which the reference knows each parameter and buffer."""
+
+    def every(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors with their names in the Graph."""
+        yield from self.state.items()
+        yield from self.inputs.items()
 
 
 @dataclass(frozen=True)
@@ -117,17 +122,33 @@ def emulate(num_ranks: int, body: Any) -> list[Any]:
 
 
 def whole_tensors(graph: Graph, subject: Subject, *, wide: bool) -> Whole:
-    """Parameters, buffers, constants and inputs of the user's module, as copies."""
+    """Parameters, buffers, constants and inputs of the user's module."""
     model = subject.model
     first_names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    known = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     names: dict[str, str] = {}
     state: dict[str, torch.Tensor] = {}
-    for held in (*graph.parameters, *graph.buffers):
-        names[held.tensor] = next((name for name in held.names if name in first_names), held.names[0])
-        owner, _, last = held.names[0].rpartition(".")
-        state[held.tensor] = getattr(model.get_submodule(owner), last).detach()
+    named: tuple[Parameter | Buffer, ...] = (*graph.parameters, *graph.buffers)
+    for held in named:
+        name = next((name for name in held.names if name in first_names), "")
+        if not name:
+            raise PlanError(
+                f"the plan is for another model: this one has no {held.names[0]}",
+                place=subject.place,
+                remedy="capture this model with this example and plan its graph",
+            )
+        names[held.tensor], state[held.tensor] = name, known[name].detach()
     state.update(graph.constants)
     leaves, _ = tree_flatten(split_example(subject.example))
+    if [one.index for one in graph.inputs] != [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]:
+        raise PlanError(
+            f"the plan is for another example: it has {len(graph.inputs)} tensors in other places",
+            place=subject.place,
+            remedy="capture this model with this example and plan its graph",
+        )
     inputs = {one.tensor: leaves[one.index].detach() for one in graph.inputs}
     order = {name: position for position, name in enumerate(first_names)}
     trained = sorted((p for p in graph.parameters if p.trainable), key=lambda p: order.get(names[p.tensor], 0))
@@ -202,9 +223,7 @@ def assemble(locals_: Sequence[Local], scripts: Sequence[Script], graph: Graph, 
             for rank, loss in enumerate(losses)
             if not same_bits(losses[0], loss)
         ]
-    return Sample(
-        losses=locals_[0].losses, gradients=tuple(gradients), weights=weights, disagreements=tuple(quarrels)
-    )
+    return Sample(losses=locals_[0].losses, gradients=tuple(gradients), weights=weights, disagreements=tuple(quarrels))
 
 
 def _join_all(
@@ -223,9 +242,7 @@ def _join_all(
     return joined
 
 
-def join(
-    shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor]]
-) -> tuple[torch.Tensor, list[str]]:
+def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor]]) -> tuple[torch.Tensor, list[str]]:
     """A whole tensor from (rank, intervals, part), and where ranks disagree or an element is stored nowhere.
 
     >>> join((3,), [(0, (((0, 2),),), torch.tensor([1, 2])), (1, (((1, 3),),), torch.tensor([5, 3]))])
@@ -248,4 +265,4 @@ def join(
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit; two NaNs count as equal (their difference shows elsewhere)."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

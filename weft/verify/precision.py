@@ -70,8 +70,9 @@ class Float64Mode(TorchDispatchMode):
 
 def _widen_operand(arg: Any, argument: Any) -> Any:
     """An operand that the operator writes to must stay the very tensor it is."""
-    written = argument.alias_info is not None and argument.alias_info.is_write
-    return arg if written else tree_map(widen, arg)
+    if argument.alias_info is not None and argument.alias_info.is_write:
+        return arg
+    return [widen(item) for item in arg] if isinstance(arg, list | tuple) else widen(arg)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,193 @@
+"""Every rule of the room, proven by running it (see `prover.py`), and the errors of those who ask for none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.ops.cases import moving_cases, r
+from tests.ops.cases_numeric import numeric_cases
+from tests.ops.prover import case, check_form, prove
+from weft.errors import RuleError
+from weft.ir.graph import Graph, Op, Ref, Source, Tensor
+from weft.ops.algorithms import algorithm_rules
+from weft.ops.arguments import overload
+from weft.ops.matmul import ROWS
+from weft.ops.pointwise import UNTAGGED, is_pointwise
+from weft.ops.random_ops import random_rules
+from weft.ops.table import computed_rules, copied_rule, has_rule, rule_for
+
+NO_EMPTY = ("conv", "pool", "upsample", "grid", "col", "addmv", "bilinear", "cross", "pixel", "pad", "_adaptive")
+"""Kernels of torch that refuse empty batches or channels."""
+
+CASES = moving_cases() | numeric_cases()
+
+
+@pytest.mark.parametrize("target", sorted(CASES))
+def test_rule(target: str) -> None:
+    torch.manual_seed(1)
+    for args, kwargs in CASES[target]:
+        prove(target, args, kwargs, empty=not any(word in target for word in NO_EMPTY))
+
+
+def test_every_row_is_proven() -> None:
+    proven = {target.rsplit(".", 1)[0] for target in CASES}
+    mine = {*ROWS, *computed_rules()} - {*algorithm_rules(), *random_rules()}
+    assert mine <= proven, f"no test inputs for {sorted(mine - proven)}"
+
+
+def _pointwise_targets() -> list[str]:
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        target = f"{space}.{name}" if "." in name else f"{space}.{name}.default"
+        if space == "aten" and is_pointwise(Op("it", target, (), (), ())):
+            found.append(target)
+    return sorted(set(found))
+
+
+def _values(target: str, kind: str) -> tuple[list[object], dict[str, object]] | None:
+    """Arguments made from the schema; None if the schema wants something odd."""
+    operator = overload(target)
+    assert operator is not None
+    shapes = itertools.repeat((4, 3)) if kind == "alike" else iter([(4, 3), (3,), (4, 1), (4, 3)])
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    for argument in operator._schema.arguments:
+        text = str(argument.type)
+        if argument.has_default_value() and "Tensor" not in text:
+            continue
+        if text in ("Tensor", "Optional[Tensor]"):
+            shape = next(shapes)
+            value: object = {
+                "alike": r(*shape),
+                "float": torch.rand(shape, dtype=torch.float64) * 0.5 + 0.25,
+                "int": torch.randint(1, 4, shape),
+                "bool": torch.rand(shape) > 0.5,
+                "mask first": torch.rand(shape) > 0.5 if not args else r(*shape),
+                "complex": torch.complex(r(*shape), r(*shape)),
+                "integers second": torch.randint(1, 4, shape) if args else r(*shape),
+                "one number": torch.rand((), dtype=torch.float64) if args else r(*shape),
+            }[kind]
+        elif text in ("number", "float", "int", "Scalar"):
+            value = 2
+        elif text == "bool":
+            value = False
+        else:
+            return None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+KINDS = ("float", "int", "bool", "mask first", "integers second", "one number", "alike", "complex")
+
+
+def _prove_pointwise(target: str) -> bool:
+    """True if some kind of arguments suits the operator; its rule is then proven with them."""
+    for grad, kind in itertools.product((True, False), KINDS):  # some have no derivative
+        made = _values(target, kind)
+        if made is None:
+            return False
+        with torch.set_grad_enabled(grad):
+            try:
+                case(target, *made)
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            prove(target, *made, limit=3)
+        return True
+    return False
+
+
+def test_pointwise_operators() -> None:
+    torch.manual_seed(2)
+    unproven = [target for target in _pointwise_targets() if not _prove_pointwise(target) and target not in CASES]
+    assert not unproven, unproven
+
+
+def test_untagged_names_exist() -> None:
+    known = {target.rsplit(".", 1)[0] for target in _pointwise_targets()}
+    assert UNTAGGED <= known, sorted(UNTAGGED - known)
+
+
+def _one(target: str, *shapes: tuple[int, ...]) -> tuple[Op, Graph]:
+    tensors = {f"x{i}": Tensor(f"x{i}", shape, torch.float64) for i, shape in enumerate(shapes)}
+    tensors["y"] = Tensor("y", (4,), torch.float64)
+    refs = tuple(Ref(f"x{i}") for i in range(len(shapes)))
+    op = Op("a/it", target, refs, (), ("y",), source=Source("model.py", 7, "y = it(x)"))
+    return op, Graph("one", tensors, (), (), (), {}, (op,), ("y",), None)
+
+
+@pytest.mark.parametrize("target", ["aten.linalg_eigh.default", "function:Mine", "other.thing.default", "nonsense"])
+def test_no_rule(target: str) -> None:
+    op, graph = _one(target, (4, 3), (3,))
+    assert not has_rule(op, graph)
+    with pytest.raises(RuleError) as caught:
+        rule_for(op, graph)
+    assert target in str(caught.value) and "model.py:7" in str(caught.value) and "copy" in caught.value.remedy
+    rule = copied_rule(op, graph)
+    check_form(rule)
+    assert rule.cuttable == () and rule.source == "none" and len(rule.inputs) == 2
+
+
+def test_masks_are_refused() -> None:
+    op = Op("it", "aten.index.Tensor", (Ref("x"), (Ref("m"),)), (), ("y",))
+    tensors = {
+        "x": Tensor("x", (4, 3), torch.float64),
+        "m": Tensor("m", (4,), torch.bool),
+        "y": Tensor("y", (2, 3), torch.float64),
+    }
+    graph = Graph("one", tensors, (), (), (), {}, (op,), ("y",), None)
+    assert not has_rule(op, graph)
+    with pytest.raises(RuleError, match="mask"):
+        rule_for(op, graph)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "text"),
+    [
+        ("aten.linear.default", (r(2, 3, 4), r(6, 4), r(6)), {}, "b0 b1 k+, n k+, &n -> b0 b1 n"),
+        ("aten.addmm.default", (r(6), r(3, 4), r(4, 6)), {}, "&n, m k+, k+ n -> m n"),
+        ("aten.view.default", (r(2, 3, 8), [2, 3, 4, 2]), {}, "d0 d1 (d2 d3) -> d0 d1 d2 d3"),
+        (
+            "aten.split_with_sizes.default",
+            (r(2, 12), [8, 2, 2], 1),
+            {},
+            "d0 [(d1 4) | d1 | d1] -> d0 (d1 4), d0 d1, d0 d1",
+        ),
+        ("aten.mul.Tensor", (r(4, 3), r(4, 1)), {}, "d0 d1, d0 1 -> d0 d1"),
+        ("aten.slice.Tensor", (r(2, 12), 1, 4, 8), {}, "d0 (3 d1) -> d0 d1"),
+        ("aten.slice.Tensor", (r(2, 8), 1, 0, 7), {}, "d0 8 -> d0 7"),
+        ("aten.sum.dim_IntList", (r(2, 3), [1], True), {}, "d0 d1+ -> d0 1"),
+        ("aten.prod.dim_int", (r(2, 3), 1), {}, "d0 d1^ -> d0"),
+        ("aten.conv2d.default", (r(2, 4, 5, 5), r(6, 4, 3, 3), r(6)), {}, "b i+ 5 5, o i+ 3 3, &o -> b o 3 3"),
+        ("aten.gather.default", (r(4, 6), 1, torch.zeros(4, 3, dtype=torch.int64)), {}, "d0 6, d0 d1 -> d0 d1"),
+    ],
+)
+def test_rules_read_well(target: str, args: tuple[object, ...], kwargs: dict[str, object], text: str) -> None:
+    assert str(case(target, args, kwargs).rule) == text
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "sets"),
+    [
+        ("aten.add.Tensor", (r(4), r(4)), [{0, 1}]),
+        ("aten.add.Tensor", (r(4), 3), []),
+        ("aten.mul.Tensor", (r(4), r(4)), [{0}, {1}]),
+        ("aten.mul.Tensor", (r(4), 3), [{0}]),
+        ("aten.div.Tensor", (r(4), r(4)), [{0}]),
+        ("aten.where.self", (r(4) > 0, r(4), r(4)), [{1, 2}]),
+        ("aten.where.ScalarOther", (r(4) > 0, r(4), 1.0), []),
+        ("aten.masked_fill.Scalar", (r(4), r(4) > 0, 0), [{0}]),
+        ("aten.masked_fill.Scalar", (r(4), r(4) > 0, -1.0), []),
+        ("aten.linear.default", (r(2, 4), r(3, 4), r(3)), [{0, 2}, {1, 2}]),
+        ("aten.to.dtype", (r(4), torch.int64), []),
+        ("aten.gelu.default", (r(4),), []),
+    ],
+)
+def test_linear_sets(target: str, args: tuple[object, ...], sets: list[set[int]]) -> None:
+    assert [set(one) for one in case(target, args).rule.linear] == sets

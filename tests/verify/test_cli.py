@@ -1,0 +1,107 @@
+"""The command: exit codes, what is said, and that no stack trace gets out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft import verify as verify_room
+from weft.cli import main
+from weft.errors import PlanError
+from weft.verify.compare import Difference, FirstDifference, Result
+
+EQUAL = Result(
+    equal=True,
+    largest_difference=2e-16,
+    differences=tuple(Difference(kind, 2e-16, "w") for kind in ("loss", "gradients", "weights")),
+    tolerance=1e-9,
+    devices=2,
+    rounding=(Difference("loss", 3e-7, "loss of step 1"),),
+    summary={"operators": 5, "axes": {"dp": {"size": 2, "cut": 4, "kinds": {"linear": 4}}}, "check": {"sums": 7}},
+)
+DIFFERENT = Result(
+    equal=False,
+    largest_difference=0.25,
+    differences=(Difference("loss", 0.25, "loss of step 1"),),
+    tolerance=1e-9,
+    devices=2,
+    first_difference=FirstDifference("up/linear", "linear", "net.py:7  y = self.up(x)", 0.5),
+    disagreements=("weight up.bias: rank 1 differs from the ranks before it",),
+)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch):
+    """Makes `weft.verify.verify` return or raise what it is given."""
+
+    def answer(with_what: Result | Exception) -> None:
+        def fake(*args: object, **kwargs: object) -> Result:
+            if isinstance(with_what, Exception):
+                raise with_what
+            return with_what
+
+        monkeypatch.setattr(verify_room, "verify", fake)
+
+    return answer
+
+
+def test_equal(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(EQUAL)
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "equal to one device" in out and "dp=2 cuts 4 of them: 4 linear" in out and "7 sums" in out
+    said = json.loads(out.strip().splitlines()[-1])
+    assert said["equal"] is True and said["largest_difference"] == 2e-16 and said["rounding"] == {"loss": 3e-7}
+
+
+def test_different(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(DIFFERENT)
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 1
+    out = capsys.readouterr().out
+    assert "different from one device" in out and "equal to one device" not in out
+    assert "up/linear" in out and "net.py:7  y = self.up(x)" in out and "up.bias: rank 1" in out
+    assert json.loads(out.strip().splitlines()[-1])["equal"] is False
+
+
+def test_without_json_nothing_looks_like_it(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(EQUAL)
+    assert main(["verify", "net.py", "--plan", "dp=2"]) == 0
+    assert "{" not in capsys.readouterr().out
+
+
+def test_user_errors_have_no_stack_trace(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(PlanError("no name 'q' in [up]", place="net.py:7", remedy="cut 'k'"))
+    assert main(["verify", "net.py", "--plan", "dp=2"]) == 2
+    err = capsys.readouterr().err
+    assert "no name 'q' in [up]" in err and "at: net.py:7" in err and "try: cut 'k'" in err
+    assert "Traceback" not in err
+
+
+def test_our_own_faults_are_told_as_such(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(AssertionError("two parts overlap"))
+    assert main(["verify", "net.py", "--plan", "dp=2"]) == 2
+    err = capsys.readouterr().err
+    assert "two parts overlap" in err and "fault in Weft" in err and "Traceback" not in err
+
+
+def test_debug_lets_the_trace_out(answers) -> None:
+    answers(PlanError("no"))
+    with pytest.raises(PlanError):
+        main(["verify", "net.py", "--plan", "dp=2", "--debug"])
+
+
+def test_missing_model_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path / "absent.py"), "--plan", "dp=2"]) == 2
+    assert "no model file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["verify"], ["verify", "net.py"], ["verify", "net.py", "--plan", "p", "--devices", "0"]]
+)
+def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: weft" in capsys.readouterr().err

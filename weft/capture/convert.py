@@ -1,0 +1,329 @@
+"""FX nodes -> Ops.
+
+Enters: a `Trace`. Leaves: a `Builder` full of Ops in execution order and a `Converted` that says which working names are
+inputs, parameters, buffers and outputs. On the way grad-mode and autocast regions become contexts of single ops,
+checkpoint markers become region numbers, in-place operators their twins, multi-output operators lose their getitems,
+assertions and size arithmetic disappear.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from weft.capture.builder import Builder, Context
+from weft.capture.draws import drops_nothing, is_random, name_of
+from weft.capture.functional import RESHAPING, Cell, Handle, check_writable, read, result_of, twin_of, write
+from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
+from weft.capture.running import update_statistics, updates_statistics
+from weft.capture.sizes import is_data_dependent
+from weft.capture.source import source_of_trace
+from weft.capture.views import Step
+from weft.errors import CaptureError
+from weft.ir.graph import Autocast, Ref
+
+ROOT = "module"
+"""The name under which the traced wrapper holds the user's module."""
+
+
+@dataclass
+class Converter:
+    """The state of one conversion."""
+
+    builder: Builder
+    found: Interception
+    environment: dict[fx.Node, Any] = field(default_factory=dict)
+    regions: list[tuple[int, bool]] = field(default_factory=list)
+    """Open checkpoint regions: number, and whether gradients flow in them."""
+    draws: int = 0
+
+    def run(self, module: fx.GraphModule, arguments: Sequence[Any], around: Context) -> Any:
+        """Convert a graph whose placeholders stand for `arguments`; what its output node holds."""
+        given = iter(arguments)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.environment[node] = next(given)
+            elif node.op == "get_attr":
+                self.environment[node] = getattr(module, node.target)
+            elif node.op == "output":
+                return self.value(node.args[0])
+            else:
+                self.environment[node] = self.call(node, self.context(node, around))
+        raise AssertionError("an FX graph ends with its output node")
+
+    def value(self, arg: Any) -> Any:
+        """An FX argument with nodes replaced by what they stand for."""
+        return fx.map_arg(arg, lambda node: self.environment[node])
+
+    def context(self, node: fx.Node, around: Context) -> Context:
+        path, call = address_of(node)
+        source = source_of_trace(node.meta.get("stack_trace"))
+        grad = around.grad and all(flows for _, flows in self.regions)
+        recompute = self.regions[0][0] if self.regions else None
+        return replace(around, path=path, call=call, source=source, grad=grad, recompute=recompute)
+
+    def call(self, node: fx.Node, context: Context) -> Any:
+        """One call_function node."""
+        target = node.target
+        args, kwargs = self.value(node.args), self.value(node.kwargs)
+        if target is operator.getitem and not is_number(node.meta.get("val")):
+            return args[0][args[1]]
+        if isinstance(target, HigherOrderOperator):
+            return self.region(target, args, context)
+        if not isinstance(target, OpOverload) or is_number(node.meta.get("val")):
+            return self.number(node, context)
+        if str(target) in (ENTER, LEAVE):
+            return self.checkpoint(str(target), args)
+        if str(target) == FUNCTION:
+            return self.function(args, node, context)
+        if not target._schema.returns:
+            return None
+        return self.operator(target, tuple(args), dict(kwargs), node, context)
+
+    def region(self, target: HigherOrderOperator, args: tuple[Any, ...], context: Context) -> Any:
+        """A grad-mode or autocast region, flattened."""
+        name = target.name()
+        if name == "wrap_with_set_grad_enabled":
+            enabled, module, *rest = args
+            return self.run(module, rest, replace(context, grad=enabled))
+        if name == "wrap_with_autocast":
+            device, dtype, enabled, _, module, *rest = args
+            return self.run(module, rest, replace(context, autocast=inner_autocast(context, device, dtype, enabled)))
+        raise CaptureError(
+            f"forward uses torch.{name}, which cannot be taken apart",
+            place=context.place,
+            remedy="write the computation with ordinary operators",
+        )
+
+    def number(self, node: fx.Node, context: Context) -> Any:
+        """Size arithmetic: its value is known from the trace."""
+        value = node.meta.get("val")
+        if is_data_dependent(value) and any(not is_assertion(user) for user in node.users):
+            raise CaptureError(
+                "a Python number is taken from the values in a tensor",
+                place=context.place,
+                remedy="keep it a tensor (no .item(), int(), float(), .tolist())",
+            )
+        return value
+
+    def checkpoint(self, target: str, args: tuple[Any, ...]) -> None:
+        """A marker: a checkpoint region begins or ends.
+
+        A reentrant checkpoint none of whose arguments needs a gradient gives its parameters none either.
+        """
+        if target == LEAVE:
+            assert self.regions.pop()[0] == args[0], "checkpoint regions nest"
+            return
+        number, reentrant, tensors = args
+        flows = not reentrant or any(self.builder.needs_grad(handle.name) for handle in tensors)
+        self.regions.append((number, flows))
+
+    def function(self, args: tuple[Any, ...], node: fx.Node, context: Context) -> list[Handle]:
+        """An opaque autograd.Function."""
+        applied = self.found.functions[args[0]]
+        tensors = [Ref(read(handle, self.builder, context)) for handle in args[1]]
+        names = self.builder.emit_function(applied.name, applied, tuple(applied.arguments(tensors)), context)
+        return [fresh(name, value) for name, value in zip(names, node.meta["val"], strict=True)]
+
+    def operator(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
+    ) -> Any:
+        """An ATen operator, or a user's from a torch library."""
+        if is_data_dependent(node.meta["val"]):
+            raise CaptureError(
+                f"the shape that {target} returns depends on the values in a tensor",
+                place=context.place,
+                remedy="keep the shape and mask instead (torch.where, masked_fill, multiplication by the mask)",
+            )
+        if is_identity(target, args, kwargs, node.meta["val"]):
+            return args[0]
+        if name_of(target) == "broadcast_tensors":
+            return [self.expand(handle, value.shape, context) for handle, value in zip(args[0], node.meta["val"], strict=True)]
+        random = is_random(target, args, kwargs, context.place)
+        draw = self.draws if random else None
+        self.draws += random
+        if str(target) == "aten.cat.default":
+            args = (self.without_empty(args[0], context), *args[1:])
+        if name_of(target) in ("lift_fresh_copy", "lift_fresh") or is_cat_of_one(target, args):
+            source = args[0][0] if isinstance(args[0], list) else args[0]
+            return fresh(read(source, self.builder, context), node.meta["val"], "op" if is_cat_of_one(target, args) else "constant")
+        refs, named = self.resolve(args, context), self.resolve(kwargs, context)
+        if updates_statistics(target, refs, named, context.place):
+            handles = [args[position] for position in (3, 4)]
+            name, means = update_statistics(refs, named, self.builder, context)
+            for handle, value in zip(handles, means, strict=True):
+                write(handle, value, self.builder, context)
+            return fresh(name, node.meta["val"])
+        if target._schema.is_mutable:
+            return self.mutate(target, args, kwargs, node, context, draw)
+        names = self.builder.emit(target, refs, named, context=context, draw=draw)
+        return handles_of(target, args, refs, named, names, node)
+
+    def expand(self, handle: Handle, shape: Sequence[Any], context: Context) -> Handle:
+        """A handle seen in a larger shape; itself where the shape is its own."""
+        name = read(handle, self.builder, context)
+        if self.builder.fakes[name].shape == shape:
+            return handle
+        step = Step(torch.ops.aten.expand.default, (list(shape),), {}, None)
+        view = replace(handle, parent=handle, step=step, version=-1)
+        read(view, self.builder, context)
+        return view
+
+    def without_empty(self, handles: Sequence[Handle], context: Context) -> list[Handle]:
+        """`cat` lets a tensor of shape (0,) stand beside tensors of any rank: it adds nothing, and has no dim to cut."""
+        fakes = [self.builder.fakes[read(handle, self.builder, context)] for handle in handles]
+        kept = [handle for handle, fake in zip(handles, fakes, strict=True) if fake.shape != (0,)]
+        same_dtype = len({fake.dtype for fake in fakes}) == 1
+        return kept if kept and same_dtype else list(handles)
+
+    def resolve(self, tree: Any, context: Context) -> Any:
+        """Handles replaced by references to their present values."""
+        return pytree.tree_map(
+            lambda leaf: Ref(read(leaf, self.builder, context)) if isinstance(leaf, Handle) else leaf, tree
+        )
+
+    def mutate(
+        self,
+        target: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        node: fx.Node,
+        context: Context,
+        draw: int | None,
+    ) -> Any:
+        """An operator that writes into an argument."""
+        if name_of(target) in RESHAPING:
+            return self.reshape_in_place(target, args, node, context)
+        if "out" in kwargs:
+            return self.write_out(target, args, kwargs, context, draw)
+        check_writable(args[0], self.builder, context)
+        refs, named = self.resolve(args, context), self.resolve(kwargs, context)
+        value = result_of(target, refs, named, self.builder, context, draw)
+        write(args[0], value, self.builder, context)
+        return args[0]
+
+    def reshape_in_place(self, target: OpOverload, args: tuple[Any, ...], node: fx.Node, context: Context) -> Handle:
+        """`x.unsqueeze_(0)`: from here on x is the view."""
+        handle, *rest = args
+        twin = twin_of(target, context)
+        step = Step(twin, tuple(rest), {}, None)
+        view = replace(handle, parent=handle, step=step, version=-1)
+        read(view, self.builder, context)
+        for other, value in self.environment.items():
+            if value is handle:
+                self.environment[other] = view
+        return view
+
+    def write_out(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, draw: int | None
+    ) -> Handle:
+        """`torch.add(a, b, out=c)`: the functional overload, then written into c."""
+        out = kwargs["out"]
+        given = {key: value for key, value in kwargs.items() if key != "out"}
+        twin = functional_overload(target, context)
+        refs, named = self.resolve(args, context), self.resolve(given, context)
+        name = self.builder.emit(twin, refs, named, context=context, draw=draw)[0]
+        copy = (Ref(read(out, self.builder, context)), Ref(name))
+        write(out, result_of(torch.ops.aten.copy_.default, copy, {}, self.builder, context, None), self.builder, context)
+        return out  # type: ignore[no-any-return]
+
+
+def address_of(node: fx.Node) -> tuple[str, int]:
+    """Path and call of the innermost module, from the keys of the recorded module stack."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", 0
+    key, (path, _) = list(stack.items())[-1]
+    call = key.rpartition("@")[2] if "@" in key else ""
+    path = path.partition("@")[0]
+    return path.removeprefix(ROOT).removeprefix("."), int(call) if call.isdigit() else 0
+
+
+def inner_autocast(context: Context, device: str, dtype: torch.dtype | None, enabled: bool) -> Autocast | None:
+    """The autocast inside a region, given the one around it."""
+    outer = context.autocast
+    if outer is None and not enabled:
+        return None
+    if outer is not None and outer.device != device:
+        raise CaptureError(
+            f"autocast for {device} inside autocast for {outer.device}",
+            place=context.place,
+            remedy="one device type for all autocast regions",
+        )
+    return Autocast(device, dtype or torch.get_autocast_dtype(device), enabled)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a node's value is a size or a number, not a tensor."""
+    return isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_assertion(node: fx.Node) -> bool:
+    return "assert" in str(node.target) or "constrain_range" in str(node.target)
+
+
+def is_identity(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> bool:
+    """Operators whose output is their input, in a functional program."""
+    if name_of(target) == "detach_":
+        return args[0].cell.kind == "constant"  # type: ignore[no-any-return]
+    is_empty = isinstance(value, torch.Tensor) and 0 in value.shape
+    return drops_nothing(target, args, kwargs, is_empty=is_empty)
+
+
+def is_cat_of_one(target: OpOverload, args: tuple[Any, ...]) -> bool:
+    return str(target) == "aten.cat.default" and len(args[0]) == 1
+
+
+def functional_overload(target: OpOverload, context: Context) -> OpOverload:
+    """The overload with the same arguments that returns its result instead of writing it."""
+    wanted = [argument.name for argument in target._schema.arguments if argument.name != "out"]
+    packet = getattr(torch.ops.aten, name_of(target))
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        names = [argument.name for argument in candidate._schema.arguments]
+        types = [str(argument.type) for argument in candidate._schema.arguments]
+        mine = [str(argument.type) for argument in target._schema.arguments if argument.name != "out"]
+        if names == wanted and types == mine and not candidate._schema.is_mutable:
+            return candidate  # type: ignore[no-any-return]
+    raise CaptureError(f"{target} has no functional twin", place=context.place, remedy="assign its result, without out=")
+
+
+def storage_of(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def fresh(name: str, value: torch.Tensor, kind: str = "op", label: str = "") -> Handle:
+    """A handle on new memory."""
+    return Handle(Cell(kind, label), name, 0, storage_of(value))
+
+
+def handles_of(
+    target: OpOverload,
+    args: tuple[Any, ...],
+    refs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: list[str],
+    node: fx.Node,
+) -> Any:
+    """Handles for the outputs of an operator: views of its first argument where memory is shared."""
+    values = node.meta["val"]
+    is_list = isinstance(values, tuple | list)
+    may_alias = any(result.alias_info is not None for result in target._schema.returns) or is_list
+    handles = []
+    for index, (name, value) in enumerate(zip(names, values if is_list else [values], strict=True)):
+        source = args[0] if args and isinstance(args[0], Handle) else None
+        if source is not None and may_alias and source.storage == storage_of(value):
+            step = Step(target, refs[1:], kwargs, index if is_list else None)
+            handles.append(Handle(source.cell, name, source.cell.version, source.storage, source, step))
+        else:
+            handles.append(fresh(name, value))
+    return handles if is_list else handles[0]
+
+

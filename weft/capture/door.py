@@ -1,0 +1,55 @@
+"""capture(): from a module and an example to a Graph, as a list of named steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.assemble import assemble
+from weft.capture.builder import Builder, Context
+from weft.capture.convert import Converter
+from weft.capture.example import flatten_example
+from weft.capture.functional import read
+from weft.capture.sizes import Sizes
+from weft.capture.state import bind_state
+from weft.capture.trace import trace
+from weft.ir.graph import Autocast, Graph
+from weft.ir.verify import verify_graph
+
+
+def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int, ...]] | None = None) -> Graph:
+    """The forward of `module` as a Graph.
+
+    Args:
+        module: any module, in the mode (train or eval) that is wanted. It is not changed and its weights are not read.
+        example: a tuple of positional arguments, a dict of keyword arguments, or one tensor.
+        dynamic: dims whose size may vary: input name or position -> dims. Other sizes are fixed to the example's.
+
+    Raises:
+        CaptureError: forward does something that the Graph could not hold faithfully.
+
+    Example:
+        >>> graph = capture(nn.Linear(3, 2), torch.zeros(4, 3))
+        >>> [op.target for op in graph.ops]
+        ['aten.linear.default']
+    """
+    flat = flatten_example(module, example)
+    traced = trace(module, flat, dynamic or {})
+    builder = Builder(traced.fake_mode, Sizes())
+    state = bind_state(module, flat, traced.program, builder)
+    converter = Converter(builder, traced.found)
+    outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
+    results = [read(handle, builder, Context()) for handle in outputs]
+    graph = assemble(module, flat, traced.output, state, builder, results)
+    verify_graph(graph)
+    return graph
+
+
+def ambient_autocast() -> Autocast | None:
+    """The autocast that capture() itself was called in."""
+    if not torch.is_autocast_enabled("cpu"):
+        return None
+    return Autocast("cpu", torch.get_autocast_dtype("cpu"), True)

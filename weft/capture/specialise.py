@@ -1,0 +1,104 @@
+"""specialise(): a Graph with dynamic dims at other sizes.
+
+Enters: a Graph with symbols, a size for each. Leaves: the Graph with plain integers. Every op is tried on fake tensors
+of the new sizes: where its outputs do not come out as the symbolic shapes say (a table too short, a size that does
+not divide), the op is named instead of giving a wrong Graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.errors import CaptureError
+from weft.ir.graph import Graph, Op, Ref, Size, Tensor
+
+
+def specialise(graph: Graph, sizes: Mapping[str, int]) -> Graph:
+    """The Graph with every symbol at the given size.
+
+    Args:
+        sizes: symbol -> size, for every symbol of `graph.symbols`; at least 2, as in capture.
+    """
+    if set(sizes) != set(graph.symbols):
+        raise CaptureError(
+            f"sizes are given for {', '.join(sorted(sizes)) or 'nothing'}",
+            remedy=f"a size for each of {', '.join(sorted(graph.symbols)) or 'no symbol'}",
+        )
+    for symbol, size in sizes.items():
+        if size < 2:
+            name, dim = graph.symbols[symbol]
+            raise CaptureError(
+                f"size {size} for {symbol}, dim {dim} of {name}",
+                remedy="at least 2; capture again with an example of that size",
+            )
+    tensors = {name: fixed_tensor(tensor, sizes) for name, tensor in graph.tensors.items()}
+    ops = tuple(fixed_op(op, sizes) for op in graph.ops)
+    result = replace(graph, tensors=tensors, ops=ops, symbols={})
+    try_ops(result)
+    return result
+
+
+def evaluate(arg: Any, sizes: Mapping[str, int]) -> Any:
+    """An argument with its Sizes worked out."""
+    if isinstance(arg, Size):
+        return int(sympy.sympify(arg.expr, locals={name: sympy.Integer(size) for name, size in sizes.items()}))
+    if isinstance(arg, tuple):
+        return tuple(evaluate(item, sizes) for item in arg)
+    return arg
+
+
+def fixed_tensor(tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+    return replace(tensor, shape=evaluate(tensor.shape, sizes))
+
+
+def fixed_op(op: Op, sizes: Mapping[str, int]) -> Op:
+    kwargs = tuple((key, evaluate(value, sizes)) for key, value in op.kwargs)
+    return replace(op, args=evaluate(op.args, sizes), kwargs=kwargs)
+
+
+def try_ops(graph: Graph) -> None:
+    """Run every op on fake tensors and compare shapes."""
+    with FakeTensorMode(), torch.no_grad():
+        for op in graph.ops:
+            made = try_op(op, graph)
+            wanted = [graph.tensors[name].sizes for name in op.outputs]
+            if [tuple(tensor.shape) for tensor in made] != wanted:
+                raise CaptureError(
+                    f"{op.target} gives {[tuple(tensor.shape) for tensor in made]} instead of {wanted} at these sizes",
+                    place=op.place,
+                    remedy="capture again with an example of these sizes",
+                )
+
+
+def try_op(op: Op, graph: Graph) -> list[torch.Tensor]:
+    """The outputs of an op on fake tensors of its inputs' shapes."""
+
+    def live(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            tensor = graph.tensors[arg.name]
+            return torch.empty(tensor.sizes, dtype=tensor.dtype)
+        return [live(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    call: Any = op.function
+    if call is None:
+        call = torch.ops
+        for part in op.target.split("."):
+            call = getattr(call, part)
+    args, kwargs = [live(arg) for arg in op.args], {key: live(value) for key, value in op.kwargs}
+    with ExitStack() as stack:
+        if op.autocast is not None:
+            cast = op.autocast
+            stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled))
+        try:
+            result = call(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            first = str(error).strip().split("\n")[0]
+            raise CaptureError(f"{op.target} fails at these sizes: {first}", place=op.place) from error
+    return list(result) if isinstance(result, tuple | list) else [result]

@@ -1,0 +1,6 @@
+"""The same numbers? The eager original against a Program on emulated devices, in float64."""
+
+from weft.verify.compare import Difference, FirstDifference, Result
+from weft.verify.door import verify
+
+__all__ = ["Difference", "FirstDifference", "Result", "verify"]

@@ -1,0 +1,149 @@
+"""verify(): does a plan give the same numbers as one device?
+
+In: a module (or model file) and a plan. Out: a Result. The steps stand below in the order they run: capture, plan,
+lower, check, then the eager reference and the emulated devices, both in float64, the comparison, and the search for the
+first difference if there is one. Last both sides run in the model's own precision: that rounding is told, not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.capture import capture
+from weft.errors import ModelFileError, PlanError
+from weft.ir.graph import Graph
+from weft.ir.program import Program
+from weft.lower import lower
+from weft.lower.check import check
+from weft.plan.load import load_plan
+from weft.plan.plan import Plan
+from weft.verify.compare import Difference, Result, compare
+from weft.verify.locate import locate
+from weft.verify.model_file import Subject, load_model_file
+from weft.verify.parallel import run_parallel, whole_tensors
+from weft.verify.reference import run_reference
+from weft.verify.summary import summarize
+
+PlanLike = Plan | str | Path | Callable[[Graph], Plan]
+Say = Callable[[str], None]
+
+
+def verify(
+    model_or_file: nn.Module | str | Path,
+    example: Any = None,
+    *,
+    plan: PlanLike,
+    devices: int | None = None,
+    seed: int = 0,
+    tolerance: float = 1e-9,
+    say: Say = lambda text: None,
+) -> Result:
+    """Compare a plan on emulated devices with the eager module on one, in float64.
+
+    Args:
+        model_or_file: a module whose forward returns a scalar loss, or the path of a model file.
+        example: the batch of one optimizer step, if a module was given.
+        plan: a recipe string (`dp=2,tp=2`), a plan file, `path.py:function`, a Plan, or a function of the Graph.
+        devices: how many there are; as many as the plan needs if not given.
+        seed: of the random stream that both sides draw from.
+        tolerance: the largest difference that still counts as equal.
+        say: is told what is being done, for a progress display.
+    """
+    say("loading the model")
+    subject = make_subject(model_or_file, example)
+    say("capturing the model")
+    graph = plan.graph if isinstance(plan, Plan) else capture_subject(subject)
+    check_fit(graph, subject)
+    say("lowering the plan")
+    program = lower(make_plan(plan, graph, subject, devices))
+    say("checking the program")
+    report = check(program)
+    result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)
+    return replace(result, summary=summarize(program, report))
+
+
+def make_subject(model_or_file: nn.Module | str | Path, example: Any) -> Subject:
+    """The module and its example."""
+    if not isinstance(model_or_file, nn.Module):
+        return load_model_file(model_or_file)
+    if example is None:
+        raise ModelFileError(
+            f"no example was given for {type(model_or_file).__name__}",
+            remedy="pass the batch of one optimizer step: a tuple of arguments or a dict of keyword arguments",
+        )
+    return Subject(model_or_file, example)
+
+
+def capture_subject(subject: Subject) -> Graph:
+    """The Graph of a subject; refuses one without a loss."""
+    graph = capture(subject.model, subject.example)
+    if graph.loss is None or not graph.tensors[graph.loss].needs_grad:
+        raise ModelFileError(
+            "the forward gives no loss to train: "
+            + ("it returns no scalar" if graph.loss is None else "its loss depends on no trained parameter"),
+            place=subject.place,
+            remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
+        )
+    return graph
+
+
+def check_fit(graph: Graph, subject: Subject) -> None:
+    """Refuse a graph that was captured from another model or another example."""
+    found = {name: tuple(held.shape) for name, held in whole_tensors(graph, subject, wide=False).every()}
+    wrong = [name for name, shape in found.items() if graph.tensors[name].sizes != shape]
+    if wrong:
+        shape, sizes = found[wrong[0]], graph.tensors[wrong[0]].sizes
+        raise PlanError(
+            f"the plan is for another model: {wrong[0]} is {list(shape)}, planned as {list(sizes)}",
+            place=subject.place,
+            remedy="capture this model with this example and plan its graph",
+        )
+
+
+def make_plan(plan: PlanLike, graph: Graph, subject: Subject, devices: int | None) -> Plan:
+    """A Plan for the graph, from whatever describes one."""
+    if isinstance(plan, str | Path):
+        return load_plan(str(plan), graph, devices, batch_dims=subject.batch_dims)
+    made = plan if isinstance(plan, Plan) else plan(graph)
+    if not isinstance(made, Plan):
+        raise PlanError(f"the plan function returned a {type(made).__name__}", remedy="return a Plan")
+    if devices is not None and devices < made.devices:
+        raise PlanError(f"the plan needs {made.devices} devices, there are {devices}", remedy="give more devices")
+    return made
+
+
+def judge(program: Program, subject: Subject, *, seed: int, tolerance: float, say: Say = lambda text: None) -> Result:
+    """Run both sides and compare them."""
+    say("training on one device, in float64")
+    reference = run_reference(subject, seed=seed, wide=True)
+    say(f"training on {program.devices} emulated devices, in float64")
+    ours = run_parallel(program, subject, seed=seed, wide=True)
+    differences = compare(ours, reference)
+    largest = max(found.value for found in differences)
+    equal = largest < tolerance and not ours.disagreements
+    first = None
+    if not equal:
+        say("looking for the first difference")
+        first = locate(program, subject, ours, reference, seed=seed, tolerance=tolerance)
+    say("training on both in the model's own precision")
+    return Result(
+        equal=equal,
+        largest_difference=largest,
+        differences=differences,
+        tolerance=tolerance,
+        devices=program.devices,
+        first_difference=first,
+        disagreements=ours.disagreements,
+        rounding=measure_rounding(program, subject, seed=seed),
+    )
+
+
+def measure_rounding(program: Program, subject: Subject, *, seed: int) -> tuple[Difference, ...]:
+    """The largest difference of each kind in the model's own precision."""
+    ours = run_parallel(program, subject, seed=seed, wide=False)
+    return compare(ours, run_reference(subject, seed=seed, wide=False))
