@@ -23,7 +23,7 @@ from weft.errors import WeftError
 if TYPE_CHECKING:
     from weft.verify import Result
 
-EQUAL, DIFFERENT, FAILED = 0, 1, 2
+OK, DIFFERENT, FAILED = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +54,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--plan", required=True, metavar="P", help="a recipe (dp=2,tp=2), a plan file, or path.py:function"
     )
     verify.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
+    verify.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
     verify.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
-    verify.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    verify.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+    profile = commands.add_parser(
+        "profile",
+        help="measure what communication costs here",
+        description="Start processes on this machine, time every kind of collective, and write the table of costs.",
+    )
+    profile.set_defaults(command=run_profile)
+    profile.add_argument("--backend", default="gloo", help="of torch.distributed (default gloo)")
+    profile.add_argument("--processes", type=_positive, default=2, metavar="N", help="how many to start (default 2)")
+    profile.add_argument("-o", "--output", default="links.json", metavar="FILE", help="default links.json")
+    for command in (verify, profile):
+        command.add_argument("--json", action="store_true", help="one JSON object as the last line")
+        command.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     return parser
 
 
@@ -78,13 +89,32 @@ def run_verify(options: argparse.Namespace) -> int:
             options.file,
             plan=options.plan,
             devices=options.devices,
+            links=options.links,
             seed=options.seed,
             say=status.update,
         )
     show_result(result, title=f"{options.file} under {options.plan}")
     if options.json:
         print(json.dumps(result.as_json(), allow_nan=False))
-    return EQUAL if result.equal else DIFFERENT
+    return OK if result.equal else DIFFERENT
+
+
+def run_profile(options: argparse.Namespace) -> int:
+    """`weft profile -o links.json`."""
+    with Console(stderr=True).status(f"timing collectives between {options.processes} processes"):
+        from weft.cost.measure import measure_links
+
+        links = measure_links(options.backend, processes=options.processes)
+        links.save(options.output)
+    table = Table("collective", "seconds for 16 MiB", box=None, pad_edge=False)
+    for kind in links.rates:
+        table.add_row(kind, f"{links.seconds(kind, options.processes, 16 << 20):.4f}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"written to {options.output}", markup=False)
+    if options.json:
+        print(json.dumps(json.loads(links.to_json())))
+    return OK
 
 
 def show_result(result: Result, *, title: str) -> None:
@@ -97,9 +127,8 @@ def show_result(result: Result, *, title: str) -> None:
     for name, axis in axes.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
         console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
-    if proven := summary.get("check"):
-        facts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in proven.items())
-        console.print(f"proven before running: {facts}", markup=False)
+    if proven := summary.get("proven"):
+        console.print(f"proven before running: {proven}", markup=False)
     console.print(_table(result))
     if result.rounding:
         rounding = ", ".join(f"{found.kind} {found.value:.0e}" for found in result.rounding)

@@ -47,7 +47,12 @@ def assert_same(module: nn.Module, example: Any, *, tolerance: float = 1e-13, gr
 
 
 def compare_gradients(
-    graph: Graph, eager: nn.Module, interpreted: nn.Module, loss: Tensor | None, values: dict[str, Tensor], tolerance: float
+    graph: Graph,
+    eager: nn.Module,
+    interpreted: nn.Module,
+    loss: Tensor | None,
+    values: dict[str, Tensor],
+    tolerance: float,
 ) -> None:
     assert (loss is None) == (graph.loss is None)
     if loss is None or graph.loss is None or not loss.requires_grad:
@@ -64,7 +69,9 @@ def compare_gradients(
 
 def assert_close(got: Tensor, wanted: Tensor, tolerance: float, name: str) -> None:
     assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{name}: {got.shape} {got.dtype}"
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(
+        got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{name}: {m}"
+    )
 
 
 def assert_static_facts(graph: Graph, values: dict[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 `prove("aten.mm.default", (x, w))` builds a graph of that one op, asks for its rule, and for every name that may be cut
 (in two and three parts, even, uneven, in groups, empty, nested, and in pairs) gives every cell its parts of the
-operands by the layout algebra, runs the local call, puts the outputs together and compares; then the same for gradients.
+operands by the layout algebra, runs the local call, puts the outputs together and compares; so for gradients.
 Operands that should arrive as addends arrive as random ones. Every linear set is carried likewise.
 """
 
@@ -20,7 +20,7 @@ from weft.ir.graph import Graph, Op, Ref, Tensor, map_refs
 from weft.ir.layout import COPY, PARTIAL, Axis, Cell, Grid, Layout, verify_layout
 from weft.ir.oplayout import Carried, Cut, OpLayout, Use, cut_table, plain_cut
 from weft.ops.arguments import overload
-from weft.ops.derive import Operand, cell_view, operands, require
+from weft.ops.derive import cell_view, operands, require
 from weft.ops.rule import Call, Rule
 from weft.ops.table import rule_for
 

@@ -59,7 +59,8 @@ def linear(sketch: Sketch, rng: random.Random) -> bool:
     x = sketch.pick(lambda shape: len(shape) >= 1 and _small(shape))
     if x is None:
         return False
-    last, out = sketch.shape(x)[-1], rng.choice(SIZES)
+    last = sketch.shape(x)[-1]
+    out = last if rng.random() < 0.4 else rng.choice(SIZES)
     bias = ref(sketch.weight((out,))) if rng.random() < 0.5 else None
     sketch.run("aten.linear.default", ref(x), ref(sketch.weight((out, last))), bias)
     return True

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.ir.graph import Graph, Op, map_refs
 from weft.ir.program import Program
 from weft.lower.script import script
+from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.emulator import run_ranks
@@ -54,10 +55,17 @@ def run_program(
     *,
     book: RuleBook | None = None,
     timeout: float = 60.0,
+    exact: bool = True,
 ) -> Results:
-    """Run all ranks in the emulator. `state`: whole parameters, buffers and constants; `inputs`: whole inputs."""
-    book = book or RuleBook(program.graph)
-    scripts = [script(program, rank, book) for rank in range(program.devices)]
+    """Run all ranks in the emulator.
+
+    Args:
+        state: whole parameters, buffers and constants.
+        inputs: whole inputs.
+        exact: copies must agree bit for bit, not only to rounding.
+    """
+    book, shared = book or RuleBook(program.graph), Transfers()
+    scripts = [script(program, rank, book, shared) for rank in range(program.devices)]
     everything = {**state, **inputs}
     dtypes = {name: tensor.dtype for name, tensor in everything.items()}
 
@@ -69,13 +77,11 @@ def run_program(
         return outputs, rank.backward(), rank.updates()
 
     found = run_ranks(program.devices, body, timeout=timeout)
-    whole_outputs = {
-        name: _agreeing(name, [outputs[name] for outputs, _, _ in found], program.graph) for name in program.outputs
-    }
+    stored = [own.stored for own in scripts]
     return Results(
-        whole_outputs,
-        _together(program, [grads for _, grads, _ in found], [own.stored for own in scripts], {}),
-        _together(program, [updates for _, _, updates in found], [own.stored for own in scripts], program.updates),
+        {name: _agreeing(name, [own[0][name] for own in found], program.graph, exact) for name in program.outputs},
+        _together(program.graph, [grads for _, grads, _ in found], stored, exact),
+        _together(program.graph, [updates for _, _, updates in found], stored, exact),
     )
 
 
@@ -87,20 +93,22 @@ def take(tensor: Tensor, index: Index) -> Tensor:
     return tensor.clone()
 
 
-def _agreeing(name: str, copies: list[Tensor], graph: Graph) -> Tensor:
+def _agreeing(name: str, copies: list[Tensor], graph: Graph, exact: bool) -> Tensor:
     for copy in copies:
-        if tuple(copy.shape) != graph.tensors[name].sizes or not torch.equal(copy, copies[0]):
+        if tuple(copy.shape) != graph.tensors[name].sizes or not _same(copy, copies[0], exact):
             raise Disagreement(f"copies of the output {name} differ")
     return copies[0]
 
 
-def _together(
-    program: Program, parts: list[Tensors], stored: list[Mapping[str, Index]], updates: Mapping[str, str]
-) -> Tensors:
+def _same(a: Tensor, b: Tensor, exact: bool) -> bool:
+    return torch.equal(a, b) or (not exact and difference(a, b, 0.0) <= TOLERANCE)
+
+
+def _together(graph: Graph, parts: list[Tensors], stored: list[Mapping[str, Index]], exact: bool) -> Tensors:
     """Whole tensors from the parts of all ranks."""
     found: Tensors = {}
-    for name in sorted({*(name for own in parts for name in own), *updates}):
-        tensor = program.graph.tensors[name]
+    for name in sorted({name for own in parts for name in own}):
+        tensor = graph.tensors[name]
         whole = torch.zeros(tensor.sizes, dtype=tensor.dtype)
         seen = torch.zeros(tensor.sizes, dtype=torch.bool)
         for rank, own in enumerate(parts):
@@ -110,7 +118,7 @@ def _together(
                 raise Disagreement(f"rank {rank} stores {name} but has no gradient or update of it")
             at = _mesh(stored[rank][name])
             known = seen[at]
-            if not torch.equal(whole[at][known], own[name][known]):
+            if not _same(whole[at][known], own[name][known], exact):
                 raise Disagreement(f"copies of what belongs to {name} differ (rank {rank})")
             whole[at] = own[name]
             seen[at] = True

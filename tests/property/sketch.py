@@ -89,7 +89,7 @@ class Sketch:
     def weight(self, shape: tuple[int, ...]) -> str:
         """A parameter: sometimes one that is in use already, sometimes a frozen one."""
         same = [name for name in self.parameters if tuple(self.values[name].shape) == shape]
-        if same and self.rng.random() < 0.35:
+        if same and self.rng.random() < 0.6:
             return self.rng.choice(same)
         return self.parameter(shape, trainable=self.rng.random() > 0.1)
 

@@ -341,17 +341,25 @@ def test_free_lets_memory_fall() -> None:
 
 def test_two_leaves_whose_gradients_share_memory() -> None:
     """torch hands both views of one gradient; loops add to each of them several times."""
-    a, b = randn(4), randn(4, seed=1)
-    body = (run("aten.add.Tensor", "a", "b", out="s"), Give(Local("s"), "sum", None, (4,)))
+    a, b = randn(2, 2), randn(2, 2, seed=1)
+    body = (
+        run("aten.view.default", "a", [4], out="flat_a"),
+        run("aten.view.default", "b", [4], out="flat_b"),
+        run("aten.add.Tensor", "flat_a", "flat_b", out="s"),
+        run("aten.mul.Tensor", "s", 2.0, out="t"),
+        Give(Local("t"), "sum", None, (4,)),
+    )
     steps = [
         load("a", "a"),
         load("b", "b"),
         Loop((body,) * 3, True, ("sum",)),
         run("aten.sum.default", "sum", out="loss"),
     ]
-    (found,) = measure([script(0, 1, steps, [sync("a", (4,)), sync("b", (4,))])], [{"a": a, "b": b}])
+    (found,) = measure([script(0, 1, steps, [sync("a", (2, 2)), sync("b", (2, 2))])], [{"a": a, "b": b}])
     for name in "ab":
-        assert found[1][name].tolist() == [3.0] * 4
+        assert found[1][name].tolist() == [[6.0, 6.0]] * 2
+    once = [load("a", "a"), load("b", "b"), *body[:4], run("aten.sum.default", "t", out="loss")]
+    (found,) = measure([script(0, 1, once, [sync("a", (2, 2)), sync("b", (2, 2))])], [{"a": a, "b": b}])
     assert found[1]["a"].data_ptr() != found[1]["b"].data_ptr()
 
 

@@ -35,9 +35,7 @@ def assemble(
     return Graph(
         name=type(module).__name__,
         tensors={new: replace(builder.tensors[old], name=new) for old, new in names.items()},
-        inputs=tuple(
-            Input(names[name], example.wheres[i], example.tensors[i]) for i, name in enumerate(state.inputs)
-        ),
+        inputs=tuple(Input(names[name], example.wheres[i], example.tensors[i]) for i, name in enumerate(state.inputs)),
         parameters=tuple(
             Parameter(names[stored.name], stored.names, stored.value.requires_grad, stored.name in used)
             for stored in state.parameters

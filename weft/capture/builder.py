@@ -67,7 +67,9 @@ class Builder:
         """Append one call; the working names of its output tensors."""
         return self._append(str(target), target, args, kwargs or {}, context, draw=draw)
 
-    def emit_function(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context) -> list[str]:
+    def emit_function(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context
+    ) -> list[str]:
         """Append one call of an opaque function."""
         return self._append(f"function:{name}", function, args, {}, context, function=function)
 

@@ -145,7 +145,10 @@ class Converter:
         if is_identity(target, args, kwargs, node.meta["val"]):
             return args[0]
         if name_of(target) == "broadcast_tensors":
-            return [self.expand(handle, value.shape, context) for handle, value in zip(args[0], node.meta["val"], strict=True)]
+            return [
+                self.expand(handle, value.shape, context)
+                for handle, value in zip(args[0], node.meta["val"], strict=True)
+            ]
         random = is_random(target, args, kwargs, context.place)
         draw = self.draws if random else None
         self.draws += random
@@ -153,7 +156,11 @@ class Converter:
             args = (self.without_empty(args[0], context), *args[1:])
         if name_of(target) in ("lift_fresh_copy", "lift_fresh") or is_cat_of_one(target, args):
             source = args[0][0] if isinstance(args[0], list) else args[0]
-            return fresh(read(source, self.builder, context), node.meta["val"], "op" if is_cat_of_one(target, args) else "constant")
+            return fresh(
+                read(source, self.builder, context),
+                node.meta["val"],
+                "op" if is_cat_of_one(target, args) else "constant",
+            )
         refs, named = self.resolve(args, context), self.resolve(kwargs, context)
         if updates_statistics(target, refs, named, context.place):
             handles = [args[position] for position in (3, 4)]
@@ -227,11 +234,13 @@ class Converter:
         """`torch.add(a, b, out=c)`: the functional overload, then written into c."""
         out = kwargs["out"]
         given = {key: value for key, value in kwargs.items() if key != "out"}
-        twin = functional_overload(target, context)
+        twin = twin_of(target, context)
         refs, named = self.resolve(args, context), self.resolve(given, context)
         name = self.builder.emit(twin, refs, named, context=context, draw=draw)[0]
         copy = (Ref(read(out, self.builder, context)), Ref(name))
-        write(out, result_of(torch.ops.aten.copy_.default, copy, {}, self.builder, context, None), self.builder, context)
+        write(
+            out, result_of(torch.ops.aten.copy_.default, copy, {}, self.builder, context, None), self.builder, context
+        )
         return out  # type: ignore[no-any-return]
 
 
@@ -281,20 +290,6 @@ def is_cat_of_one(target: OpOverload, args: tuple[Any, ...]) -> bool:
     return str(target) == "aten.cat.default" and len(args[0]) == 1
 
 
-def functional_overload(target: OpOverload, context: Context) -> OpOverload:
-    """The overload with the same arguments that returns its result instead of writing it."""
-    wanted = [argument.name for argument in target._schema.arguments if argument.name != "out"]
-    packet = getattr(torch.ops.aten, name_of(target))
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        names = [argument.name for argument in candidate._schema.arguments]
-        types = [str(argument.type) for argument in candidate._schema.arguments]
-        mine = [str(argument.type) for argument in target._schema.arguments if argument.name != "out"]
-        if names == wanted and types == mine and not candidate._schema.is_mutable:
-            return candidate  # type: ignore[no-any-return]
-    raise CaptureError(f"{target} has no functional twin", place=context.place, remedy="assign its result, without out=")
-
-
 def storage_of(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
@@ -325,5 +320,3 @@ def handles_of(
         else:
             handles.append(fresh(name, value))
     return handles if is_list else handles[0]
-
-

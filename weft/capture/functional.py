@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 from weft.capture.builder import Builder, Context
-from weft.capture.draws import name_of
+from weft.capture.draws import bound, name_of
 from weft.capture.views import Step, put_back
 from weft.errors import CaptureError
 from weft.ir.graph import Ref
@@ -28,11 +28,9 @@ aten = torch.ops.aten
 TWINS = {
     "aten.bernoulli_.float": aten.bernoulli.p,
     "aten.normal_.default": aten.normal_functional.default,
-    "aten.pow_.Tensor": aten.pow.Tensor_Tensor,
-    "aten.float_power_.Tensor": aten.float_power.Tensor_Tensor,
-    "aten.floor_divide_.Tensor": aten.floor_divide.default,
     "aten.transpose_.default": aten.transpose.int,
 }
+"""Twins that go by another name."""
 RESHAPING = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ swapdims_ detach_".split())
 """In-place operators that change how a tensor is seen, not its values."""
 
@@ -106,20 +104,25 @@ def check_writable(handle: Handle, builder: Builder, context: Context) -> None:
 
 
 def twin_of(target: OpOverload, context: Context) -> OpOverload:
-    """The operator that returns what `target` would write."""
+    """The operator that returns what `target` would write into its first argument or into `out`."""
     special = TWINS.get(str(target))
     if special is not None:
         return special
-    name, overload = str(target).split(".")[1:]
-    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    found = getattr(packet, overload, None) if packet is not None else None
-    if found is None or found._schema.is_mutable:
-        raise CaptureError(
-            f"the in-place operator {target} has no functional twin",
-            place=context.place,
-            remedy="use the operator that returns a new tensor",
-        )
-    return found  # type: ignore[no-any-return]
+    packet = getattr(aten, name_of(target).removesuffix("_"), None)
+    for overload in [] if packet is None else packet.overloads():
+        candidate: OpOverload = getattr(packet, overload)
+        if signature(candidate) == signature(target) and not candidate._schema.is_mutable:
+            return candidate
+    raise CaptureError(
+        f"{target} writes into its argument and has no functional twin",
+        place=context.place,
+        remedy="use the operator that returns a new tensor",
+    )
+
+
+def signature(target: OpOverload) -> list[tuple[str, str]]:
+    """Names and types of an operator's arguments, without `out`."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments if argument.name != "out"]
 
 
 def result_of(
@@ -138,7 +141,10 @@ def result_of(
     elif name == "zero_":
         value = builder.emit(aten.fill.Scalar, (args[0], 0), context=context)[0]
     else:
-        value = builder.emit(twin_of(target, context), args, kwargs, context=context, draw=draw)[0]
+        given = tuple(bound(target, args, kwargs).values()) if str(target) in TWINS else args
+        positional = sum(not argument.kwarg_only for argument in target._schema.arguments)
+        twin = twin_of(target, context)
+        value = builder.emit(twin, given[:positional], kwargs, context=context, draw=draw)[0]
     if builder.fakes[value].dtype != old.dtype:
         value = builder.emit(aten.to.dtype, (Ref(value), old.dtype), context=context)[0]
     if builder.fakes[value].shape != old.shape:

@@ -1,7 +1,8 @@
 """The user's own lines: of a graph node, of an exception, of a running frame.
 
-Promised: the innermost line that lies in neither torch nor Weft; file names inside the working directory are
-relative, so that they do not depend on the machine.
+Promised: the innermost line that lies in neither torch nor Weft nor the standard library, and in the same package as
+the innermost forward (a helper library called by the user's forward is not the user's code; a library's own model
+is). File names inside the working directory are relative, so that they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -9,21 +10,48 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 import torch
 
 from weft.ir.graph import NOWHERE, Source
 
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(?:\n[ \t]+(?P<text>[^\n]*))?')
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>[^\n]*)(?:\n[ \t]+(?P<text>[^\n]*))?')
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+LIBRARY = sysconfig.get_path("stdlib") + os.sep
+INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor Weft's nor made up."""
-    return not (file.startswith((OURS, TORCH, "<")) or "/contextlib.py" in file or "/importlib/" in file)
+    """Whether a file is neither torch's nor Weft's nor Python's nor made up."""
+    is_python = file.startswith(LIBRARY) and INSTALLED not in file
+    return not (file.startswith((OURS, TORCH, "<")) or is_python)
+
+
+def package_of(file: str) -> str:
+    """The installed package that a file belongs to; "" for the user's own files."""
+    return file.rpartition(INSTALLED)[2].partition(os.sep)[0] if INSTALLED in file else ""
+
+
+def users_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The frame to show, of a stack from the outermost to the innermost."""
+    inside = [i for i, frame in enumerate(frames) if frame.filename.startswith(OURS) and frame.name == "forward"]
+    found = [frame for frame in frames[inside[-1] if inside else 0 :] if is_users(frame.filename)]
+    if not found:
+        return None
+    forward = max((i for i, frame in enumerate(found) if frame.name == "forward"), default=0)
+    package = package_of(found[forward].filename)
+    return next(frame for frame in reversed(found[forward:]) if package_of(frame.filename) == package)
+
+
+def keep_users_frame(_tracer: object, stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Stands in for the tracer's choice of frames, which keeps nothing but `forward`s."""
+    frame = users_frame(stack)
+    return traceback.StackSummary.from_list([] if frame is None else [frame])
 
 
 def relative(file: str) -> str:
@@ -32,20 +60,20 @@ def relative(file: str) -> str:
 
 
 def source_of_trace(stack_trace: str | None) -> Source:
-    """The innermost line of the user's in a node's recorded stack."""
-    for frame in reversed(list(FRAME.finditer(stack_trace or ""))):
-        if is_users(frame["file"]):
-            text = (frame["text"] or linecache.getline(frame["file"], int(frame["line"]))).strip()
-            return Source(relative(frame["file"]), int(frame["line"]), text)
-    return NOWHERE
+    """The line in a node's recorded stack."""
+    frame = FRAME.search(stack_trace or "")
+    if frame is None:
+        return NOWHERE
+    text = frame["text"] or linecache.getline(frame["file"], int(frame["line"]))
+    return Source(relative(frame["file"]), int(frame["line"]), text.strip())
 
 
 def source_of_error(trace: TracebackType | None) -> Source:
-    """The innermost line of the user's in an exception's traceback."""
-    for frame in reversed(traceback.extract_tb(trace)):
-        if is_users(frame.filename) and frame.lineno is not None:
-            return Source(relative(frame.filename), frame.lineno, (frame.line or "").strip())
-    return NOWHERE
+    """The line where an exception was raised."""
+    frame = users_frame(traceback.extract_tb(trace))
+    if frame is None or frame.lineno is None:
+        return NOWHERE
+    return Source(relative(frame.filename), frame.lineno, (frame.line or "").strip())
 
 
 def place_of_frame(frame: FrameType) -> str:

@@ -62,7 +62,9 @@ class State:
 def bind_state(module: nn.Module, example: Example, program: ExportedProgram, builder: Builder) -> State:
     """Put every tensor that no op makes into the builder."""
     attributes = {
-        f"{path}.{name}" if path else name for path, sub in module.named_modules(remove_duplicate=False) for name in vars(sub)
+        f"{path}.{name}" if path else name
+        for path, sub in module.named_modules(remove_duplicate=False)
+        for name in vars(sub)
     }
     binder = Binder(example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes)
     refuse_overlap(binder.parameters)

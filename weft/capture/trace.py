@@ -12,15 +12,18 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx.proxy import TracerBase
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.intercept import Interception, LayerDrop, intercept
 from weft.capture.refuse import Translating
+from weft.capture.source import keep_users_frame
 from weft.capture.watch import Watch
 
 
@@ -81,11 +84,10 @@ def trace(module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, 
         stack.callback(torch.set_rng_state, states)
         stack.callback(Watch(module).restore)
         warnings.simplefilter("ignore")
+        stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(Translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     return Trace(program, found, outputs[-1])
-
-
 
 
 def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import forward_place
 from weft.capture.source import is_users, place_of_frame
@@ -22,6 +23,7 @@ from weft.errors import CaptureError
 
 DEPTH = 5
 PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex)
+CONTAINERS = (list, dict, set)
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 
 Key = tuple[str, str]
@@ -34,22 +36,21 @@ class Watch:
         self.module = module
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
+        self.copies = {key: value.copy() for key, value in self.attributes.items() if type(value) in CONTAINERS}
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
 
     def restore(self) -> None:
-        """Put attributes, parameters and buffers back.
-
-        A container changed in place is left to export, which puts an equal copy of the old one there.
-        """
+        """Put attributes, containers, parameters and buffers back, each the very object that it was."""
         modules = dict(self.module.named_modules())
         for key in dict(attributes_of(self.module)):
             if key not in self.attributes:
                 del modules[key[0]].__dict__[key[1]]
         for (path, name), value in self.attributes.items():
-            if fingerprint(value) == self.prints[path, name]:
-                modules[path].__dict__[name] = value
+            modules[path].__dict__[name] = value
+            if (path, name) in self.copies and fingerprint(value) != self.prints[path, name]:
+                refill(value, self.copies[path, name])
         for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
             for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
                 del modules[path].__dict__[kind][name]
@@ -67,7 +68,8 @@ class Watch:
                 remedy="draw with torch.rand, torch.randint ..., or outside forward and pass the result in",
             )
         for key, value in dict(attributes_of(self.module)).items():
-            if key not in self.prints or fingerprint(value) != self.prints[key]:
+            is_new = key not in self.prints or fingerprint(value) != self.prints[key]
+            if is_new and not is_torchs(self.module.get_submodule(key[0]), key[1]):
                 self.refuse_attribute(key, rerun)
         gone = set(self.attributes) - set(dict(attributes_of(self.module)))
         if gone:
@@ -78,6 +80,8 @@ class Watch:
     def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
         path, name = key
         owner = self.module.get_submodule(path)
+        # from the old state once more, so that the same line does it again
+        self.restore()
         line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)))
         dotted = f"{path}.{name}" if path else name
         raise CaptureError(
@@ -114,6 +118,17 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
                 yield (path, name), value
 
 
+def is_torchs(module: nn.Module, name: str) -> bool:
+    """Second references that torch's recurrent modules keep to their own parameters."""
+    return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+
+
+def refill(container: Any, saved: Any) -> None:
+    """Give a list, dict or set its old contents."""
+    container.clear()
+    container.extend(saved) if isinstance(container, list) else container.update(saved)
+
+
 def tensors_of(module: nn.Module, kind: str) -> Iterator[tuple[Key, torch.Tensor | None]]:
     for path, sub in module.named_modules():
         for name, tensor in list(vars(sub)[kind].items()):
@@ -130,7 +145,8 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
     if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
         return kind, id(value)
     if isinstance(value, torch.Generator):
-        return kind, bytes(value.get_state().numpy())
+        with _disable_current_modes():
+            return kind, bytes(value.get_state().numpy())
     if isinstance(value, random.Random):
         return kind, value.getstate()
     if kind.__module__.startswith("numpy"):
@@ -148,14 +164,18 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Python's and, if loaded, NumPy's global random state."""
+    """Python's and, if loaded, NumPy's global random state, in a form that compares."""
     numpy = sys.modules.get("numpy")
-    legacy = None if numpy is None else numpy.random.get_state(legacy=False)
-    return random.getstate(), None if legacy is None else (repr(legacy), legacy["state"]["pos"])
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
 
 
 def restore_random(states: tuple[Any, ...]) -> None:
     random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
 
 
 def blame(run: Callable[[], Any], state: Callable[[], Any]) -> str:

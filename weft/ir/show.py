@@ -45,7 +45,9 @@ def show_arg(arg: Any) -> str:
 def _marks(op: Op) -> str:
     marks = [] if op.grad else ["no_grad"]
     if isinstance(op.autocast, Autocast):
-        marks.append(f"autocast {str(op.autocast.dtype).removeprefix('torch.')}" if op.autocast.enabled else "no autocast")
+        marks.append(
+            f"autocast {str(op.autocast.dtype).removeprefix('torch.')}" if op.autocast.enabled else "no autocast"
+        )
     marks += [f"recompute {op.recompute}"] if op.recompute is not None else []
     marks += ["const"] if op.constant else []
     marks += [f"draw {op.draw}"] if op.draw is not None else []

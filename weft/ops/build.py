@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 from weft.ir.graph import Tensor
 from weft.ops.rule import Dim, Dims, Factor, Local, Rule, dim
@@ -44,6 +44,17 @@ def aligned(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims | No
     return tuple(found)
 
 
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The common shape of operands that broadcast, from the right.
+
+    >>> broadcast([(4, 1), (3,)])
+    (4, 3)
+    """
+    length = max(map(len, shapes), default=0)
+    padded = [(1,) * (length - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+
+
 def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:
     """One dim of several factors, those of size 1 left out."""
     return dim(*(factor for factor in factors if (sizes[factor] if isinstance(factor, str) else factor) != 1))
@@ -54,23 +65,28 @@ def extent(one: Dim, sizes: Mapping[str, int]) -> int:
     return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in one.products)
 
 
+class Marks(TypedDict, total=False):
+    """What else a rule says, as in `Rule`; `sizes` only for names that stand alone in no dim."""
+
+    sizes: Mapping[str, int]
+    summed: Iterable[str]
+    frozen: Iterable[str]
+    added: Iterable[int]
+    linear: Linear
+    local: Local | None
+    source: str
+
+
 def build(
     inputs: Sequence[Dims],
     outputs: Sequence[Dims],
     reads: Sequence[Tensor],
     makes: Sequence[Tensor],
-    *,
-    sizes: Mapping[str, int] | None = None,
-    summed: Iterable[str] = (),
-    frozen: Iterable[str] = (),
-    added: Iterable[int] = (),
-    linear: Linear = (),
-    local: Local | None = None,
-    source: str = "table",
+    **marks: Unpack[Marks],
 ) -> Rule:
     """A checked Rule. Names that stand alone in a dim get their size from the tensor, others from `sizes`."""
-    bound = dict(sizes or {})
-    pairs = [(dims, tensor) for dims, tensor in zip((*inputs, *outputs), (*reads, *makes), strict=True)]
+    bound = dict(marks.get("sizes", {}))
+    pairs = list(zip((*inputs, *outputs), (*reads, *makes), strict=True))
     for dims, tensor in pairs:
         assert len(dims) == len(tensor.sizes), f"{tensor} has dims {' '.join(map(str, dims))}"
         for one, size in zip(dims, tensor.sizes, strict=True):
@@ -83,12 +99,12 @@ def build(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         sizes={name: size for name, size in bound.items() if name in present},
-        summed=frozenset(summed) & present,
-        frozen=frozenset(frozen) & present,
-        added=frozenset(added),
-        linear=linear_sets(linear, reads, makes),
-        local=local,
-        source=source,
+        summed=frozenset(marks.get("summed", ())) & present,
+        frozen=frozenset(marks.get("frozen", ())) & present,
+        added=frozenset(marks.get("added", ())),
+        linear=linear_sets(marks.get("linear", ()), reads, makes),
+        local=marks.get("local"),
+        source=marks.get("source", "table"),
     )
 
 
@@ -102,8 +118,3 @@ def linear_sets(sets: Linear, reads: Sequence[Tensor], makes: Sequence[Tensor]) 
 
 def _floating(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def joined(*parts: Iterable[Any]) -> tuple[Any, ...]:
-    """Several sequences end to end."""
-    return tuple(item for part in parts for item in part)

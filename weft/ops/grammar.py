@@ -19,6 +19,7 @@ from weft.ops.build import linear_sets
 from weft.ops.rule import Dim, Dims, Exchange, Factor, Local, Rule, dim
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_][A-Za-z_0-9]*|[0-9]+|[,&()*+^!]|\S|$)")
+_ENDS = frozenset({",", "->", ""})
 _MARKS = {"+": "summed", "^": "frozen", "!": "algorithm"}
 
 
@@ -99,29 +100,29 @@ class _Reader:
         return token
 
     def template(self) -> Template:
-        inputs = self.operands({"->"}) if self.next.text != "->" else ()
+        inputs = self.operands() if self.next.text != "->" else ()
         if self.next.text != "->":
             raise fault(self.text, self.next.column, "a rule needs '->' between its operands and its outputs")
         self.take()
-        outputs = self.operands({""})
+        outputs = self.operands()
         if self.next.text:
             raise fault(self.text, self.next.column, f"unexpected {self.next.text!r} in a rule")
         return Template(self.text, inputs, outputs, self.marks)
 
-    def operands(self, ends: set[str]) -> tuple[TemplateOperand, ...]:
-        found = [self.operand(ends)]
+    def operands(self) -> tuple[TemplateOperand, ...]:
+        found = [self.operand()]
         while self.next.text == ",":
             self.take()
-            found.append(self.operand(ends))
+            found.append(self.operand())
         return tuple(found)
 
-    def operand(self, ends: set[str]) -> TemplateOperand:
+    def operand(self) -> TemplateOperand:
         column = self.next.column
         added = self.next.text == "&"
         if added:
             self.take()
         dims: list[TemplateDim] = []
-        while self.next.text not in {",", *ends}:
+        while self.next.text not in _ENDS:
             dims.append(self.dim())
         operand = TemplateOperand(tuple(dims), added, column)
         self.no_doubles(operand)
@@ -133,7 +134,7 @@ class _Reader:
             self.take()
             factors: list[Factor] = []
             while self.next.text != ")":
-                if not self.next.text:
+                if self.next.text in _ENDS:
                     raise fault(self.text, column, "this '(' is not closed")
                 factors.append(self.factor())
             self.take()
@@ -217,7 +218,6 @@ def instantiate(
     linear: Sequence[Sequence[int]] = (),
     algorithms: Mapping[str, Exchange] | None = None,
     local: Local | None = None,
-    source: str = "table",
 ) -> Rule:
     """The rule of one op.
 
@@ -250,13 +250,12 @@ def instantiate(
         added=frozenset(i for t, i in order.items() if template.inputs[t].added),
         linear=linear_sets(sets, reads, makes),
         local=local,
-        source=source,
     )
 
 
 def _spread(names: frozenset[str], fitted: Fitted) -> frozenset[str]:
     """Names with `name*` replaced by its dims."""
-    found = set()
+    found: set[str] = set()
     for name in names:
         if name in fitted.several:
             found.update(f"{name}{i}" for i in range(len(fitted.several[name])))

@@ -15,7 +15,7 @@ import torch
 from weft.errors import RuleError
 from weft.ir.graph import Op, Tensor
 from weft.ops.arguments import arguments, call_with, operand, positive
-from weft.ops.build import aligned, build, fixed, named, numbered_dims
+from weft.ops.build import aligned, broadcast, build, fixed, named, numbered_dims
 from weft.ops.pieces import replaced
 from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf
 
@@ -46,7 +46,7 @@ def _indexing(op: Op, reads: Sequence[Tensor]) -> _Indexing:
                 remedy="use torch.where, or keep the op copied: plan.trans(op, copy(...))",
             )
     indexed = tuple(i for i, _ in pairs)
-    shape = tuple(torch.broadcast_shapes(*(reads[position].sizes for position in operands)))
+    shape = broadcast([reads[position].sizes for position in operands])
     together = indexed == tuple(range(indexed[0], indexed[-1] + 1)) if indexed else True
     return _Indexing(operands, indexed, shape, indexed[0] if together and indexed else 0)
 

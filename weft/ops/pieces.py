@@ -179,7 +179,7 @@ def repeat_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
         size = shape[position - missing] if position >= missing else 1
         inner = named(f"d{position}", size)
         times, outer = _times(whole, size), f"d{position}r"
-        sizes.update({name: size for name in inner.names} | ({outer: times} if times > 1 else {}))
+        sizes.update(dict.fromkeys(inner.names, size) | ({outer: times} if times > 1 else {}))
         target.append(dim(*((outer,) if times > 1 else (times,) if times == 0 else ()), *inner.products[0]))
         source.extend([inner] * (position >= missing))
     outputs = [tuple(target)]
@@ -289,7 +289,7 @@ def glu_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Ru
     at = positive(arguments(op)["dim"], len(makes[0].sizes))
     target = numbered_dims(makes[0].sizes)
     source = replaced(target, at, dim(2, *target[at].products[0]))
-    sizes = {name: makes[0].sizes[at] for name in target[at].names}
+    sizes = dict.fromkeys(target[at].names, makes[0].sizes[at])
     return build([source], [target], reads, makes, sizes=sizes)
 
 

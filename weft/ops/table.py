@@ -61,9 +61,9 @@ def copied_rule(op: Op, graph: Graph) -> Rule:
         for side, tensors in (("in", reads), ("out", makes))
         for position, tensor in enumerate(tensors)
     ]
-    sizes = {
-        name: size for own, tensor in zip(names, (*reads, *makes), strict=True) for name, size in zip(own, tensor.sizes)
-    }
+    sizes: dict[str, int] = {}
+    for own, tensor in zip(names, (*reads, *makes), strict=True):
+        sizes.update(zip(own, tensor.sizes, strict=True))
     dims = [tuple(map(dim, own)) for own in names]
     frozen = frozenset(sizes)
     inputs, outputs = tuple(dims[: len(reads)]), tuple(dims[len(reads) :])

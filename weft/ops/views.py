@@ -16,7 +16,7 @@ import torch
 
 from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
-from weft.ops.arguments import call_with, operand, arguments, overload
+from weft.ops.arguments import arguments, call_with, operand, overload
 from weft.ops.build import aligned, build, fixed, numbered_dims
 from weft.ops.rule import Call, CellView, Dim, Dims, Product, Rule, RuleOf, dim
 

@@ -1,7 +1,7 @@
 """Convolutions, pools and resampling: batch and channels may be cut, the dims a window slides over may not.
 
-In: an op and its shapes. Out: its rule. A convolution in g groups has channels `(g i)` and `(g o)`: groups, inputs (summed)
-and outputs may each be cut, and the local call has as many groups as the cell.
+In: an op and its shapes. Out: its rule. A convolution in g groups has channels `(g i)` and `(g o)`: groups, inputs
+(summed) and outputs may each be cut, and the local call has as many groups as the cell.
 """
 
 from __future__ import annotations
@@ -44,7 +44,20 @@ def convolution_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...
     )
 
 
+def _local_window(op: Op, cell: CellView) -> Call:
+    """The op's own call. Torch's kernels refuse empty parts, or answer in the wrong shape."""
+    empty = [name for name, ranges in cell.names.items() if not count(ranges)]
+    if empty:
+        raise RuleError(
+            f"{op.kind} cannot run on a part that holds nothing of {empty[0]!r}",
+            place=op.place,
+            remedy="cut it into fewer parts, or give each part a share",
+        )
+    return call_with(op, {})
+
+
 def _local_convolution(op: Op, cell: CellView) -> Call:
+    _local_window(op, cell)
     return call_with(op, {"groups": count(cell.names["g"])} if "g" in cell.names else {})
 
 
@@ -56,7 +69,7 @@ def window_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     source = (*lead, *map(fixed, shape[-num_spatial:]))
     target = (*lead, *map(fixed, result[-num_spatial:]))
     linear = [] if "max" in op.kind else [[0]]
-    return build([source], [target] * len(makes), reads, makes, linear=linear)
+    return build([source], [target] * len(makes), reads, makes, linear=linear, local=_local_window)
 
 
 def _num_spatial(op: Op) -> int:
@@ -79,7 +92,7 @@ def unfold_image_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ..
     plain = (*lead, channels, *map(fixed, image.sizes[-2:]))
     unfolded = (*lead, product_dim("c", window, sizes=sizes), fixed(columns.sizes[-1]))
     sides = (plain, unfolded) if op.kind == "im2col" else (unfolded, plain)
-    return build(sides[:1], sides[1:], reads, makes, sizes=sizes, linear=[[0]])
+    return build(sides[:1], sides[1:], reads, makes, sizes=sizes, linear=[[0]], local=_local_window)
 
 
 def grid_sample_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
@@ -89,7 +102,7 @@ def grid_sample_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...
     places = numbered_dims(shape[2:])
     image = (b, c, *map(fixed, reads[0].sizes[2:]))
     grid = (b, *places, fixed(reads[1].sizes[-1]))
-    return build([image, grid], [(b, c, *places)], reads, makes, linear=[[0]])
+    return build([image, grid], [(b, c, *places)], reads, makes, linear=[[0]], local=_local_window)
 
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"

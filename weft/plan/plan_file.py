@@ -12,7 +12,6 @@ another graph it is refused, with the first op that differs. Lines pass through 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,17 +32,22 @@ VERSION = 1
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file; an older file stays until the new one is whole."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise PlanError(f"there is no directory {target.parent}", remedy="make it, or save the plan elsewhere")
     content = {
         "weft_plan": VERSION,
         "model": plan.graph.name,
         "devices": plan.devices,
         "lines": [_line_data(line) for line in plan.lines],
-        "fingerprint": fingerprint(plan.graph),
     }
     text = yaml.safe_dump(content, sort_keys=False, width=120, default_flow_style=None)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:
-        file.write(text)
-    Path(file.name).replace(target)
+    text += yaml.safe_dump({"fingerprint": fingerprint(plan.graph)}, sort_keys=False, width=120)
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def fingerprint(graph: Graph) -> dict[str, str]:
@@ -62,7 +66,7 @@ def read_plan(path: Path, graph: Graph) -> Plan:
     if not path.is_file():
         raise PlanError(f"there is no plan file {path}", remedy="check the path, or write a recipe such as dp=2")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} is not readable as YAML: {error}", remedy="save the plan again") from None
     if not isinstance(data, Mapping) or data.get("weft_plan") != VERSION:

@@ -74,7 +74,7 @@ def _check_key(key: str, text: str) -> None:
     known = f"available: {', '.join(KEYS)}"
     if key in LATER:
         raise PlanError(f"{key} is not available in this version", place=f"recipe {text!r}", remedy=known)
-    near = difflib.get_close_matches(key, (*KEYS, *LATER), n=1)
+    near = difflib.get_close_matches(key, (*KEYS, *LATER), n=1, cutoff=0.5)
     raise PlanError(
         f"{key!r} is no setting of a recipe" if key else "a setting is empty",
         place=f"recipe {text!r}",

@@ -20,7 +20,7 @@ from weft.plan.chains import choose_chains
 from weft.plan.colors import TensorDim, find_colors
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy, is_count
-from weft.plan.select import is_path, module_of
+from weft.plan.select import Selection, inside, is_path, module_of
 
 BatchDims = Mapping[str, int | None] | Sequence[int | None]
 
@@ -149,7 +149,7 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     for devices, ops in placed.items():
         plan = plan.assign(ops, devices)
     for chain in chains:
-        plan = _recompute_together(plan, list(chain.members))
+        plan = _recompute_together(plan, plan.select(chain.members))
     return plan
 
 
@@ -190,19 +190,22 @@ def recompute(plan: Plan, pattern: str) -> Plan:
         pattern: of module paths (`layers.*`, everything inside included), or any selection, recomputed as one.
     """
     if not is_path(pattern):
-        return _recompute_together(plan, list(plan.select(pattern).names))
+        return _recompute_together(plan, plan.select(pattern))
     modules = pattern.removesuffix(".**")
-    inside = plan.select(f"{modules}.**")
+    chosen = plan.select(f"{modules}.**")
     # one call of a module is a run of ops; the next call of it comes after others
-    for module, run in itertools.groupby(plan.graph.ops, lambda op: module_of(modules, op) if op in inside else None):
+    for module, run in itertools.groupby(plan.graph.ops, lambda op: module_of(modules, op) if op in chosen else None):
         if module is not None:
-            plan = _recompute_together(plan, [op.name for op in run])
+            ops, whole = plan.select(run), inside(plan.graph, module)
+            plan = _recompute_together(plan, whole if whole == ops else ops)
     return plan
 
 
-def _recompute_together(plan: Plan, ops: list[str]) -> Plan:
-    free = [op for op in ops if plan.decision(op).recompute is None and plan.graph.by_name[op].recompute is None]
-    return plan.trans(free, primitives.recompute()) if free else plan
+def _recompute_together(plan: Plan, ops: Selection) -> Plan:
+    free = [op.name for op in ops if plan.decision(op).recompute is None and op.recompute is None]
+    if not free:
+        return plan
+    return plan.trans(ops if len(free) == len(ops) else free, primitives.recompute())
 
 
 def _cut_all(plan: Plan, cuts: Mapping[str, CutBy]) -> Plan:

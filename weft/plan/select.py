@@ -114,6 +114,11 @@ def match(
     return Selection(graph, found, "" if where else text)
 
 
+def inside(graph: Graph, module: str) -> Selection:
+    """All ops that a module and the modules in it ran."""
+    return match(graph, f"{glob.escape(module)}.**" if module else "**")
+
+
 def operator_name(op: Op) -> str:
     """The last part of an op's name: `view_2` of `h.0.attn/view_2`."""
     return op.name.rpartition("/")[2]
@@ -135,7 +140,7 @@ class _ModulePattern:
 
 
 def _module_pattern(text: str) -> _ModulePattern:
-    path, at, call = text.rpartition("@") if "@" in text else (text, "", "*")
+    path, _, call = text.rpartition("@") if "@" in text else (text, "", "*")
     if "@" in path or "." in call:
         raise PlanError(
             f"{text!r} asks for a call of an outer module",

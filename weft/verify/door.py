@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from weft.capture import capture
+from weft.cost.links import load as load_links
 from weft.errors import ModelFileError, PlanError
 from weft.ir.graph import Graph
 from weft.ir.program import Program
@@ -39,6 +40,7 @@ def verify(
     *,
     plan: PlanLike,
     devices: int | None = None,
+    links: str | Path | None = None,
     seed: int = 0,
     tolerance: float = 1e-9,
     say: Say = lambda text: None,
@@ -50,6 +52,7 @@ def verify(
         example: the batch of one optimizer step, if a module was given.
         plan: a recipe string (`dp=2,tp=2`), a plan file, `path.py:function`, a Plan, or a function of the Graph.
         devices: how many there are; as many as the plan needs if not given.
+        links: a file written by `weft profile`; gloo's built-in costs if not given.
         seed: of the random stream that both sides draw from.
         tolerance: the largest difference that still counts as equal.
         say: is told what is being done, for a progress display.
@@ -60,7 +63,8 @@ def verify(
     graph = plan.graph if isinstance(plan, Plan) else capture_subject(subject)
     check_fit(graph, subject)
     say("lowering the plan")
-    program = lower(make_plan(plan, graph, subject, devices))
+    made = make_plan(plan, graph, subject, devices)
+    program = lower(made, links=None if links is None else load_links(links))
     say("checking the program")
     report = check(program)
     result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)

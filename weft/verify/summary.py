@@ -17,7 +17,12 @@ from weft.verify.locate import walk
 
 def summarize(program: Program, report: Report) -> dict[str, Any]:
     """Numbers about a Program."""
-    return {"operators": len(program.graph.ops), "axes": axes_of(program), "check": asdict(report)}
+    return {
+        "operators": len(program.graph.ops),
+        "axes": axes_of(program),
+        "check": asdict(report),
+        "proven": str(report),
+    }
 
 
 def axes_of(program: Program) -> dict[str, Any]:

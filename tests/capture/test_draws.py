@@ -1,0 +1,133 @@
+"""Random ops are numbered as an eager run draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.capture.compare import assert_same
+from weft.capture import capture
+from weft.errors import CaptureError
+from weft.ir.graph import Graph
+
+X = torch.randn(2, 4, 8, dtype=torch.float64)
+
+
+class Seen(TorchDispatchMode):
+    """The primitive draws of an eager run: operator and number of elements drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.is_quiet(func, args):
+            self.draws.append(result.numel() if isinstance(result, Tensor) else result[0].numel())
+        return result
+
+    @staticmethod
+    def is_quiet(func: Any, args: tuple[Any, ...]) -> bool:
+        names = [argument.name for argument in func._schema.arguments]
+        return "dropout_p" in names and (len(args) <= names.index("dropout_p") or not args[names.index("dropout_p")])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.linear(x))
+
+
+class Draws(nn.Module):
+    """Every way of drawing; sizes tell the draws apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.nothing, self.all, self.rows = nn.Dropout(0.0), nn.Dropout(1.0), nn.Dropout1d(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layer(x)  # 64 each
+        torch.rand(5)  # dead, and yet a draw
+        if torch.rand([]) < 0.0:
+            return x.sum()
+        x = self.rows(self.nothing(x)) + self.all(x)
+        x = x + torch.rand(4, 1, dtype=x.dtype) + torch.bernoulli(torch.full((8,), 0.5, dtype=x.dtype))
+        x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
+        x = F.scaled_dot_product_attention(x, x, x)
+        x = F.dropout(x[:1], 0.5, self.training) + F.dropout(x[:1], 0.5, False)
+        noise = torch.empty(3, dtype=x.dtype).normal_(0, 2)
+        noise.uniform_(-1, 1)
+        noise = noise * torch.empty(3, dtype=x.dtype).bernoulli_(0.5)
+        return (
+            x.sum() + noise.sum() + torch.randn_like(x).sum() + torch.randint(3, (7,)).sum() + torch.randperm(9).sum()
+        )
+
+
+@pytest.mark.smoke
+def test_one_eager_draw_per_numbered_op() -> None:
+    module = Draws().double()
+    graph = assert_same_draws(module, X)
+    attention = [op.draw is not None for op in graph.ops if op.kind == "scaled_dot_product_attention"]
+    assert attention == [True, False]
+    assert [op.draw for op in graph.ops if op.path == "layer.drop"] == [0, 1, 2]
+    assert not any(op.path == "nothing" for op in graph.ops)
+    assert not any(op.kind == "rand" and op.draw in (3, 4) for op in graph.ops), "dead draws are dropped"
+    assert not any(op.constant for op in graph.ops if op.draw is not None)
+
+
+def assert_same_draws(module: nn.Module, x: Tensor) -> Graph:
+    graph = capture(module, x)
+    with Seen() as seen:
+        module(x)
+    numbered = {op.draw: op for op in graph.ops if op.draw is not None}
+    assert max(numbered) < len(seen.draws)
+    missing = [number for number in range(len(seen.draws)) if number not in numbered]
+    dead = [3, 4] if isinstance(module, Draws) else []
+    assert missing == dead
+    for number, op in numbered.items():
+        if op.kind not in ("scaled_dot_product_attention", "feature_dropout"):
+            shape = graph.tensors[op.outputs[0]].sizes
+            assert seen.draws[number] == torch.Size(shape).numel(), op.name
+    return graph
+
+
+def test_no_draws_in_evaluation() -> None:
+    module = nn.Sequential(Layer(), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()).double().eval()
+    graph = assert_same(module, X)
+    assert [op.draw for op in graph.ops] == [None] * len(graph.ops)
+    assert not any("dropout" in op.target for op in graph.ops)
+
+
+class Lines(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "lstm":
+            return self.lstm(x)[0].sum()
+        if self.kind == "random_":
+            return x * torch.empty_like(x).random_(3)
+        return x * torch.rand(8, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("lstm", "several times"), ("random_", "cannot be repeated"), ("generator", "generator")]
+)
+def test_refuses_what_cannot_be_drawn(kind: str, words: str) -> None:
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Lines(kind), X.float())
+    assert "test_draws.py" in caught.value.place and caught.value.remedy

@@ -1,0 +1,160 @@
+"""What cannot be captured faithfully is refused, with the user's line and what to do."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.capture.compare import assert_untouched, state_of
+from weft.capture import capture
+from weft.errors import CaptureError
+
+X = torch.randn(4, 6)
+
+
+class Does(nn.Module):
+    """One forward for each thing that cannot be captured."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.what, self.calls, self.seen, self.table = what, 0, [], {}
+        self.state = SimpleNamespace(steps=0)
+        self.last: Tensor | None = None
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return getattr(self, self.what)(y).sum()
+
+    def branch(self, y: Tensor) -> Tensor:
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+    def item(self, y: Tensor) -> Tensor:
+        return y * y.max().item()
+
+    def to_list(self, y: Tensor) -> Tensor:
+        return y * y[0].tolist()[0]
+
+    def nonzero(self, y: Tensor) -> Tensor:
+        return y[y > 0]
+
+    def loop(self, y: Tensor) -> Tensor:
+        return y[: int(y.argmax())]
+
+    def layer_drop(self, y: Tensor) -> Tensor:
+        return y if torch.rand([]) < 0.1 else y * 2
+
+    def python_random(self, y: Tensor) -> Tensor:
+        return y * random.random()
+
+    def numpy_random(self, y: Tensor) -> Tensor:
+        return y * float(np.random.rand())
+
+    def numpy_generator(self, y: Tensor) -> Tensor:
+        return y * float(self.generator.random())
+
+    def counts(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y
+
+    def grows(self, y: Tensor) -> Tensor:
+        self.seen.append(y.shape)
+        return y
+
+    def fills(self, y: Tensor) -> Tensor:
+        self.table["shape"] = tuple(y.shape)
+        return y
+
+    def steps(self, y: Tensor) -> Tensor:
+        self.state.steps += 1
+        return y
+
+    def keeps(self, y: Tensor) -> Tensor:
+        self.last = y
+        return y
+
+    def creates(self, y: Tensor) -> Tensor:
+        self.fresh = 3
+        return y
+
+    def fails(self, y: Tensor) -> Tensor:
+        raise KeyError("no such thing")
+
+
+CASES = [
+    ("branch", "depends on the values", "if y.sum() > 0:"),
+    ("item", "taken from the values", "y.max().item()"),
+    ("to_list", "values", "y[0].tolist()[0]"),
+    ("nonzero", "depends on the values", "return y[y > 0]"),
+    ("loop", "values", "y[: int(y.argmax())]"),
+    ("layer_drop", "depends on the values", "torch.rand([]) < 0.1"),
+    ("python_random", "random generator", "y * random.random()"),
+    ("numpy_random", "random generator", "float(np.random.rand())"),
+    ("numpy_generator", "attribute generator", "float(self.generator.random())"),
+    ("counts", "attribute calls", "self.calls += 1"),
+    ("grows", "attribute seen", "self.seen.append(y.shape)"),
+    ("fills", "attribute table", 'self.table["shape"]'),
+    ("steps", "attribute state", "self.state.steps += 1"),
+    ("keeps", "attribute last", "self.last = y"),
+    ("creates", "attribute fresh", "self.fresh = 3"),
+    ("fails", "KeyError", "raise KeyError"),
+]
+
+
+@pytest.mark.parametrize(("what", "words", "line"), CASES, ids=[case[0] for case in CASES])
+def test_refused(what: str, words: str, line: str) -> None:
+    module = Does(what)
+    before = state_of(module)
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(module, X)
+    error = caught.value
+    assert error.place.startswith("tests/capture/test_refusals.py:") and line in error.place
+    assert error.remedy
+    assert_untouched(module, before)
+    assert module.calls == 0 and module.seen == [] and module.table == {}
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return self.seen.sum()
+
+
+def test_buffer_that_grows() -> None:
+    with pytest.raises(CaptureError, match="buffer seen") as caught:
+        capture(Grows(), X)
+    assert "test_refusals.py" in caught.value.place
+
+
+def test_reads_of_attributes_are_no_changes() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.table = [1, 2], {"a": 3.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps = [1, 2]
+            return x.sum() * self.steps[1] * self.table["a"]
+
+    assert capture(Reads(), X).loss is not None
+
+
+def test_interrupt_is_not_swallowed() -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(Interrupted(), X)

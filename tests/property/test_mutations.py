@@ -1,0 +1,103 @@
+"""The static check against seeded faults: every wrong Program is refused, no right one is.
+
+Truth is a run on emulated ranks compared with one device; the verdict is whether `check` raises a CheckError. Any other
+exception of the check is a failure: it must end in a CheckError, whatever it is given.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.property.harness import differences, run_program
+from tests.property.mutate import KINDS, mutant
+from tests.property.samples import Sample, samples
+from weft.errors import CheckError
+from weft.ir.program import Program
+from weft.lower.check import check
+
+QUICK, FULL = 2000, 20_000
+
+
+@dataclass
+class Tally:
+    """What became of the mutants."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    missed: list[str] = field(default_factory=list)
+    false_alarms: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = "  ".join(f"{name}: {number}" for name, number in sorted(self.counts.items()))
+        return f"{kinds}\nmissed {len(self.missed)}, false alarms {len(self.false_alarms)}, broken {len(self.broken)}"
+
+
+def runs_well(sample: Sample, program: Program) -> str:
+    """Why the program is wrong, by running it; "" if it is right."""
+    try:
+        found = run_program(
+            program, sample.case.state, sample.case.inputs, book=sample.book, timeout=5, exact=False
+        )
+    except Exception as error:  # noqa: BLE001  a program that fails in any way is wrong
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    wrong = differences(found, sample.expected)
+    return f"differs: {wrong}" if wrong else ""
+
+
+def judge(sample: Sample, kind: str, program: Program, told: str, tally: Tally) -> None:
+    """Compare the verdict with the truth."""
+    refused = ""
+    try:
+        check(program, sample.book)
+    except CheckError as error:
+        refused = error.message.partition("\n")[0]
+    except Exception:  # noqa: BLE001  the check must not end otherwise
+        tally.broken.append(f"{told}\n{traceback.format_exc(limit=-4)}")
+        return
+    truth = runs_well(sample, program)
+    tally.counts[f"{kind} ({'wrong' if truth else 'right'})"] += 1
+    if truth and not refused:
+        tally.missed.append(f"{told}\n    {truth}")
+    if refused and not truth:
+        tally.false_alarms.append(f"{told}\n    {refused}")
+
+
+def run_mutants(seeds: range, num_random: int) -> Tally:
+    pool, tally, done = samples(num_random), Tally(), 0
+    for sample in pool:
+        check(sample.program, sample.book)
+        assert not runs_well(sample, sample.program), sample.name
+    seed = seeds.start
+    while done < len(seeds):
+        seed += 1
+        rng = random.Random(seed)
+        sample = pool[rng.randrange(len(pool))]
+        made = mutant(sample.program, rng)
+        if made is not None:
+            judge(sample, made[0], made[1], f"{made[0]} of {sample.name}, seed {seed}", tally)
+            done += 1
+    return tally
+
+
+def expect_clean(tally: Tally) -> None:
+    print(f"\n{tally}")
+    for told in (*tally.broken[:5], *tally.missed[:10], *tally.false_alarms[:20]):
+        print(told)
+    assert len(KINDS) >= 10
+    assert not tally.broken
+    assert not tally.missed
+    assert not tally.false_alarms
+
+
+def test_mutants() -> None:
+    expect_clean(run_mutants(range(QUICK), 12))
+
+
+@pytest.mark.full
+def test_many_mutants() -> None:
+    expect_clean(run_mutants(range(10**6, 10**6 + FULL), 60))
