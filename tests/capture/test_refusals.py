@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.capture.compare import assert_untouched, state_of
 from weft.capture import capture
@@ -158,3 +159,77 @@ def test_interrupt_is_not_swallowed() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         capture(Interrupted(), X)
+
+
+class Meddles(nn.Module):
+    """Acts on autograd from inside forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.what == "hook":
+            y.register_hook(lambda grad: grad * 2)
+        if self.what == "grad":
+            (y,) = torch.autograd.grad(y.pow(2).sum(), self.linear.weight, create_graph=True)
+        if self.what == "freeze":
+            self.linear.weight.requires_grad_(False)
+        if self.what == "function":
+            y = Noisy.apply(y)
+        return y.sum()
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "line"),
+    [
+        ("hook", "gradient hook", "y.register_hook("),
+        ("grad", "autograd.grad", "torch.autograd.grad("),
+        ("freeze", "freezes", "test_refusals.py"),
+        ("function", "Noisy draws random numbers", "torch.rand_like(x)"),
+    ],
+)
+def test_refuses_meddling(what: str, words: str, line: str) -> None:
+    module = Meddles(what)
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(module, X)
+    assert line in caught.value.place and caught.value.remedy
+    assert module.linear.weight.requires_grad
+
+
+def test_refuses_hooks() -> None:
+    module = nn.Sequential(nn.Linear(6, 6))
+    handle = module[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="the module 0 has backward hooks"):
+        capture(module, X)
+    handle.remove()
+    module[0].weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(CaptureError, match=r"the parameter 0\.weight has gradient hooks"):
+        capture(module, X)
+
+
+def test_refuses_unseen_gradient_in_reentrant_checkpoint() -> None:
+    class Adapts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * 2).requires_grad_(True)
+            return checkpoint(self.linear, y, use_reentrant=True).sum()
+
+    with pytest.raises(CaptureError, match="reentrant") as caught:
+        capture(Adapts(), X)
+    assert "requires_grad_(True)" in caught.value.place

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tests.capture.compare import assert_same
@@ -206,9 +207,21 @@ def test_bad_examples() -> None:
         capture(module, torch.zeros(2, 6, device="meta"))
     with pytest.raises(CaptureError, match="the example is a str"):
         capture(module, "x")
-    with pytest.raises(CaptureError, match="does not fit Linear.forward"):
+    with pytest.raises(CaptureError, match="does not fit Linear"):
         capture(module, (X.float(), X.float()))
-    with pytest.raises(CaptureError, match="does not fit Linear.forward"):
+    with pytest.raises(CaptureError, match="does not fit Linear"):
         capture(module, {"y": X.float()})
     with pytest.raises(CaptureError, match="could not be traced"):
         capture(module, torch.zeros(2, 5))
+
+
+def test_module_without_values() -> None:
+    with torch.device("meta"):
+        hollow = Parts()
+    hollow.second.weight = hollow.first.weight
+    before = [id(parameter) for parameter in hollow.parameters()]
+    assert names(capture(hollow, X.float())) == names(capture(Parts(), X.float()))
+    assert [id(parameter) for parameter in hollow.parameters()] == before
+    with FakeTensorMode():
+        fake = Parts()
+    assert names(capture(fake, X.float())) == names(capture(Parts(), X.float()))

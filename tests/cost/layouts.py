@@ -29,9 +29,11 @@ def table(size: int, parts: list[int], style: str) -> tuple[Ranges, ...]:
         return cut_table([Cut("n", (1,) * count, (third,) * 3, third) for count in parts])
     intervals = [(0, size)]
     for count in parts:
-        shares = {"uneven": tuple(range(count, 0, -1)), "empty": (1,) + (0,) * (count - 2) + (1,)}.get(
-            style, (1,) * count
-        )
+        shares = (1,) * count
+        if style == "uneven":
+            shares = tuple(range(count, 0, -1))
+        if style == "empty":
+            shares = tuple(int(i in (0, count - 1)) for i in range(count))
         intervals = [piece for interval in intervals for piece in share_out(interval, shares)]
     found = [whole_or_part(interval) for interval in intervals]
     return tuple(reversed(found)) if style == "reversed" else tuple(found)
@@ -79,7 +81,8 @@ def odd() -> Iterator[Layout]:
         for roles in itertools.product(ROLES, repeat=len(on.axes)):
             yield layout(on, roles)
     for style in ("uneven", "empty", "grouped", "reversed"):
-        for on in (grid((8,)), grid((4, 2)), grid((2, 2, 2)), GRIDS[10]):
+        cubes = (grid((2, 2, 2)),) if style in ("uneven", "grouped") else ()
+        for on in (grid((8,)), grid((4, 2)), GRIDS[10], *cubes):
             for roles in itertools.product(ROLES, repeat=len(on.axes)):
                 if any(role.kind == "split" for role in roles):
                     yield layout(on, roles, style)

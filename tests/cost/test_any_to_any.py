@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -12,50 +13,61 @@ from hypothesis import strategies as st
 from tests.cost.executor import Parts, check_parts, make_parts, run_routes, run_transfers, whole_tensor
 from tests.cost.layouts import SHAPE, everything, grid, layout
 from weft.cost.links import default_links
+from weft.cost.moves import GridMoves
 from weft.cost.refine import coalesce, common, same_parts
 from weft.cost.reshard import Resharder
 from weft.ir.layout import COPY, PARTIAL, Layout, split, verify_layout
 from weft.ir.program import Move
+from weft.ir.routes import routes
 
 LAYOUTS = everything()
 WHOLE = whole_tensor(SHAPE)
 PARTS = {found: make_parts(found, WHOLE) for found in LAYOUTS}
 CHUNKS = 16
+BYTES = (8, 1 << 22)
+"""Per element: with few bytes latencies decide on the path, with many the bytes."""
 
 
-def carry(source: Layout, target: Layout, resharder: Resharder) -> None:
-    """Run the cheapest path, twice, and look at every part."""
-    check_path(resharder.path(source, target, 8), source, target, PARTS[source], WHOLE)
-
-
-def check_path(moves: tuple[Move, ...], source: Layout, target: Layout, parts: Parts, whole: np.ndarray) -> None:
+def carry(moves: tuple[Move, ...], source: Layout, parts: Parts, whole: np.ndarray) -> tuple[Layout, Parts]:
+    """Run moves by each device's transfers and look at every part on the way."""
     now = source
     for move in moves:
         verify_layout(move.target)
         assert same_parts(now, move.source)
-        by_routes, by_transfers = run_routes(move, parts), run_transfers(move, parts)
-        check_parts(move.target, by_routes, whole)
-        assert by_routes.keys() == by_transfers.keys()
-        assert all((by_routes[at] == by_transfers[at]).all() for at in by_routes)
-        parts, now = by_routes, move.target
-    assert same_parts(now, target)
-    check_parts(target, parts, whole)
+        parts, now = run_transfers(move, parts), move.target
+        check_parts(now, parts, whole)
+    return now, parts
+
+
+def carry_twice(moves: tuple[Move, ...], source: Layout, parts: Parts, whole: np.ndarray) -> Layout:
+    """By transfers, and by routes: the same to the last bit."""
+    now, by_transfers = carry(moves, source, parts, whole)
+    for move in moves:
+        parts = run_routes(move, parts)
+    assert parts.keys() == by_transfers.keys()
+    assert all((parts[at] == by_transfers[at]).all() for at in parts)
+    return now
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_sampled_pairs(chunk: int) -> None:
     draw = random.Random(chunk)
-    resharder = Resharder(default_links("gloo" if chunk % 2 else "nccl"))
+    resharder, itemsize = Resharder(default_links("gloo" if chunk % 2 else "nccl")), BYTES[chunk // 2 % 2]
     for _ in range(2000 // CHUNKS):
-        carry(draw.choice(LAYOUTS), draw.choice(LAYOUTS), resharder)
+        source, target = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
+        reached = carry_twice(resharder.path(source, target, itemsize), source, PARTS[source], WHOLE)
+        assert same_parts(reached, target)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_every_pair(number: int) -> None:
-    resharder = Resharder(default_links("nccl" if number % 2 else "gloo"))
+    """Gradients flow back between the gradients' layouts, partial ones among them: these are pairs of this list too."""
+    resharder, itemsize = Resharder(default_links("nccl" if number % 2 else "gloo")), BYTES[number // 2 % 2]
+    source = LAYOUTS[number]
     for target in LAYOUTS:
-        carry(LAYOUTS[number], target, resharder)
+        reached, _ = carry(resharder.path(source, target, itemsize), source, PARTS[source], WHOLE)
+        assert same_parts(reached, target)
 
 
 def test_the_parts_made_for_these_tests_are_themselves_right() -> None:
@@ -74,6 +86,25 @@ def test_layouts_on_a_common_grid_hold_the_same_parts() -> None:
             assert pair[0].grid == pair[1].grid
             assert same_parts(pair[0], source) and same_parts(pair[1], target)
     assert found > 100
+
+
+def test_grid_moves_stay_on_the_fibers_of_the_axes_they_change() -> None:
+    draw, found = random.Random(1), 0
+    while found < 60:
+        pair = common(coalesce(draw.choice(LAYOUTS)), coalesce(draw.choice(LAYOUTS)))
+        if pair is None:
+            continue
+        found += 1
+        for move, seconds in GridMoves(pair[1], 8, default_links("nccl")).after(pair[0]):
+            assert seconds > 0
+            changed = {i for i, role in enumerate(move.source.roles) if role != move.target.roles[i]}
+            # Between tables of one dim no role changes: the axes that split it do the work.
+            sorted_dims = [dim for dim, table in enumerate(move.source.ranges) if table != move.target.ranges[dim]]
+            axes = changed or {axis for dim in sorted_dims for axis in move.source.axes_of[dim]}
+            cells = move.source.grid.cells_on
+            for route in routes(move.source, move.target):
+                (here,), (there,) = cells[route.source_device], cells[route.target_device]
+                assert all(a == b for i, (a, b) in enumerate(zip(here, there, strict=True)) if i not in axes), move
 
 
 SIZES = ((), (1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2), (1, 3, 2))
@@ -101,7 +132,7 @@ def test_any_shape_any_devices(data: st.DataObject) -> None:
     whole = whole_tensor(shape)
     parts = make_parts(source, whole)
     check_parts(source, parts, whole)
-    for backend in ("gloo", "nccl"):
-        moves = Resharder(default_links(backend)).path(source, target, 4)
-        check_path(moves, source, target, parts, whole)
+    for backend, itemsize in itertools.product(("gloo", "nccl"), BYTES):
+        moves = Resharder(default_links(backend)).path(source, target, itemsize)
+        assert same_parts(carry_twice(moves, source, parts, whole), target)
         assert bool(moves) != same_parts(source, target)

@@ -113,7 +113,7 @@ def reductions() -> dict[str, list[Form]]:
         "aten.msort.default": [form(x)],
         "aten.topk.default": [form(x, 2, 1), form(x, 3, 1)],
         "aten.diff.default": [form(x, 1, 1)],
-        "aten.cosine_similarity.default": [form(x, r(4, 3, 2), 1), form(x, r(3, 2), -1)],
+        "aten.cosine_similarity.default": [form(x, r(4, 3, 2), 1), form(x, r(3, 2), -1), form(x, r(2), 1)],
         "aten.cross.default": [form(x, r(4, 3, 2), 1), form(x, r(4, 3, 2))],
         "aten.linalg_cross.default": [form(r(4, 3), r(4, 3)), form(x, r(4, 3, 2), dim=1)],
         "aten.linalg_vecdot.default": [form(x, r(4, 3, 2)), form(x, r(4, 3, 2), dim=1)],

@@ -109,6 +109,8 @@ def test_what_a_plan_accepts_as_ops() -> None:
     assert plan.select(["layers.0.fc", GRAPH.ops[1]]) == plan.select("layers.0.**")
     with pytest.raises(PlanError):
         plan.select(["layers.0.fc", "nothing"])
+    with pytest.raises(PlanError, match="selected in another graph"):
+        plan.select(match(odd_graph(), "act"))
 
 
 def test_parameters() -> None:

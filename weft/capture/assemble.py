@@ -31,7 +31,7 @@ def assemble(
     ops = mark_constants(live(builder.ops, wanted), state, updates)
     used = wanted | {name for op in ops for name in op.inputs}
     constants = [constant for constant in state.constants if constant.name in used]
-    ops, names = final_names(ops, state, example, constants)
+    named_ops, names = final_names(ops, state, example, constants)
     return Graph(
         name=type(module).__name__,
         tensors={new: replace(builder.tensors[old], name=new) for old, new in names.items()},
@@ -45,7 +45,7 @@ def assemble(
             for stored in state.buffers
         ),
         constants={names[constant.name]: constant.value for constant in constants},
-        ops=ops,
+        ops=named_ops,
         outputs=tuple(named(name, names) for name in outputs),
         loss=None if output.loss is None else named(outputs[output.loss], names),
         in_spec=example.spec,

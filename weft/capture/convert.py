@@ -1,15 +1,15 @@
 """FX nodes -> Ops.
 
-Enters: a `Trace`. Leaves: a `Builder` full of Ops in execution order and a `Converted` that says which working names are
-inputs, parameters, buffers and outputs. On the way grad-mode and autocast regions become contexts of single ops,
-checkpoint markers become region numbers, in-place operators their twins, multi-output operators lose their getitems,
-assertions and size arithmetic disappear.
+Enters: a traced FX graph, and a handle for each of its placeholders. Leaves: a `Builder` full of Ops in execution
+order, and handles of the outputs. On the way grad-mode and autocast regions become contexts of single ops, checkpoint
+markers become region numbers, in-place operators their twins, multi-output operators lose their getitems, assertions
+and size arithmetic disappear.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,6 +123,12 @@ class Converter:
             return
         number, reentrant, tensors = args
         flows = not reentrant or any(self.builder.needs_grad(handle.name) for handle in tensors)
+        if not flows and self.found.requires:
+            raise CaptureError(
+                "a reentrant checkpoint whose inputs may require a gradient only by requires_grad_()",
+                place=self.found.requires,
+                remedy="checkpoint(..., use_reentrant=False)",
+            )
         self.regions.append((number, flows))
 
     def function(self, args: tuple[Any, ...], node: fx.Node, context: Context) -> list[Handle]:
@@ -184,7 +190,7 @@ class Converter:
         return view
 
     def without_empty(self, handles: Sequence[Handle], context: Context) -> list[Handle]:
-        """`cat` lets a tensor of shape (0,) stand beside tensors of any rank: it adds nothing, and has no dim to cut."""
+        """`cat` lets a tensor of shape (0,) stand beside tensors of any rank: it adds nothing and has no dim to cut."""
         fakes = [self.builder.fakes[read(handle, self.builder, context)] for handle in handles]
         kept = [handle for handle, fake in zip(handles, fakes, strict=True) if fake.shape != (0,)]
         same_dtype = len({fake.dtype for fake in fakes}) == 1
@@ -232,7 +238,7 @@ class Converter:
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, draw: int | None
     ) -> Handle:
         """`torch.add(a, b, out=c)`: the functional overload, then written into c."""
-        out = kwargs["out"]
+        out: Handle = kwargs["out"]
         given = {key: value for key, value in kwargs.items() if key != "out"}
         twin = twin_of(target, context)
         refs, named = self.resolve(args, context), self.resolve(given, context)
@@ -241,7 +247,7 @@ class Converter:
         write(
             out, result_of(torch.ops.aten.copy_.default, copy, {}, self.builder, context, None), self.builder, context
         )
-        return out  # type: ignore[no-any-return]
+        return out
 
 
 def address_of(node: fx.Node) -> tuple[str, int]:
@@ -291,7 +297,7 @@ def is_cat_of_one(target: OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def storage_of(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def fresh(name: str, value: torch.Tensor, kind: str = "op", label: str = "") -> Handle:

@@ -23,8 +23,9 @@ UNTAGGED = frozenset({"random", "binomial", "_sample_dirichlet"})
 
 
 def name_of(target: OpOverload) -> str:
-    """`dropout` of `aten.dropout.default`, `add_` of `aten.add_.Tensor`."""
-    return str(target).split(".")[1]
+    """`dropout` of `aten.dropout.default`, `add_` of `aten.add_.Tensor`; `my::op` of a library of the user's."""
+    library, name, _ = str(target).split(".")
+    return name if library == "aten" else f"{library}::{name}"
 
 
 def bound(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def drops_nothing(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
     if name not in DROPOUT or name == "native_dropout":
         return False
     values = bound(target, args, kwargs)
-    return not values["train"] or values["p"] == 0 or is_empty
+    return not values["train"] or bool(values["p"] == 0) or is_empty
 
 
 def is_random(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str) -> bool:
@@ -57,7 +58,7 @@ def is_random(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
     if name in DROPOUT:
         return bool(values["train"]) and 0 < values["p"] < 1
     if name in ATTENTION:
-        return 0 < values["dropout_p"] < 1
+        return bool(0 < values["dropout_p"] < 1)
     if name in RECURRENT:
         return False
     if name == "rrelu":

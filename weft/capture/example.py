@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from weft.capture.source import relative
 from weft.errors import CaptureError
 
 
@@ -46,7 +47,8 @@ def flatten_example(module: nn.Module, example: Any) -> Example:
     """The example as leaves; refuses what forward does not take and tensors without values."""
     args, kwargs = split_example(example)
     register_dataclasses((args, kwargs))
-    pairs, spec = pytree.tree_flatten_with_path((args, kwargs))
+    found, spec = pytree.tree_flatten_with_path((args, kwargs))
+    pairs: list[tuple[Any, Any]] = list(found)
     tops = argument_names(module, args, kwargs)
     tensors, wheres, names = [], [], []
     for position, (path, leaf) in enumerate(pairs):
@@ -107,7 +109,7 @@ def forward_place(module: nn.Module) -> str:
     """Where a module's forward is written."""
     function = inspect.unwrap(module.forward)
     code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
+    return f"{relative(code.co_filename)}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
 
 
 def key_name(key: Any) -> str:
@@ -120,11 +122,17 @@ def key_name(key: Any) -> str:
 
 def register_dataclasses(tree: Any) -> None:
     """Let pytree see into the dataclasses of a tree, as `torch.export.register_dataclass` does."""
-    for leaf in pytree.tree_leaves(tree):
-        if is_dataclass(leaf) and not isinstance(leaf, type | torch.Tensor):
-            if type(leaf) not in pytree.SUPPORTED_NODES:
-                torch.export.register_dataclass(type(leaf))
-            register_dataclasses(pytree.tree_flatten(leaf, is_leaf=lambda node: node is not leaf)[0])
+    while unknown := {type(leaf) for leaf in pytree.tree_leaves(tree) if holds_tensor(leaf)}:
+        for kind in unknown:
+            torch.export.register_dataclass(kind)
+
+
+def holds_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a dataclass with tensors in it, possibly deeper down."""
+    if not is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor):
+        return False
+    inner = pytree.tree_leaves([getattr(leaf, item.name) for item in fields(leaf)])
+    return any(isinstance(item, torch.Tensor) or holds_tensor(item) for item in inner)
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,6 @@ def dynamic_shapes(example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> 
                     f"dynamic dim {dim} of {example.names[i]} has size {value.shape[dim]} in the example",
                     remedy="an example with at least 2 there: sizes 0 and 1 behave unlike all others",
                 )
-        dims = {dim % value.dim() for dim in wanted.get(i, ())}
-        specs.append({dim: torch.export.Dim.DYNAMIC for dim in sorted(dims)} or None)
+        sorted_dims = sorted({dim % value.dim() for dim in wanted.get(i, ())})
+        specs.append(dict.fromkeys(sorted_dims, torch.export.Dim.DYNAMIC) or None)
     return specs

@@ -31,7 +31,7 @@ TWINS = {
     "aten.transpose_.default": aten.transpose.int,
 }
 """Twins that go by another name."""
-RESHAPING = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ swapdims_ detach_".split())
+RESHAPING = frozenset(["unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_"])
 """In-place operators that change how a tensor is seen, not its values."""
 
 
@@ -97,7 +97,7 @@ def check_writable(handle: Handle, builder: Builder, context: Context) -> None:
         )
     if builder.needs_grad(read(root, builder, context)) and not follows:
         raise CaptureError(
-            "a tensor that needs a gradient is changed in place where autograd does not see it (no_grad, detach, .data)",
+            "a tensor that needs a gradient is changed in place unseen by autograd (no_grad, detach, .data)",
             place=context.place,
             remedy="compute a new tensor instead of changing this one",
         )
@@ -108,7 +108,7 @@ def twin_of(target: OpOverload, context: Context) -> OpOverload:
     special = TWINS.get(str(target))
     if special is not None:
         return special
-    packet = getattr(aten, name_of(target).removesuffix("_"), None)
+    packet = getattr(aten, name_of(target).removesuffix("_"), None) if target.namespace == "aten" else None
     for overload in [] if packet is None else packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
         if signature(candidate) == signature(target) and not candidate._schema.is_mutable:
@@ -137,7 +137,7 @@ def result_of(
     name = name_of(target)
     old = builder.fakes[args[0].name]
     if name == "copy_" or str(target) == "aten.fill_.Tensor":
-        value = args[1].name
+        value: str = args[1].name
     elif name == "zero_":
         value = builder.emit(aten.fill.Scalar, (args[0], 0), context=context)[0]
     else:

@@ -7,27 +7,37 @@ inside `intercept()`), and an `Interception` that says what they stand for.
   `weft.function(key, tensors)`.
 - `torch.utils.checkpoint`: export erases it. The region becomes `weft.enter(...)` ... `weft.leave(...)`.
 - `torch.rand([]) < 0.0`: a branch on data that can go one way only. It is answered with False.
+- Gradient hooks and `torch.autograd.grad` in forward: refused.
 
 Promised: everything patched is put back, also after an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._ops import _get_dispatch_mode_pre_dispatch  # type: ignore[attr-defined]
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.capture.source import place_here
 from weft.errors import CaptureError
 
+UNMARKED = (
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+    torch.ops.aten.rrelu.default,
+)
+"""Operators that may draw and that torch does not mark as random."""
 FUNCTION, ENTER, LEAVE = "weft.function.default", "weft.enter.default", "weft.leave.default"
 
 
@@ -71,6 +81,8 @@ class Interception:
     outputs: dict[int, Any] = field(default_factory=dict)
     """For each function call, its outputs' tree with True where a tensor stands."""
     regions: int = 0
+    requires: str = ""
+    """The last line that told a tensor to require a gradient."""
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
@@ -94,11 +106,12 @@ class Interception:
         """Shapes and dtypes of an opaque function's outputs; refuses one that writes into its inputs."""
         applied = self.functions[key]
         versions = [tensor._version for tensor in tensors]
-        with torch.no_grad():
+        with torch.no_grad(), NoDraws(applied.name):
             outputs = original_apply(applied.cls, *pytree.tree_unflatten(applied.arguments(tensors), applied.spec))
         if versions != [tensor._version for tensor in tensors]:
             raise CaptureError(
                 f"the autograd.Function {applied.name} changes its input in place",
+                place=place_here(),
                 remedy="return a new tensor from its forward",
             )
         flat, spec = pytree.tree_flatten(outputs)
@@ -142,25 +155,66 @@ def original_apply(cls: type, *args: Any) -> Any:
     return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
 
 
-class LayerDrop(TorchFunctionMode):
-    """Answers `torch.rand(...) < c` with False where c <= 0: a uniform draw is never negative."""
+class Listener(TorchFunctionMode):
+    """Hears every torch function that forward calls.
 
-    def __init__(self) -> None:
+    Answers `torch.rand(...) < c` with False where c <= 0: a uniform draw is never negative. Refuses what acts on
+    autograd itself, which a trace does not see. Notes where a tensor is told to require a gradient.
+    """
+
+    def __init__(self, found: Interception) -> None:
         super().__init__()
+        self.found = found
         self.draws: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less) and len(args) == 2:
-            drawn, bound = args
-            if isinstance(bound, int | float) and bound <= 0 and any(drawn is draw for draw in self.draws):
-                return False
+        if func in REFUSED:
+            raise CaptureError(
+                f"forward {REFUSED[func]}, which a graph of the forward does not hold",
+                place=place_here(),
+                remedy="an autograd.Function with that backward, or do it outside forward",
+            )
+        if func in LESS and len(args) == 2 and self.is_never_less(*args):
+            return False
+        if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
+            self.found.requires = place_here()
         result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)
         return result
+
+    def is_never_less(self, drawn: Any, limit: Any) -> bool:
+        return isinstance(limit, int | float) and limit <= 0 and any(drawn is draw for draw in self.draws)
+
+
+LESS = (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less)
+REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+REFUSED: Mapping[Any, str] = {
+    torch.Tensor.register_hook: "registers a gradient hook",
+    torch.Tensor.backward: "calls backward",
+    torch.autograd.grad: "calls torch.autograd.grad",
+    torch.autograd.backward: "calls torch.autograd.backward",
+}
+
+
+class NoDraws(TorchDispatchMode):
+    """Refuses random draws inside an opaque function: they could not be numbered."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"the autograd.Function {self.name} draws random numbers ({func})",
+                place=place_here(),
+                remedy="draw in the module's forward and pass the numbers in",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -174,9 +228,9 @@ def intercept() -> Iterator[Interception]:
     torch.library.register_fake("weft::function", found.infer, lib=library)
     torch.library.register_fake("weft::enter", lambda region, reentrant, tensors: None, lib=library)
     torch.library.register_fake("weft::leave", lambda region: None, lib=library)
-    # Without outputs the markers look dead to export's own clean-up; random draws count even if dead.
+    # Markers look dead to export's own clean-up, and so do some random operators, whose draws count even if dead.
     lasting = torch.fx.node._side_effectful_functions
-    markers = {torch.ops.weft.enter.default, torch.ops.weft.leave.default, torch.ops.weft.function.default}
+    markers = {torch.ops.weft.enter.default, torch.ops.weft.leave.default, *UNMARKED} - set(lasting)
     _SingleLevelFunction.apply = classmethod(found.apply)  # type: ignore[attr-defined]
     lasting.update(markers)
     try:

@@ -13,6 +13,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
@@ -20,8 +21,8 @@ import torch
 from weft.ir.graph import NOWHERE, Source
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>[^\n]*)(?:\n[ \t]+(?P<text>[^\n]*))?')
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+OURS = f"{Path(__file__).absolute().parents[1]}{os.sep}"
+TORCH = f"{Path(torch.__file__).absolute().parent}{os.sep}"
 LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
@@ -55,8 +56,8 @@ def keep_users_frame(_tracer: object, stack: traceback.StackSummary) -> tracebac
 
 
 def relative(file: str) -> str:
-    inside = os.path.abspath(file).startswith(os.getcwd() + os.sep)
-    return os.path.relpath(file) if inside else file
+    path = Path(file).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def source_of_trace(stack_trace: str | None) -> Source:
@@ -80,3 +81,11 @@ def place_of_frame(frame: FrameType) -> str:
     file = frame.f_code.co_filename
     text = linecache.getline(file, frame.f_lineno).strip()
     return str(Source(relative(file), frame.f_lineno, text))
+
+
+def place_here() -> str:
+    """The line that is running now."""
+    frame = users_frame(traceback.extract_stack())
+    if frame is None or frame.lineno is None:
+        return ""
+    return str(Source(relative(frame.filename), frame.lineno, (frame.line or "").strip()))

@@ -162,7 +162,7 @@ def refuse_overlap(parameters: list[Stored]) -> None:
         value = stored.value
         if value.numel() == 0 or value.device.type == "meta" or isinstance(value, FakeTensor):
             continue
-        key = (value.untyped_storage()._cdata, value.storage_offset())
+        key = (int(value.untyped_storage()._cdata), int(value.storage_offset()))
         if key in seen:
             raise CaptureError(
                 f"the parameters {seen[key]} and {stored.names[0]} share memory but are two Parameter objects",

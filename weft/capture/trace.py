@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 
-from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
-from weft.capture.intercept import Interception, LayerDrop, intercept
+from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
+from weft.capture.intercept import Interception, Listener, intercept
 from weft.capture.refuse import Translating
 from weft.capture.source import keep_users_frame
 from weft.capture.watch import Watch
+from weft.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,19 @@ class Trace:
 class Traced(nn.Module):
     """What export sees: flat tensors in, flat tensors out, the user's module inside, watched."""
 
-    def __init__(self, module: nn.Module, example: Example, seen: Callable[[Output], None]) -> None:
+    def __init__(
+        self, module: nn.Module, example: Example, found: Interception, seen: Callable[[Output], None]
+    ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
-        self.example, self.seen = example, seen
+        self.example, self.found, self.seen = example, found, seen
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.example.arguments(tensors)
         watch = Watch(self.module)
         try:
-            with LayerDrop():
+            with Listener(self.found):
                 result = self.module(*args, **kwargs)
             watch.refuse_changes(lambda: self.module(*args, **kwargs))
             for old, new in watch.updates():
@@ -74,15 +77,17 @@ class Traced(nn.Module):
 def trace(module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> Trace:
     """Export the module on fake tensors."""
     outputs: list[Output] = []
-    traced = Traced(module, example, outputs.append)
+    refuse_hooks(module)
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
         found = stack.enter_context(intercept())
+        traced = Traced(module, example, found, outputs.append)
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
         stack.callback(Watch(module).restore)
+        move_to_fake(module)
         warnings.simplefilter("ignore")
         stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(Translating(module))
@@ -96,3 +101,34 @@ def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
         torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, requires_grad=value.requires_grad)
         for value in example.values
     )
+
+
+def move_to_fake(module: nn.Module) -> None:
+    """Put fake CPU tensors in the place of parameters and buffers that lie on another device, or nowhere (meta)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, torch.Tensor] = {}
+    for sub in module.modules():
+        for stored in (vars(sub)["_parameters"], vars(sub)["_buffers"]):
+            for name, value in stored.items():
+                if value is None or value.device.type == "cpu":
+                    continue
+                if id(value) not in made:
+                    with mode:
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                stored[name] = made[id(value)]
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Hooks that see or change gradients belong to autograd, which runs anew on every device."""
+    for path, sub in module.named_modules():
+        if vars(sub)["_backward_hooks"] or vars(sub)["_backward_pre_hooks"]:
+            raise CaptureError(
+                f"the module {path or 'itself'} has backward hooks",
+                place=forward_place(sub),
+                remedy="remove them before capture",
+            )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(f"the parameter {name} has gradient hooks", remedy="remove them before capture")

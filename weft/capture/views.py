@@ -6,6 +6,7 @@ viewed tensor with the new value in place, as functional operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,6 @@ from weft.errors import CaptureError
 from weft.ir.graph import Ref
 
 aten = torch.ops.aten
-
-SAME_ORDER = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous alias to "
-    "detach lift_fresh _to_copy type_as float double expand expand_as _reshape_alias".split()
-)
-"""Views whose elements stand in the same order: undone by a view of the first shape."""
 
 
 @dataclass(frozen=True)
@@ -46,59 +41,98 @@ class Step:
 
 def put_back(step: Step, builder: Builder, base: str, value: str, context: Context) -> str:
     """The viewed tensor `base` after its view was set to `value`."""
-    name = name_of(step.target)
-    values = bound(step.target, (None, *step.args), step.kwargs)
-    old, new = builder.fakes[base], builder.fakes[value]
-
-    def emit(target: OpOverload, *args: Any) -> str:
-        return builder.emit(target, args, context=context)[0]
-
-    if name in SAME_ORDER and old.numel() == new.numel():
-        if old.shape == new.shape:
-            return value
-        return emit(aten.reshape.default, Ref(value), list(old.shape))
-    if name in ("transpose", "swapaxes", "swapdims"):
-        first, second = [v for key, v in values.items() if key != "self"][:2]
-        return emit(aten.transpose.int, Ref(value), first, second)
-    if name in ("t", "numpy_T"):
-        return emit(aten.permute.default, Ref(value), list(reversed(range(old.dim()))))
-    if name in ("permute", "movedim"):
-        return emit(aten.permute.default, Ref(value), inverse_order(step, old))
-    if name == "select":
-        return emit(aten.select_scatter.default, Ref(base), Ref(value), values["dim"], values["index"])
-    if name == "unbind":
-        return emit(aten.select_scatter.default, Ref(base), Ref(value), values["dim"], step.index)
-    if name == "slice":
-        bounds = [values[key] for key in ("dim", "start", "end", "step")]
-        return emit(aten.slice_scatter.default, Ref(base), Ref(value), *bounds)
-    if name == "narrow":
-        start = values["start"]
-        return emit(aten.slice_scatter.default, Ref(base), Ref(value), values["dim"], start, start + values["length"])
-    if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
-        start, end = piece_bounds(step, builder, base)
-        return emit(aten.slice_scatter.default, Ref(base), Ref(value), values["dim"], start, end)
-    if name == "diagonal":
-        bounds = [values[key] for key in ("offset", "dim1", "dim2")]
-        return emit(aten.diagonal_scatter.default, Ref(base), Ref(value), *bounds)
-    raise CaptureError(
-        f"a tensor is changed in place through the view {step.target}",
-        place=context.place,
-        remedy="compute a new tensor instead (torch.where, torch.cat), or .clone() before changing it",
-    )
+    undo = UNDO.get(name_of(step.target))
+    found = None if undo is None else undo(Written(step, builder, base, value))
+    if found is None:
+        raise CaptureError(
+            f"a tensor is changed in place through the view {step.target}",
+            place=context.place,
+            remedy="compute a new tensor instead (torch.where, torch.cat), or .clone() before changing it",
+        )
+    target, args = found
+    return value if target is None else builder.emit(target, args, context=context)[0]
 
 
-def inverse_order(step: Step, old: torch.Tensor) -> list[int]:
-    """The permutation that undoes a permute or movedim."""
-    marks = torch.empty(tuple(range(2, 2 + old.dim())), device="meta")
-    order = [size - 2 for size in step.target(marks, *step.args, **step.kwargs).shape]
-    return [order.index(dim) for dim in range(old.dim())]
+@dataclass(frozen=True)
+class Written:
+    """A view that was written: the step, the viewed tensor before, the view's new value."""
+
+    step: Step
+    builder: Builder
+    base: str
+    value: str
+
+    def given(self, *names: str) -> tuple[Any, ...]:
+        """Arguments of the view by name."""
+        values = bound(self.step.target, (None, *self.step.args), self.step.kwargs)
+        return tuple(values[name] for name in names)
 
 
-def piece_bounds(step: Step, builder: Builder, base: str) -> tuple[Any, Any]:
-    """Where one output of a split lies in the split dim."""
+Undone = tuple[OpOverload | None, tuple[Any, ...]] | None
+"""Operator and arguments that give the viewed tensor; no operator if it is the value itself; None: impossible."""
+
+
+def same_order(view: Written) -> Undone:
+    """Views whose elements stand in the same order."""
+    old, new = view.builder.fakes[view.base], view.builder.fakes[view.value]
+    if old.shape == new.shape:
+        return None, ()
+    if old.numel() != new.numel():
+        return None  # an expanded tensor: several elements over one memory
+    return aten.reshape.default, (Ref(view.value), list(old.shape))
+
+
+def reordered(view: Written) -> Undone:
+    """Views that permute dims: the inverse permutation, found by trying."""
+    marks = torch.empty(tuple(range(2, 2 + view.builder.fakes[view.base].dim())), device="meta")
+    order = [int(size) - 2 for size in view.step.target(marks, *view.step.args, **view.step.kwargs).shape]
+    return aten.permute.default, (Ref(view.value), [order.index(dim) for dim in range(len(order))])
+
+
+def selected(view: Written) -> Undone:
+    return aten.select_scatter.default, (Ref(view.base), Ref(view.value), *view.given("dim", "index"))
+
+
+def unbound(view: Written) -> Undone:
+    return aten.select_scatter.default, (Ref(view.base), Ref(view.value), *view.given("dim"), view.step.index)
+
+
+def sliced(view: Written) -> Undone:
+    bounds = view.given("dim", "start", "end", "step")
+    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), *bounds)
+
+
+def narrowed(view: Written) -> Undone:
+    dim, start, length = view.given("dim", "start", "length")
+    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), dim, start, start + length)
+
+
+def diagonal(view: Written) -> Undone:
+    return aten.diagonal_scatter.default, (Ref(view.base), Ref(view.value), *view.given("offset", "dim1", "dim2"))
+
+
+def piece(view: Written) -> Undone:
+    """One output of a split: where it lies in the split dim."""
+    step = view.step
     assert step.index is not None
-    with builder.mode:
-        pieces = step.target(builder.fakes[base], *step.args, **step.kwargs)
-    dim = bound(step.target, (None, *step.args), step.kwargs)["dim"]
-    start = sum((piece.shape[dim] for piece in pieces[: step.index]), 0)
-    return start, start + pieces[step.index].shape[dim]
+    with view.builder.mode:
+        pieces = step.target(view.builder.fakes[view.base], *step.args, **step.kwargs)
+    (dim,) = view.given("dim")
+    start = sum((other.shape[dim] for other in pieces[: step.index]), 0)
+    end = start + pieces[step.index].shape[dim]
+    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), dim, start, end)
+
+
+SAME_ORDER = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+              "ravel", "contiguous", "alias", "to", "detach", "type_as", "expand", "expand_as", "_reshape_alias")  # fmt: skip
+REORDERED = ("transpose", "swapaxes", "swapdims", "t", "numpy_T", "permute", "movedim", "moveaxis", "mT")
+UNDO: Mapping[str, Callable[[Written], Undone]] = {
+    **dict.fromkeys(SAME_ORDER, same_order),
+    **dict.fromkeys(REORDERED, reordered),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), piece),
+    "select": selected,
+    "unbind": unbound,
+    "slice": sliced,
+    "narrow": narrowed,
+    "diagonal": diagonal,
+}

@@ -40,6 +40,7 @@ class Watch:
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
+        self.trained = {key: value.requires_grad for key, value in self.parameters.items() if value is not None}
 
     def restore(self) -> None:
         """Put attributes, containers, parameters and buffers back, each the very object that it was."""
@@ -74,8 +75,14 @@ class Watch:
         gone = set(self.attributes) - set(dict(attributes_of(self.module)))
         if gone:
             self.refuse_attribute(min(gone), rerun)
-        if dict(tensors_of(self.module, "_parameters")).keys() != self.parameters.keys():
-            raise CaptureError("forward adds or removes parameters", place=forward_place(self.module))
+        after = dict(tensors_of(self.module, "_parameters"))
+        trained = {key: value.requires_grad for key, value in after.items() if value is not None}
+        if after.keys() != self.parameters.keys() or trained != self.trained:
+            raise CaptureError(
+                "forward adds, removes, freezes or unfreezes parameters",
+                place=forward_place(self.module),
+                remedy="do it before training, outside forward",
+            )
 
     def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
         path, name = key
@@ -144,14 +151,6 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
         return kind, repr(value)
     if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
         return kind, id(value)
-    if isinstance(value, torch.Generator):
-        with _disable_current_modes():
-            return kind, bytes(value.get_state().numpy())
-    if isinstance(value, random.Random):
-        return kind, value.getstate()
-    if kind.__module__.startswith("numpy"):
-        state = getattr(value, "bit_generator", value)
-        return kind, repr(getattr(state, "state", id(value)))
     if isinstance(value, dict):
         items = tuple((fingerprint(key, depth - 1), fingerprint(item, depth - 1)) for key, item in value.items())
         return kind, items
@@ -159,8 +158,20 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
         return kind, tuple(fingerprint(item, depth - 1) for item in value)
     if isinstance(value, set | frozenset):
         return kind, frozenset(fingerprint(item, depth - 1) for item in value)
+    return kind, id(value), object_state(value, depth)
+
+
+def object_state(value: Any, depth: int) -> Any:
+    """The state of a generator; the attributes of any other object."""
+    if isinstance(value, torch.Generator):
+        with _disable_current_modes():
+            return bytes(value.get_state().numpy())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.startswith("numpy"):
+        return repr(getattr(getattr(value, "bit_generator", value), "state", None))
     inner = getattr(value, "__dict__", None)
-    return kind, id(value), None if inner is None else fingerprint(dict(inner), depth - 1)
+    return None if inner is None else fingerprint(dict(inner), depth - 1)
 
 
 def random_states() -> tuple[Any, ...]:

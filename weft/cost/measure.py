@@ -1,8 +1,8 @@
 """Measuring links: what collectives cost between processes of this machine.
 
 In: a backend and a number of processes. Out: the Links of that backend here, for `lower(plan, links=...)`. Each
-collective is timed for a few bytes and for a large buffer; the first gives the latency, the difference of both the rate.
-Times are medians of the slowest rank. The processes meet through a file: no port is opened before the backend's own.
+collective is timed for a few bytes and for a large buffer: the first gives the latency, the difference of the two the
+rate. Times are medians, of the slowest rank. The processes meet through a file and open no port but the backend's own.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from weft.cost.links import Links
 from weft.cost.moves import GridMoves, Priced, carried, largest_part
 from weft.cost.refine import coalesce, common, same_parts
-from weft.ir.layout import COPY, PARTIAL, Layout, even, split
+from weft.ir.layout import COPY, Layout, even, split
 from weft.ir.program import Move
 from weft.ir.routes import Route, Routing
 
@@ -247,7 +247,7 @@ def _cut_evenly(layout: Layout, axis: int) -> Iterable[Layout]:
     """The layout with a copied axis splitting the longest dim that no axis splits, if it is long enough."""
     size = layout.grid.axes[axis].size
     whole = [dim for dim, table in enumerate(layout.ranges) if table is None and layout.shape[dim] >= size]
-    if not whole or layout.roles[axis] == PARTIAL:
+    if not whole:
         return ()
     dim = max(whole, key=lambda dim: layout.shape[dim])
     roles = tuple(split(dim) if i == axis else COPY for i in range(len(layout.roles)))

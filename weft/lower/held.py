@@ -2,12 +2,12 @@
 
 In: contents of local tensors by device and slot, and Moves. Out: the contents after. Every collective is matched: all
 members of a group enter it, and what one sends another expects. What makes no sense becomes a reason (a string) in
-place of a Content: harmless until somebody reads it.
+place of a Content: harmless until somebody reads it. What could not even run is a FaultError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.ir.layout import verify_layout
@@ -97,16 +97,22 @@ class Mover:
         result: dict[Where, Held] = {w: held for w, held in contents.items() if w[0] not in transfers}
         for device, mine in transfers.items():
             if mine.kind == "all_reduce":
-                result[device, 0] = self._summed([contents.get((peer, 0)) for peer in mine.group])
+                result[device, 0] = self._summed(mine.group, contents)
                 continue
             for slot, part in enumerate(move.target.parts_on(device)):
                 result[device, slot] = self._received(device, slot, mine, transfers, contents, part.ranges)
         return result
 
-    def _summed(self, parts: Sequence[Held | None]) -> Held:
+    def _summed(self, group: Sequence[int], contents: dict[Where, Held]) -> Held:
+        for peer in group:
+            if (peer, 0) not in contents or (peer, 1) in contents:
+                raise FaultError(f"device {peer} enters a sum over {tuple(group)} without one part of the value")
+        parts = [contents[peer, 0] for peer in group]
         good = [part for part in parts if isinstance(part, Content)]
+        if len({part.shape for part in good}) > 1:
+            raise FaultError(f"a sum over {tuple(group)} of parts of {good[0].tensor} that have different shapes")
         if len(good) < len(parts):
-            return next((part for part in parts if isinstance(part, str)), "a member of a sum holds nothing")
+            return next(part for part in parts if isinstance(part, str))
         if len({(part.tensor, part.dims) for part in good}) > 1:
             return f"a sum over parts of {good[0].tensor} that hold different indices"
         return added(good)
@@ -131,21 +137,37 @@ class Mover:
             sent = [s for s in transfers[piece.peer].sends if s.peer == device][order]
             held = contents.get((piece.peer, sent.slot))
             if held is None:
-                return f"device {piece.peer} sends a part of a value that it does not hold"
+                raise FaultError(f"device {piece.peer} sends a part of a value that it does not hold")
             if isinstance(held, str):
                 return held
-            cut = cut_out(held, sent.index)
-            if isinstance(cut, str):
-                return cut
-            pieces.append((piece.index, cut))
+            pieces.append((piece.index, cut_out(held, sent.index)))
         return placed(tensor, declared, pieces, mine.add)
 
 
-def cut_out(content: Content, index: tuple[Ranges, ...]) -> Held:
-    for positions_, size in zip(index, content.shape, strict=True):
-        if any(stop > size for _, stop in positions_):
-            return f"positions {show_box(index)} are cut out of a part of {content.tensor} of shape {content.shape}"
+def cut_out(content: Content, index: tuple[Ranges, ...]) -> Content:
+    """A part at these positions, which must exist."""
+    shape = content.shape
+    if len(index) != len(shape) or any(stop > size for at, size in zip(index, shape, strict=True) for _, stop in at):
+        raise FaultError(f"positions {show_box(index)} are cut out of a part of {content.tensor} of shape {shape}")
     return taken(content, index)
+
+
+Shapes = Mapping[Where, tuple[int, ...] | None]
+"""By place; None where nothing sensible is."""
+
+
+def refuse_other_shapes(contents: Mapping[Where, Held], planned: Shapes, what: str) -> None:
+    """What arrives must have the planned shapes in the planned places."""
+    found = shapes_of(contents)
+    if found.keys() != planned.keys() or any(
+        shape != planned[where] and shape is not None and planned[where] is not None for where, shape in found.items()
+    ):
+        raise FaultError(f"{what} has the shapes {found} by device and slot, but {dict(planned)} is planned")
+
+
+def shapes_of(contents: Mapping[Where, Held]) -> Shapes:
+    """The shapes of local tensors."""
+    return {where: held.shape if isinstance(held, Content) else None for where, held in contents.items()}
 
 
 def _size(index: tuple[Ranges, ...]) -> tuple[int, ...]:

@@ -12,14 +12,14 @@ from weft.ir.graph import Op
 from weft.ir.layout import verify_layout
 from weft.ir.merge import merge
 from weft.ir.oplayout import Cut
-from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
-from weft.ir.ranges import Ranges, overlap, tidy, whole
+from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
+from weft.ir.ranges import Ranges, count, overlap, tidy, whole
 from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
-from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, show_box
+from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, refuse_other_shapes, shapes_of, show_box
 from weft.lower.script import peers, positions
 from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
 from weft.ops.book import RuleBook
-from weft.ops.derive import cell_view
+from weft.ops.derive import cell_view, why_not
 from weft.ops.rule import CellView, Rule
 
 
@@ -35,10 +35,14 @@ class Prover:
         self.synced: dict[str, dict[Where, Held]] = {}
         self.undone: list[OpBackward] = []
         self.step: Step | None = None
+        self.leaves: set[str] = set()
+        """Uses whose gradients wait for a Sync."""
 
     def run(self) -> dict[str, int]:
-        for layout in self.program.stored.values():
-            verify_layout(layout, "a stored layout")
+        for name, layout in self.program.stored.items():
+            verify_layout(layout, f"the stored layout of {name}")
+            if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
+                raise FaultError(f"{name} cannot be stored on {layout.grid}")
         self._forward(self.program.steps)
         self._root()
         for step, undo in reversed(self.backward):
@@ -61,15 +65,15 @@ class Prover:
             self.step = step
             match step:
                 case Use():
-                    if inside == "recompute":
-                        raise FaultError("a parameter is brought in where it would be brought in again in backward")
+                    if inside:
+                        raise FaultError("a stored tensor is brought in where it would be brought in more than once")
                     self._use(step)
                 case Compute():
                     self._compute(step)
-                case Take():
-                    self._take(step)
-                case Give():
-                    self._give(step)
+                case Take() | Give():
+                    if inside != "chunks":
+                        raise FaultError("a part of a chunk is taken or given outside of a loop")
+                    self._take(step) if isinstance(step, Take) else self._give(step)
                 case Reshard():
                     self._reshard(step)
                 case Chunks():
@@ -80,20 +84,27 @@ class Prover:
                     pass
 
     def _use(self, step: Use) -> None:
-        value = self.program.values[step.value]
-        stored = self.program.stored[value.tensor]
+        value = self._value(step.value)
+        stored = self.program.stored.get(value.tensor)
+        if stored is None:
+            raise FaultError(f"{value.tensor} is not stored anywhere")
         contents: dict[Where, Held] = {
             (part.device, part.slot): full(value.tensor, part.ranges) for part in stored.parts()
         }
         self.universes[value.tensor] = WHOLE
-        self.values[step.value] = Tracked(step.value, self.mover.moved(contents, step.moves))
+        self._hold(Tracked(step.value, self.mover.moved(contents, step.moves)))
+        parameter = self.graph.parameter_tensors.get(value.tensor)
+        if parameter is not None and parameter.trainable and value.grad is not None:
+            self.leaves.add(step.value)
+        else:
+            self.leaves.discard(step.value)
 
     def _compute(self, step: Compute) -> None:
+        if step.op not in self.graph.by_name:
+            raise FaultError(f"there is no op {step.op}")
         op = self.graph.by_name[step.op]
         rule = self.book.rule(op)
-        for use in step.layout.uses:
-            if isinstance(use, Cut) and (use.name not in rule.sizes or use.name in rule.frozen):
-                raise FaultError(f"{op.name} is cut along {use.name!r}, which its rule `{rule}` does not allow")
+        self._refuse_cuts(op, rule, step)
         if len(step.inputs) != len(op.inputs) or len(step.outputs) != len(op.outputs):
             raise FaultError(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")
         sources = [self._find(name) for name in step.inputs]
@@ -106,16 +117,28 @@ class Prover:
                 found[where] = [
                     self._operand(op, i, source, where, cells[where].inputs[i]) for i, source in enumerate(sources)
                 ]
-        carried = self._carried(op, rule, found)
+        carried = self._carried(op, rule, step, found)
         outputs = self._outputs(op, rule, step, cells, found, carried)
-        for name, output in zip(step.outputs, outputs, strict=True):
-            self.values[name] = output
+        for output in outputs:
+            self._hold(output)
         self._talk(op, rule, step)
         self._want_addends(op, rule, carried)
         if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
             undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
             self.backward.append((step, undo.run))
             self.undone.append(undo)
+
+    def _refuse_cuts(self, op: Op, rule: Rule, step: Compute) -> None:
+        """What the rule does not allow, or what does not fit the grid."""
+        axes, uses = step.layout.grid.axes, step.layout.uses
+        if len(axes) != len(uses):
+            raise FaultError(f"{op.name} has {len(uses)} uses of {len(axes)} axes")
+        for use, axis in zip(uses, axes, strict=True):
+            reason = why_not(op, rule, use) if isinstance(use, Cut) else ""
+            if isinstance(use, Cut) and len(use.shares) != axis.size:
+                reason = f"{op.name} is cut into {len(use.shares)} parts along {axis}"
+            if reason:
+                raise FaultError(reason)
 
     def _operand(self, op: Op, position: int, source: Tracked, where: Where, ranges: tuple[Ranges, ...]) -> Content:
         """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
@@ -134,8 +157,9 @@ class Prover:
         self.counts["operands"] += 1
         return content
 
-    def _carried(self, op: Op, rule: Rule, found: dict[Where, list[Content]]) -> frozenset[int]:
-        """The operands that reach the op as addends; the op must pass them on as such."""
+    def _carried(self, op: Op, rule: Rule, step: Compute, found: dict[Where, list[Content]]) -> frozenset[int]:
+        """The operands that reach the op as addends; the op must pass them on as such. What is added to a sum is one
+        of its addends, whole or not: it must not be there in every cell."""
         partial: dict[int, str] = {}
         for contents in found.values():
             for i, content in enumerate(contents):
@@ -145,7 +169,7 @@ class Prover:
                 elif self.universes[content.tensor] is not WHOLE:
                     self.counts["sums"] += 1
         if not partial:
-            return frozenset()
+            return rule.added if _summed_space(rule, step) else frozenset()
         for operands in (rule.added, *rule.linear):
             if set(partial) <= operands:
                 return operands
@@ -172,8 +196,10 @@ class Prover:
                 own = () if i in rule.added else space
                 universe["in", i, base] = (*prefixed(i, inner), *own)
         outputs = [Tracked(name, {}) for name in step.outputs]
+        made = WHOLE if universe == {"": ()} else Universe(universe)
         for name in op.outputs:
-            self.universes[name] = WHOLE if universe == {"": ()} else Universe(universe)
+            if self.universes.setdefault(name, made).bases != made.bases:
+                raise FaultError(f"{name} is made a second time, as another sum")
         for where, cell in cells.items():
             here = tuple((name, ascending([cell.names[name]])[0]) for name, _ in space)
             for i, output in enumerate(outputs):
@@ -212,11 +238,11 @@ class Prover:
                 turn = turns.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), set())
                 turn.add(grid.slot(cell))
                 if len(set(group)) < len(group) or len(turn) > 1:
-                    raise Fault(f"{op.name} talks along {name!r} between cells that share a device: {group}")
+                    raise FaultError(f"{op.name} talks along {name!r} between cells that share a device: {group}")
             self.counts["collectives"] += len(exchange.forward) + len(exchange.backward)
 
     def _take(self, step: Take) -> None:
-        source, target = self._find(step.source), self.program.values[step.target]
+        source, target = self._find(step.source), self._value(step.target)
         merged = merge(target.layout.grid)
         if merged is None:
             raise FaultError(f"{step.target} does not fall into chunks")
@@ -236,7 +262,7 @@ class Prover:
                 used.append((where, (part.device, 0)))
             else:
                 result.contents[where] = zeros(content.tensor, part.ranges)
-        self.values[step.target] = result
+        self._hold(result)
 
         def undo() -> None:
             for where, origin in used:
@@ -245,7 +271,7 @@ class Prover:
         self.backward.append((step, undo))
 
     def _give(self, step: Give) -> None:
-        source, target = self._find(step.source), self.program.values[step.target]
+        source, target = self._find(step.source), self._value(step.target)
         parts = self.program.values[step.source].layout
         merged = merge(parts.grid)
         if merged is None:
@@ -264,13 +290,15 @@ class Prover:
                 if content is None or isinstance(content, str):
                     pieces = [content or f"{step.source} is not on device {device}"]
                     break
-                everything = tuple(whole(size) for size in held[0].shape)
-                pieces.append((everything if adds else positions(held[0], part), content))
+                index = tuple(whole(size) for size in held[0].shape) if adds else positions(held[0], part)
+                if tuple(map(count, index)) != content.shape:
+                    raise FaultError(f"{step.source} on device {device} does not fit into {step.target}")
+                pieces.append((index, content))
                 used.append((where, (device, 0)))
             result.contents[device, 0] = _put_together(
                 pieces, self.program.values[step.target].tensor, held[0].ranges, adds
             )
-        self.values[step.target] = result
+        self._hold(result)
 
         def undo() -> None:
             for where, origin in used:
@@ -286,19 +314,22 @@ class Prover:
     def _reshard(self, step: Reshard) -> None:
         source = self._find(step.source)
         result = Tracked(step.target, self.mover.moved(dict(source.contents), step.forward))
-        self.values[step.target] = result
+        self._hold(result)
 
         def undo() -> None:
             if step.backward is None:
                 return
             grads = {where: result.gradient(where) for where in result.contents}
-            for where, grad in self.mover.moved(grads, step.backward).items():
-                if where in source.contents:
-                    source.receive(where, grad)
+            moved = self.mover.moved(grads, step.backward)
+            refuse_other_shapes(moved, shapes_of(source.contents), f"the gradient of {step.source}")
+            for where, grad in moved.items():
+                source.receive(where, grad)
 
         self.backward.append((step, undo))
 
     def _chunks(self, step: Chunks) -> None:
+        if not all(isinstance(inner, Compute | Take | Give) for inner in step.body):
+            raise FaultError("a loop over chunks may only compute, take and give")
         counts = {
             tuple(sorted((device, len(cells)) for device, cells in inner.layout.grid.cells_on.items()))
             for inner in step.body
@@ -313,6 +344,17 @@ class Prover:
         if isinstance(grad, Content) and isinstance(content, Content):
             grad = Content(grad.tensor, content.dims, grad.terms)
         source.receive(origin, grad)
+
+    def _value(self, name: str) -> Value:
+        if name not in self.program.values:
+            raise FaultError(f"there is no value {name}")
+        return self.program.values[name]
+
+    def _hold(self, made: Tracked) -> None:
+        """A value as a step leaves it. Where it lies is declared too, and its shapes there are relied on."""
+        declared = {(part.device, part.slot): part.shape for part in self._value(made.name).layout.parts()}
+        refuse_other_shapes(made.contents, declared, made.name)
+        self.values[made.name] = made
 
     def _find(self, name: str) -> Tracked:
         if name not in self.values:
@@ -333,12 +375,15 @@ class Prover:
             root.receive(where, full(content.tensor, content.dims, "root"))
 
     def _sync(self, step: Sync) -> None:
-        stored = self.program.stored[step.parameter]
+        stored = self.program.stored.get(step.parameter)
+        if stored is None or len(step.sources) != len(step.moves):
+            raise FaultError(f"{step.parameter} is not stored anywhere, or not every use of it has moves")
+        places = {(part.device, part.slot): part.shape for part in stored.parts()}
         total: dict[Where, list[Held]] = {}
         for name, moves in zip(step.sources, step.moves, strict=True):
-            value = self._find(name)
-            grads = {where: value.gradient(where) for where in value.contents}
-            for where, grad in self.mover.moved(grads, moves).items():
+            moved = self.mover.moved(self._collected(name), moves)
+            refuse_other_shapes(moved, places, f"the gradient of {step.parameter}")
+            for where, grad in moved.items():
                 total.setdefault(where, []).append(grad)
         universe = Universe(self.wanted.get(step.parameter, {}))
         for part in stored.parts():
@@ -354,6 +399,21 @@ class Prover:
             self.counts["parameters"] += 1
         self.synced[step.parameter] = {}
 
+    def _collected(self, name: str) -> dict[Where, Held]:
+        """The gradients of a use, which a Sync takes away: a second one finds zeros."""
+        value, grad = self._find(name), self._value(name).grad
+        if grad is None:
+            raise FaultError(f"{name} collects no gradient")
+        declared = {(part.device, part.slot): part.shape for part in grad.parts()}
+        refuse_other_shapes(value.contents, declared, f"the gradient of {name}")
+        if name in self.leaves:
+            self.leaves.remove(name)
+            return {where: value.gradient(where) for where in value.contents}
+        return {
+            where: content if isinstance(content, str) else zeros(content.tensor, content.dims)
+            for where, content in value.contents.items()
+        }
+
     def _ends(self) -> None:
         """Outputs and updates are complete where they belong, and no parameter was forgotten."""
         every = range(self.program.devices)
@@ -363,7 +423,7 @@ class Prover:
         for buffer in self.graph.buffers:
             if buffer.update is not None:
                 parts = self.program.stored[buffer.tensor].parts()
-                name = self.program.updates[buffer.tensor]
+                name = self.program.updates.get(buffer.tensor, "the update")
                 self._end(buffer.update, name, {part.device: part.ranges for part in parts})
         for parameter in self.graph.parameters:
             if self.wanted.get(parameter.tensor) and parameter.tensor not in self.synced:

@@ -54,8 +54,8 @@ class Writer:
             case Chunks():
                 return self.loop(step)
             case Recompute():
-                body = self.steps(step.body, chunk)
-                return [rt.Region(tuple(body), self._leaving(step))] if body else []
+                body, leaving = self.steps(step.body, chunk), self._leaving(step)
+                return [rt.Region(with_inner_frees(body, leaving), leaving)] if body else []
             case Sync():
                 return []
 
@@ -157,7 +157,7 @@ class Writer:
         count = len(layouts[0].grid.cells_on.get(self.rank, ()))
         if not count:
             return []
-        bodies = tuple(tuple(self.steps(step.body, chunk)) for chunk in range(count))
+        bodies = tuple(with_inner_frees(self.steps(step.body, chunk), ()) for chunk in range(count))
         gives = tuple(inner.target for inner in step.body if isinstance(inner, Give))
         return [rt.Loop(bodies, step.recompute, gives)]
 
@@ -238,6 +238,21 @@ def with_frees(instructions: Sequence[rt.Instruction], kept: set[str]) -> tuple[
         if done:
             out.append(rt.Free(done))
     return tuple(out)
+
+
+def with_inner_frees(body: Sequence[rt.Instruction], leaving: Sequence[str]) -> tuple[rt.Instruction, ...]:
+    """The same inside a loop or region: only what is made there may be forgotten there."""
+    made: set[str] = set()
+    for instruction in body:
+        match instruction:
+            case rt.Run(outputs=outputs):
+                made.update(local.key for local in outputs)
+            case rt.Take(target=local):
+                made.add(local.key)
+            case rt.Reshard(target=key):
+                made.add(key)
+    outside = {key for instruction in body for key in keys_of(instruction)} - made
+    return with_frees(body, outside | set(leaving))
 
 
 def keys_of(instruction: rt.Instruction) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from weft.errors import RuleError
 from weft.ir.graph import Op, Tensor
 from weft.ops.arguments import arguments, call_with, integers, operand, positive
-from weft.ops.build import aligned, build, fixed, numbered_dims
+from weft.ops.build import aligned, broadcast, build, fixed, numbered_dims
 from weft.ops.pieces import replaced
 from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf, dim
 
@@ -95,7 +95,7 @@ def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     at = _met_dim(values, [tensor.sizes for tensor in reads], longest)
     shape = list(makes[0].sizes)
     if removed:
-        shape.insert(at, max(tensor.sizes[at - longest] for tensor in reads))
+        shape.insert(at, broadcast([tensor.sizes for tensor in reads])[at])
     dims = numbered_dims(shape)
     inputs = [aligned(dims, shape, tensor.sizes) for tensor in reads]
     target = (*dims[:at], *dims[at + 1 :]) if removed else dims

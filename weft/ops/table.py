@@ -28,9 +28,17 @@ from weft.ops.windows import WINDOWS
 COPY_IT = "keep the op copied: plan.trans(op, copy(...))"
 
 
-def computed_rules() -> Mapping[str, RuleOf]:
-    """The rules of this room that are computed from an op's shapes and arguments, by family."""
-    return {**VIEWS, **PIECES, **INDEXING, **CREATION, **PRODUCTS, **REDUCTIONS, **WINDOWS, **POINTWISE_LIKE}
+COMPUTED: Mapping[str, RuleOf] = {
+    **VIEWS,
+    **PIECES,
+    **INDEXING,
+    **CREATION,
+    **PRODUCTS,
+    **REDUCTIONS,
+    **WINDOWS,
+    **POINTWISE_LIKE,
+}
+"""The rules of this room that are computed from an op's shapes and arguments, by family."""
 
 
 def rule_for(op: Op, graph: Graph) -> Rule:
@@ -72,7 +80,7 @@ def copied_rule(op: Op, graph: Graph) -> Rule:
 
 def _find(op: Op) -> RuleOf | None:
     name = family(op)
-    for rules in (algorithm_rules(), random_rules(), computed_rules()):
+    for rules in (algorithm_rules(), random_rules(), COMPUTED):
         if name in rules:
             return rules[name]
     if overload(op.target) is None:

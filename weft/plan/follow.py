@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ir.layout import Axis, Cell, Grid, Layout
+from weft.ir.merge import merge
 from weft.ir.oplayout import Carried, Copied, Cut, OpLayout, Use, cut_table
 from weft.ir.ranges import Ranges, tidy
 from weft.ops.book import RuleBook
@@ -144,7 +145,7 @@ def _uses(op: Op, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book:
 def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: RuleBook) -> Use:
     """What the op does along an axis of the lead's grid so that its operand stays as it is; a copy if nothing can."""
     role = lead.value.roles[axis]
-    if role.kind == "partial":
+    if role.kind == "partial" and not _on_one_device(lead.layout.grid, axis):
         partial = {
             other.operand
             for other in leads
@@ -162,6 +163,12 @@ def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: Ru
         ):
             return cut
     return Copied()
+
+
+def _on_one_device(grid: Grid, axis: int) -> bool:
+    """True if some cells along an axis share a device: adding up there is free, and chunks should be short-lived."""
+    merged = merge(grid)
+    return merged is not None and axis in merged.shrunk
 
 
 def translate(source: Rule, source_dim: Dim, cut: Cut, target: Rule, target_dim: Dim) -> Iterator[Cut]:

@@ -130,7 +130,13 @@ class Plan:
 
     def _select(self, ops: OpsLike) -> Selection:
         if isinstance(ops, Selection):
-            return select(self.graph, ops.names) if ops.graph is not self.graph else ops
+            missing = [name for name in ops.names if name not in self.graph.by_name]
+            if missing:
+                raise PlanError(
+                    f"{missing[0]} was selected in another graph ({ops.graph.name})",
+                    remedy=f"select ops of {self.graph.name}: plan.match(...)",
+                )
+            return ops if ops.graph is self.graph else select(self.graph, ops.names)
         if isinstance(ops, Op):
             return self._select(ops.name)
         if isinstance(ops, str):

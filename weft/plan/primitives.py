@@ -191,28 +191,31 @@ def _operator(op: Op) -> str:
 
 def _name_of(transform: CutBy, op: Op, rule: Rule) -> str:
     name = transform.name if isinstance(transform.name, str) else _name_at(transform.name, op, rule)
-    cuttable = f"can be cut: {' '.join(rule.cuttable) or 'none'}; rule: {rule}"
     if name not in rule.sizes or name not in rule.names:
         near = difflib.get_close_matches(name, rule.names, n=1)
         raise PlanError(
             f"{_operator(op)} has names {' '.join(rule.names) or '(none)'}, not {name!r}",
             place=op.place,
-            remedy=(f"did you mean {near[0]!r}? " if near else "") + cuttable,
+            remedy=(f"did you mean {near[0]!r}? " if near else "") + _cuttable(rule),
         )
     if name in rule.frozen and transform.size > 1:
         raise PlanError(
             f"{name!r} of {_operator(op)} may not be cut: every cell needs all of its {rule.sizes[name]} indices",
             place=op.place,
-            remedy=cuttable,
+            remedy=_cuttable(rule),
         )
     if transform.algorithm and name not in rule.algorithms:
         known = " ".join(rule.algorithms)
         raise PlanError(
             f"no algorithm cuts {name!r} of {_operator(op)}",
             place=op.place,
-            remedy=f"algorithms cut: {known}" if known else f"use cut(); {cuttable}",
+            remedy=f"algorithms cut: {known}" if known else f"use cut(); {_cuttable(rule)}",
         )
     return name
+
+
+def _cuttable(rule: Rule) -> str:
+    return f"can be cut: {' '.join(rule.cuttable) or 'none'}; rule: {rule}"
 
 
 def _name_at(dim: int, op: Op, rule: Rule) -> str:

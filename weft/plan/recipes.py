@@ -117,7 +117,9 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     """Cut what the inputs do not have: heads, hidden dims, vocabulary, whatever the model calls them.
 
     The colors are chosen by `choose_chains`: many multiplications divided, few bytes moved. Ops of no chosen color
-    follow their neighbours; weights are cut where they have the color. For a transformer that is Megatron's plan.
+    follow their neighbours; weights are cut where they have the color. For a transformer that is Megatron's plan; an
+    embedding is cut along the vocabulary if it shares its weight with the head, otherwise there is no multiplication
+    to divide and it is left whole.
     """
     _check_count("tp", parts)
     chains = choose_chains(plan, parts)

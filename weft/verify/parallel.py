@@ -8,7 +8,7 @@ disagreement is reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +64,25 @@ class Local:
     weights: Mapping[str, torch.Tensor]
 
 
-def run_parallel(program: Program, subject: Subject, *, seed: int, wide: bool) -> Sample:
-    """Train for two steps in the emulator and put the results together."""
+def run_parallel(
+    program: Program,
+    subject: Subject,
+    *,
+    seed: int,
+    wide: bool,
+    tamper: Callable[[list[Script]], list[Script]] = lambda scripts: scripts,
+    through: Callable[[Transport], Transport] = lambda transport: transport,
+) -> Sample:
+    """Train for two steps in the emulator and put the results together.
+
+    Args:
+        tamper, through: change the Scripts or the Transport first; seeded faults do.
+    """
     whole = whole_tensors(program.graph, subject, wide=wide)
-    scripts = write_scripts(program)
+    scripts = tamper(write_scripts(program))
 
     def body(transport: Transport) -> Local:
+        transport = through(transport)
         with Float64Mode() if wide else nullcontext():
             return train_rank(scripts[transport.rank], transport, whole, subject.optimizer, program.graph, seed)
 
