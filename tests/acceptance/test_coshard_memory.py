@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import GPTConfig, CausalSelfAttention
+from tests.models import CausalSelfAttention, GPTConfig
 from weft.capture import capture
 from weft.lower import lower
 from weft.lower.check import check

@@ -330,6 +330,9 @@ class Prover:
     def _chunks(self, step: Chunks) -> None:
         if not all(isinstance(inner, Compute | Take | Give) for inner in step.body):
             raise FaultError("a loop over chunks may only compute, take and give")
+        given = [inner.target for inner in step.body if isinstance(inner, Give)]
+        if len(set(given)) < len(given):
+            raise FaultError("two parts of one chunk are given to one value")
         counts = {
             tuple(sorted((device, len(cells)) for device, cells in inner.layout.grid.cells_on.items()))
             for inner in step.body

@@ -1,6 +1,6 @@
 """Seeded faults: the checker, checked.
 
-In: the Scripts of all ranks. Out: the same with one thing wrong on purpose, the sort of thing that lowering or the runtime
+In: the Scripts of all ranks. Out: the same with one thing wrong on purpose, the sort of thing that lowering or runtime
 could get wrong: a sum left out, an addend counted twice, rows mixed up, a stream that ignores the part. Every one must
 come out of verify as different. `Fault.apply` returns None where a program offers no place for it.
 """
