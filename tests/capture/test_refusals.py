@@ -233,3 +233,25 @@ def test_refuses_unseen_gradient_in_reentrant_checkpoint() -> None:
     with pytest.raises(CaptureError, match="reentrant") as caught:
         capture(Adapts(), X)
     assert "requires_grad_(True)" in caught.value.place
+
+
+class Notes(nn.Module):
+    """Writes into an object of its own, as classifiers of transformers do into their configuration."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.config = SimpleNamespace(problem=None, matters=matters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.config.problem is not None
+        self.config.problem = "regression"
+        return self.linear(x).sum() * (2 if known and self.config.matters else 1)
+
+
+def test_object_that_settles_is_accepted() -> None:
+    module = Notes(matters=False)
+    assert capture(module, X).loss is not None
+    assert module.config.problem is None
+    with pytest.raises(CaptureError, match="second forward of Notes differs from its first"):
+        capture(Notes(matters=True), X)

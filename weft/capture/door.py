@@ -11,11 +11,13 @@ from torch import nn
 from weft.capture.assemble import assemble
 from weft.capture.builder import Builder, Context
 from weft.capture.convert import Converter
-from weft.capture.example import flatten_example
+from weft.capture.example import Example, flatten_example
 from weft.capture.functional import read
 from weft.capture.sizes import Sizes
 from weft.capture.state import bind_state
-from weft.capture.trace import trace
+from weft.capture.trace import Trace, trace
+from weft.capture.watch import Watch
+from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
 
@@ -37,15 +39,35 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
         ['aten.linear.default']
     """
     flat = flatten_example(module, example)
-    traced = trace(module, flat, dynamic or {})
+    watch = Watch(module)
+    try:
+        traced = trace(module, flat, dynamic or {}, tolerant=True)
+        graph = convert(module, flat, traced)
+        if traced.settling:
+            refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic or {})))
+    finally:
+        watch.restore_objects()
+    verify_graph(graph)
+    return graph
+
+
+def refuse_unsettled(first: Graph, second: Graph) -> None:
+    """Forward changed some object and then changed it no more: that is harmless if both forwards are the same."""
+    if first.ops != second.ops or first.tensors != second.tensors or first.outputs != second.outputs:
+        raise CaptureError(
+            f"the second forward of {first.name} differs from its first, because the first changes an object",
+            remedy="run forward once before capture, or set the object up in __init__",
+        )
+
+
+def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
+    """The Graph of a trace."""
     builder = Builder(traced.fake_mode, Sizes())
     state = bind_state(module, flat, traced.program, builder)
     converter = Converter(builder, traced.found)
     outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
     results = [read(handle, builder, Context()) for handle in outputs]
-    graph = assemble(module, flat, traced.output, state, builder, results)
-    verify_graph(graph)
-    return graph
+    return assemble(module, flat, traced.output, state, builder, results)
 
 
 def ambient_autocast() -> Autocast | None:

@@ -35,6 +35,8 @@ class Trace:
     program: ExportedProgram
     found: Interception
     output: Output
+    settling: bool
+    """Forward changed a plain object; see `watch.py`."""
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -50,16 +52,22 @@ class Traced(nn.Module):
     """What export sees: flat tensors in, flat tensors out, the user's module inside, watched."""
 
     def __init__(
-        self, module: nn.Module, example: Example, found: Interception, seen: Callable[[Output], None]
+        self,
+        module: nn.Module,
+        example: Example,
+        found: Interception,
+        seen: Callable[[tuple[Output, bool]], None],
+        *,
+        tolerant: bool,
     ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
-        self.example, self.found, self.seen = example, found, seen
+        self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.example.arguments(tensors)
-        watch = Watch(self.module)
+        watch = Watch(self.module, tolerant=self.tolerant)
         try:
             with Listener(self.found):
                 result = self.module(*args, **kwargs)
@@ -70,19 +78,21 @@ class Traced(nn.Module):
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
-        self.seen(output)
+        self.seen((output, watch.settling))
         return tuple(leaves)
 
 
-def trace(module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> Trace:
-    """Export the module on fake tensors."""
-    outputs: list[Output] = []
+def trace(
+    module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, ...]], *, tolerant: bool = False
+) -> Trace:
+    """Export the module on fake tensors. If `tolerant`, plain objects that forward changes stay changed."""
+    outputs: list[tuple[Output, bool]] = []
     refuse_hooks(module)
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
         found = stack.enter_context(intercept())
-        traced = Traced(module, example, found, outputs.append)
+        traced = Traced(module, example, found, outputs.append, tolerant=tolerant)
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
@@ -92,7 +102,8 @@ def trace(module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, 
         stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(Translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
-    return Trace(program, found, outputs[-1])
+    output, settling = outputs[-1]
+    return Trace(program, found, output, settling)
 
 
 def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:

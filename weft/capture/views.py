@@ -123,8 +123,26 @@ def piece(view: Written) -> Undone:
     return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), dim, start, end)
 
 
-SAME_ORDER = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
-              "ravel", "contiguous", "alias", "to", "detach", "type_as", "expand", "expand_as", "_reshape_alias")  # fmt: skip
+SAME_ORDER = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "_reshape_alias",
+    "view_as",
+    "reshape_as",
+    "flatten",
+    "unflatten",
+    "ravel",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "expand_as",
+    "contiguous",
+    "alias",
+    "detach",
+    "to",
+    "type_as",
+)
 REORDERED = ("transpose", "swapaxes", "swapdims", "t", "numpy_T", "permute", "movedim", "moveaxis", "mT")
 UNDO: Mapping[str, Callable[[Written], Undone]] = {
     **dict.fromkeys(SAME_ORDER, same_order),

@@ -3,7 +3,8 @@
 Enters: the module, before and after its forward ran. Leaves: nothing if all is as before; else a `CaptureError` with
 the line that did it (found by a second run under a line trace). Watched: attributes of every sub-module (numbers,
 containers, plain objects, generators), Python's and NumPy's random state. Reassigned buffers are not errors: they
-are returned as updates.
+are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found) if
+they settle: a second trace, from the changed state, changes nothing more and gives the same Graph (`door.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ Key = tuple[str, str]
 
 
 class Watch:
-    """The state of a module before its forward."""
+    """The state of a module before its forward.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    Args:
+        tolerant: changes inside plain objects are noted in `settling` and not refused.
+    """
+
+    def __init__(self, module: nn.Module, *, tolerant: bool = False) -> None:
+        self.module, self.tolerant, self.settling = module, tolerant, False
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
         self.copies = {key: value.copy() for key, value in self.attributes.items() if type(value) in CONTAINERS}
+        self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
@@ -59,6 +65,12 @@ class Watch:
                 modules[path].__dict__[kind][name] = tensor
         restore_random(self.random)
 
+    def restore_objects(self) -> None:
+        """Give plain objects their old attributes."""
+        for value, saved in self.objects.values():
+            vars(value).clear()
+            vars(value).update(saved)
+
     def refuse_changes(self, rerun: Callable[[], Any]) -> None:
         """Raise if forward left a trace outside the graph. `rerun` runs forward once more, to find the line."""
         if random_states() != self.random:
@@ -70,7 +82,11 @@ class Watch:
             )
         for key, value in dict(attributes_of(self.module)).items():
             is_new = key not in self.prints or fingerprint(value) != self.prints[key]
-            if is_new and not is_torchs(self.module.get_submodule(key[0]), key[1]):
+            if not is_new or is_torchs(self.module.get_submodule(key[0]), key[1]):
+                continue
+            if self.tolerant and id(value) in self.objects and self.attributes.get(key) is value:
+                self.settling = True
+            else:
                 self.refuse_attribute(key, rerun)
         gone = set(self.attributes) - set(dict(attributes_of(self.module)))
         if gone:
@@ -89,6 +105,7 @@ class Watch:
         owner = self.module.get_submodule(path)
         # from the old state once more, so that the same line does it again
         self.restore()
+        self.restore_objects()
         line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)))
         dotted = f"{path}.{name}" if path else name
         raise CaptureError(
@@ -128,6 +145,11 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
 def is_torchs(module: nn.Module, name: str) -> bool:
     """Second references that torch's recurrent modules keep to their own parameters."""
     return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+
+
+def is_plain_object(value: Any) -> bool:
+    """An object with attributes of its own that is no module, tensor, class or function."""
+    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor | type) and not callable(value)
 
 
 def refill(container: Any, saved: Any) -> None:

@@ -64,7 +64,8 @@ class Tracked:
 class Mover:
     """Applies Moves to contents, and counts the collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
         self.transfers = Transfers()
         self.collectives = 0
 
@@ -73,6 +74,8 @@ class Mover:
             for layout in (move.source, move.target):
                 verify_layout(layout, f"a {move.kind}")
             devices = {*move.source.grid.devices, *move.target.grid.devices}
+            if move.source.shape != move.target.shape or not devices <= set(range(self.num_devices)):
+                raise FaultError(f"a {move.kind} from {move.source} to {move.target} cannot be carried out")
             found = {device: self.transfers.of(move, device) for device in sorted(devices)}
             transfers = {device: made for device, made in found.items() if made is not None}
             self._match(move, transfers)

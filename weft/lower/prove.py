@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from weft.ir.graph import Op
 from weft.ir.layout import verify_layout
 from weft.ir.merge import merge
-from weft.ir.oplayout import Cut
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
 from weft.ir.ranges import Ranges, count, overlap, tidy, whole
 from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
+from weft.lower.forms import refuse_cuts, refuse_hanging_talk, refuse_malformed
 from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, refuse_other_shapes, shapes_of, show_box
-from weft.lower.script import peers, positions
+from weft.lower.script import positions
 from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
 from weft.ops.book import RuleBook
-from weft.ops.derive import cell_view, why_not
+from weft.ops.derive import cell_view
 from weft.ops.rule import CellView, Rule
 
 
 class Prover:
     def __init__(self, program: Program, book: RuleBook) -> None:
         self.program, self.graph, self.book = program, program.graph, book
-        self.mover = Mover()
+        self.mover = Mover(program.devices)
         self.values: dict[str, Tracked] = {}
         self.universes: dict[str, Universe] = {}
         self.backward: list[tuple[Step, Callable[[], None]]] = []
@@ -43,6 +43,8 @@ class Prover:
             verify_layout(layout, f"the stored layout of {name}")
             if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
                 raise FaultError(f"{name} cannot be stored on {layout.grid}")
+        for value in self.program.values.values():
+            refuse_malformed(value, self.graph)
         self._forward(self.program.steps)
         self._root()
         for step, undo in reversed(self.backward):
@@ -104,7 +106,7 @@ class Prover:
             raise FaultError(f"there is no op {step.op}")
         op = self.graph.by_name[step.op]
         rule = self.book.rule(op)
-        self._refuse_cuts(op, rule, step)
+        refuse_cuts(op, rule, step, self.program.devices)
         if len(step.inputs) != len(op.inputs) or len(step.outputs) != len(op.outputs):
             raise FaultError(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")
         sources = [self._find(name) for name in step.inputs]
@@ -121,24 +123,12 @@ class Prover:
         outputs = self._outputs(op, rule, step, cells, found, carried)
         for output in outputs:
             self._hold(output)
-        self._talk(op, rule, step)
+        self.counts["collectives"] += refuse_hanging_talk(op, rule, step)
         self._want_addends(op, rule, carried)
         if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
             undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
             self.backward.append((step, undo.run))
             self.undone.append(undo)
-
-    def _refuse_cuts(self, op: Op, rule: Rule, step: Compute) -> None:
-        """What the rule does not allow, or what does not fit the grid."""
-        axes, uses = step.layout.grid.axes, step.layout.uses
-        if len(axes) != len(uses):
-            raise FaultError(f"{op.name} has {len(uses)} uses of {len(axes)} axes")
-        for use, axis in zip(uses, axes, strict=True):
-            reason = why_not(op, rule, use) if isinstance(use, Cut) else ""
-            if isinstance(use, Cut) and len(use.shares) != axis.size:
-                reason = f"{op.name} is cut into {len(use.shares)} parts along {axis}"
-            if reason:
-                raise FaultError(reason)
 
     def _operand(self, op: Op, position: int, source: Tracked, where: Where, ranges: tuple[Ranges, ...]) -> Content:
         """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
@@ -225,24 +215,8 @@ class Prover:
                 for base, inner in self.universes[op.inputs[j]].bases.items():
                     wanted["use", op.name, position, ("in", j, base)] = (*space, *prefixed(j, inner))
 
-    def _talk(self, op: Op, rule: Rule, step: Compute) -> None:
-        """An algorithm's collectives: all members must enter them as often."""
-        for name in step.layout.cut_names:
-            exchange = rule.algorithms.get(name)
-            if exchange is None or not (exchange.forward or exchange.backward):
-                continue
-            grid, axes = step.layout.grid, step.layout.axes_cutting(name)
-            turns: dict[tuple[int, ...], set[int]] = {}
-            for cell in grid.cells:
-                group = peers(step.layout, name, cell)
-                turn = turns.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), set())
-                turn.add(grid.slot(cell))
-                if len(set(group)) < len(group) or len(turn) > 1:
-                    raise FaultError(f"{op.name} talks along {name!r} between cells that share a device: {group}")
-            self.counts["collectives"] += len(exchange.forward) + len(exchange.backward)
-
     def _take(self, step: Take) -> None:
-        source, target = self._find(step.source), self._value(step.target)
+        source, target = self._inside(step)
         merged = merge(target.layout.grid)
         if merged is None:
             raise FaultError(f"{step.target} does not fall into chunks")
@@ -270,8 +244,14 @@ class Prover:
 
         self.backward.append((step, undo))
 
+    def _inside(self, step: Take | Give) -> tuple[Tracked, Value]:
+        """Source and target of a step that passes a tensor into or out of a loop."""
+        if self._value(step.source).tensor != self._value(step.target).tensor:
+            raise FaultError(f"{step.source} and {step.target} are not the same tensor")
+        return self._find(step.source), self._value(step.target)
+
     def _give(self, step: Give) -> None:
-        source, target = self._find(step.source), self._value(step.target)
+        source, target = self._inside(step)
         parts = self.program.values[step.source].layout
         merged = merge(parts.grid)
         if merged is None:

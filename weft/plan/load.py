@@ -62,12 +62,6 @@ def _from_function(path: Path, name: str, graph: Graph, devices: int | None) -> 
         raise PlanError(
             f"{path} has no function {name!r}", place=str(path), remedy=f"functions there: {', '.join(known) or 'none'}"
         )
-    if devices is None:
-        raise PlanError(
-            f"{path}:{name} does not say how many devices it is for",
-            place=str(path),
-            remedy="ask for some: --devices N",
-        )
     plan = _call(function, f"{path}:{name}", graph, devices)
     if not isinstance(plan, Plan):
         raise PlanError(
@@ -81,22 +75,29 @@ def _from_function(path: Path, name: str, graph: Graph, devices: int | None) -> 
             place=str(path),
             remedy="start from the plan or the graph that is passed in",
         )
-    return _same_devices(plan, devices, f"{path}:{name}")
+    return plan if devices is None else _same_devices(plan, devices, f"{path}:{name}")
 
 
-def _call(function: Callable[..., Any], place: str, graph: Graph, devices: int) -> Any:
-    """Call `function(plan)` or `function(graph, devices)`, whichever it takes."""
-    plan = Plan(graph, devices)
+def _call(function: Callable[..., Any], place: str, graph: Graph, devices: int | None) -> Any:
+    """Call `function(plan)`, `function(graph)` or `function(graph, devices)`, whichever it takes."""
     signature = inspect.signature(function)
-    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    arguments: tuple[Any, ...] = (plan,) if len(needed) == 1 else (graph, devices)
+    names = list(signature.parameters)
+    arguments: tuple[Any, ...] = (graph,)
+    if names[:1] != ["graph"] or (len(names) > 1 and signature.parameters[names[1]].default is inspect.Parameter.empty):
+        if devices is None:
+            raise PlanError(
+                f"{place} does not say how many devices it is for", place=place, remedy="ask for some: --devices N"
+            )
+        arguments = (graph, devices) if len(names) > 1 else (Plan(graph, devices),)
+    elif len(names) > 1 and devices is not None:
+        arguments = (graph, devices)
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise PlanError(
             f"{place}{signature} cannot be called with a plan: {error}",
             place=place,
-            remedy="define it as function(plan) or function(graph, devices)",
+            remedy="define it as function(plan), function(graph) or function(graph, devices)",
         ) from None
     with _UserCode(place):
         return function(*arguments)

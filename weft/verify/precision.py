@@ -48,6 +48,9 @@ def is_lower(value: Any) -> bool:
 class Float64Mode(TorchDispatchMode):
     """Under it, every lower float dtype is float64."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,

@@ -1,0 +1,109 @@
+"""Backend: what carries messages between processes, and on which device. The only file that names either.
+
+In: what this machine has. Out: a `Backend`, which says where a rank's tensors live, makes the backend's group for some
+ranks, and tells the transport how to carry each kind of collective. Two are known:
+
+    gloo  tensors on the CPU. Its own all_reduce, all_gather and reduce_scatter cost two to four times its all_to_all,
+          so everything is carried by all_to_all of bytes, and sums are added locally, in group order: any dtype and
+          operation, and equal bit for bit to the emulator.
+    nccl  tensors on CUDA devices, one per process of a host. all_reduce of numbers is NCCL's own: its order of adding
+          is NCCL's, so results equal the emulator's to rounding only. Everything else is moved by all_to_all of bytes.
+
+The nccl half is written after the documentation and has never run: there is no CUDA device where this was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(days=7)
+"""Given to the backends: the transport keeps time itself, and says what it waited for when time is up."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How ranks talk.
+
+    Args:
+        native_sums: operations that the backend's own all_reduce does, by name; none if sums are added locally.
+        host_waits: waiting for a message blocks the process (and not a stream of the device).
+    """
+
+    name: str
+    device_type: str
+    native_sums: Mapping[str, Any]
+    host_waits: bool
+
+    def device(self, local_rank: int) -> torch.device:
+        """Where the tensors of the process with that number on its host live."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        device = torch.device(self.device_type, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+        return device
+
+    def links(self, *, local: bool) -> Sequence[Any]:
+        """What all groups of a process share: gloo's sockets and their thread. `local`: all ranks are on this host."""
+        if self.name != "gloo":
+            return ()
+        gloo = dist.ProcessGroupGloo
+        return (gloo.create_device(hostname=LOOPBACK) if local else gloo.create_default_device(),)
+
+    def make_group(self, store: dist.Store, position: int, size: int, links: Sequence[Any]) -> Any:
+        """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have.
+
+        Made directly, not by `new_group`: that one wants either every rank of the job in one order or, with
+        `use_local_synchronization`, a name that depends on how many groups each rank has made before (and hangs if
+        they made different ones)."""
+        if self.name == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout, options._devices, options._threads = FOREVER, list(links), 1
+            return dist.ProcessGroupGloo(store, position, size, options)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return dist.ProcessGroupNCCL(store, position, size, options)
+
+    def sums_natively(self, dtype: torch.dtype, op: str) -> bool:
+        """True if the backend's own all_reduce is to be used."""
+        return op in self.native_sums and dtype not in (torch.bool, torch.complex64, torch.complex128)
+
+    def start_sum(self, group: Any, tensor: torch.Tensor, op: str) -> Any:
+        """Sum in place over the group; returns the backend's work."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = self.native_sums[op]
+        return group.allreduce([tensor], options)
+
+
+GLOO = Backend(name="gloo", device_type="cpu", native_sums={}, host_waits=True)
+NCCL = Backend(
+    name="nccl",
+    device_type="cuda",
+    native_sums={
+        "sum": dist.ReduceOp.SUM,
+        "prod": dist.ReduceOp.PRODUCT,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    },
+    host_waits=False,
+)
+
+
+def choose_backend(ranks_per_host: int) -> Backend:
+    """NCCL if there is a CUDA device for each process of this host, else gloo."""
+    there = torch.cuda.is_available() and dist.is_nccl_available()
+    return NCCL if there and torch.cuda.device_count() >= ranks_per_host else GLOO
+
+
+def backend_named(name: str) -> Backend:
+    """The backend of that name."""
+    known = {backend.name: backend for backend in (GLOO, NCCL)}
+    if name not in known:
+        raise ValueError(f"no backend {name!r}: there are {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,99 @@
+"""Groups: the backend's groups of a process, each made once.
+
+In: a store that all ranks of the job reach, and the ranks of a group. Out: the backend's group. Promised: a group is
+made when its members first need it, or at start for those that are known (`groups_of` a list of Scripts), in one order
+on all ranks; ranks outside it have nothing to do with it. One group serves every order in which its ranks are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.runtime.backend import Backend
+from weft.runtime.script import Instruction, Load, Loop, Peers, Region, Reshard, Run, Script, Transfer
+
+Group = tuple[int, ...]
+
+
+class Groups:
+    """The groups of one process.
+
+    Args:
+        store: any prefix of it that all ranks share.
+        local: all ranks are on this host.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, backend: Backend, *, local: bool) -> None:
+        self.rank, self.backend = rank, backend
+        self._store, self._links = store, backend.links(local=local)
+        self._made: dict[tuple[str, Group], Any] = {}
+
+    def get(self, ranks: Group, lane: str) -> Any:
+        """The group of these ranks. Calls of different lanes do not wait for each other."""
+        members = tuple(sorted(ranks))
+        found = self._made.get((lane, members))
+        if found is None:
+            store = dist.PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
+            found = self.backend.make_group(store, members.index(self.rank), len(members), self._links)
+            self._made[lane, members] = found
+        return found
+
+    def has(self, ranks: Group, lane: str) -> bool:
+        """True if the group has been made."""
+        return (lane, tuple(sorted(ranks))) in self._made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def groups_of(scripts: Iterable[Script]) -> tuple[Group, ...]:
+    """All sets of ranks that talk in these Scripts, in one order: to be made at start."""
+    found = {tuple(sorted(group)) for script in scripts for group in _groups(script)}
+    return tuple(sorted(group for group in found if len(group) > 1))
+
+
+def _groups(script: Script) -> Iterator[Group]:
+    for transfer in _transfers(script.instructions):
+        yield transfer.group if transfer.kind != "local" else ()
+    for sync in script.syncs:
+        for path in sync.transfers:
+            yield from (transfer.group for transfer in path if transfer.kind != "local")
+    yield from _peers(script.instructions)
+
+
+def _transfers(body: Sequence[Instruction]) -> Iterator[Transfer]:
+    for step in flat(body):
+        match step:
+            case Load():
+                yield from step.transfers
+            case Reshard():
+                yield from (*step.forward, *(step.backward or ()))
+
+
+def _peers(body: Sequence[Instruction]) -> Iterator[Group]:
+    for step in flat(body):
+        if isinstance(step, Run):
+            yield from _ranks((step.args, step.kwargs))
+
+
+def _ranks(argument: object) -> Iterator[Group]:
+    if isinstance(argument, Peers):
+        yield argument.ranks
+    elif isinstance(argument, tuple | list):
+        for one in argument:
+            yield from _ranks(one)
+
+
+def flat(body: Sequence[Instruction]) -> Iterator[Instruction]:
+    """All instructions, those inside loops and regions too."""
+    for step in body:
+        yield step
+        match step:
+            case Loop():
+                for inner in step.bodies:
+                    yield from flat(inner)
+            case Region():
+                yield from flat(step.body)

@@ -1,0 +1,97 @@
+"""Signature: what a rank means by a collective call, in words, so that two ranks can find out that they differ.
+
+In: kind, tensors sent, tensors expected. Out: three numbers for each peer (what the call is, what is sent to the peer,
+what is expected of it), which fit the peer's own three if and only if the calls fit; and the text that says how two
+signatures differ. Only the numbers travel with every call; the words travel when something is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.runtime.transport import Expected
+
+NUMBERS = 3
+"""Numbers per peer."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One rank's side of a collective.
+
+    Args:
+        kind: with the operation of a sum; and the tensor, where all members must have the same.
+        sends, expects: by peer, what goes there and comes from there.
+    """
+
+    kind: str
+    group: tuple[int, ...]
+    number: int
+    sends: Mapping[int, str]
+    expects: Mapping[int, str]
+
+    @property
+    def where(self) -> str:
+        return f"call {self.number} of group {self.group}"
+
+    def numbers(self, peer: int) -> tuple[int, int, int]:
+        """What the peer must know."""
+        sent, wanted = self.sends.get(peer, NOTHING), self.expects.get(peer, NOTHING)
+        return _number(f"{self.kind} {self.where}"), _number(sent), _number(wanted)
+
+    def fits(self, peer: int, theirs: Sequence[int]) -> bool:
+        """True if these are the numbers of a peer that makes the same call."""
+        what, sent, wanted = self.numbers(peer)
+        return tuple(theirs) == (what, wanted, sent)
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{text} to {peer}" for peer, text in self.sends.items())
+        wanted = ", ".join(f"{text} from {peer}" for peer, text in self.expects.items())
+        return self.kind + (f" sending {sent}" if sent else "") + (f" expecting {wanted}" if wanted else "")
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "group": self.group,
+            "number": self.number,
+            "sends": dict(self.sends),
+            "expects": dict(self.expects),
+        }
+
+
+def from_json(found: Mapping[str, object]) -> Signature:
+    """Read what `as_json` wrote, after a passage through JSON."""
+    sends, expects = ({int(p): str(t) for p, t in dict(found[key]).items()} for key in ("sends", "expects"))  # type: ignore[call-overload]
+    return Signature(str(found["kind"]), tuple(found["group"]), int(str(found["number"])), sends, expects)  # type: ignore[arg-type]
+
+
+def difference(rank: int, mine: Signature, other: int, theirs: Signature) -> str:
+    """Why the calls of two ranks do not fit."""
+    if (mine.kind, mine.group, mine.number) != (theirs.kind, theirs.group, theirs.number):
+        where = mine.where if mine.where == theirs.where else f"{mine.where}, there {theirs.where}"
+        return f"rank {rank} entered {mine} where rank {other} entered {theirs}, in {where}"
+    for sender, sent, taker, taken in ((rank, mine, other, theirs), (other, theirs, rank, mine)):
+        given, wanted = sent.sends.get(taker, NOTHING), taken.expects.get(sender, NOTHING)
+        if given != wanted:
+            return f"rank {sender} sent {given} to rank {taker}, which expects {wanted}, in {mine.kind}, {mine.where}"
+    return f"ranks {rank} and {other} entered different collectives, in {mine.where}"
+
+
+NOTHING = "nothing"
+
+
+def text_of(tensors: Sequence[Tensor] | Sequence[Expected]) -> str:
+    """`float64[2 3]` for each, `nothing` if there are none."""
+    words = []
+    for one in tensors:
+        shape, dtype = (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one
+        words.append(f"{str(dtype).removeprefix('torch.')}[{' '.join(map(str, shape))}]")
+    return " and ".join(words) or NOTHING
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
