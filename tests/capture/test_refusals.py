@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,7 @@ class Does(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.what, self.calls, self.seen, self.table = what, 0, [], {}
+        self.what, self.calls, self.seen, self.table = what, 0, deque(), {}
         self.state = SimpleNamespace(steps=0)
         self.last: Tensor | None = None
         self.generator = np.random.default_rng(0)
@@ -120,7 +121,7 @@ def test_refused(what: str, words: str, line: str) -> None:
     assert error.place.startswith("tests/capture/test_refusals.py:") and line in error.place
     assert error.remedy
     assert_untouched(module, before)
-    assert module.calls == 0 and module.seen == [] and module.table == {}
+    assert module.calls == 0 and not module.seen and module.table == {}
 
 
 class Grows(nn.Module):

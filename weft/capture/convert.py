@@ -224,9 +224,8 @@ class Converter:
 
     def reshape_in_place(self, target: OpOverload, args: tuple[Any, ...], node: fx.Node, context: Context) -> Handle:
         """`x.unsqueeze_(0)`: from here on x is the view."""
-        handle, *rest = args
-        twin = twin_of(target, context)
-        step = Step(twin, tuple(rest), {}, None)
+        handle: Handle = args[0]
+        step = Step(twin_of(target, context), args[1:], {}, None)
         view = replace(handle, parent=handle, step=step, version=-1)
         read(view, self.builder, context)
         for other, value in self.environment.items():

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch
@@ -218,6 +217,17 @@ class NoDraws(TorchDispatchMode):
 
 
 @contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this is entered, `owner.name` is `value`."""
+    saved = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, saved)
+
+
+@contextmanager
 def intercept() -> Iterator[Interception]:
     """While this is entered, traced calls leave markers."""
     found = Interception()
@@ -234,7 +244,7 @@ def intercept() -> Iterator[Interception]:
     _SingleLevelFunction.apply = classmethod(found.apply)  # type: ignore[attr-defined]
     lasting.update(markers)
     try:
-        with mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator):
+        with patched(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator):
             yield found
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]

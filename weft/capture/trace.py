@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
-from weft.capture.intercept import Interception, Listener, intercept
+from weft.capture.intercept import Interception, Listener, intercept, patched
 from weft.capture.refuse import Translating
 from weft.capture.source import keep_users_frame
 from weft.capture.watch import Watch
@@ -99,7 +98,7 @@ def trace(
         stack.callback(Watch(module).restore)
         move_to_fake(module)
         warnings.simplefilter("ignore")
-        stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
+        stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(Translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     output, settling = outputs[-1]

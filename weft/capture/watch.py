@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from weft.errors import CaptureError
 
 DEPTH = 5
 PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex)
-CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set, deque)
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 
 Key = tuple[str, str]
@@ -41,7 +42,7 @@ class Watch:
         self.module, self.tolerant, self.settling = module, tolerant, False
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
-        self.copies = {key: value.copy() for key, value in self.attributes.items() if type(value) in CONTAINERS}
+        self.copies = {key: value.copy() for key, value in self.attributes.items() if isinstance(value, CONTAINERS)}
         self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
@@ -148,14 +149,15 @@ def is_torchs(module: nn.Module, name: str) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    """An object with attributes of its own that is no module, tensor, class or function."""
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor | type) and not callable(value)
+    """An object with attributes of its own that is no module, tensor, container, class or function."""
+    is_known = isinstance(value, (nn.Module, torch.Tensor, type, *CONTAINERS)) or callable(value)
+    return hasattr(value, "__dict__") and not is_known
 
 
 def refill(container: Any, saved: Any) -> None:
     """Give a list, dict or set its old contents."""
     container.clear()
-    container.extend(saved) if isinstance(container, list) else container.update(saved)
+    container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
 
 
 def tensors_of(module: nn.Module, kind: str) -> Iterator[tuple[Key, torch.Tensor | None]]:
@@ -176,7 +178,7 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, dict):
         items = tuple((fingerprint(key, depth - 1), fingerprint(item, depth - 1)) for key, item in value.items())
         return kind, items
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return kind, tuple(fingerprint(item, depth - 1) for item in value)
     if isinstance(value, set | frozenset):
         return kind, frozenset(fingerprint(item, depth - 1) for item in value)
