@@ -8,7 +8,7 @@ that raises leaves nothing behind: files are written whole, by `weft/cache.py`, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +97,7 @@ class Timer:
         self._say = say
 
     @contextmanager
-    def __call__(self, name: str):
+    def __call__(self, name: str) -> Iterator[None]:
         self._say(name)
         start = time.perf_counter()
         yield

@@ -107,9 +107,7 @@ class Sketch:
             grad=grad,
             draw=self.draws if random_op else None,
         )
-        values = {
-            name: self.values[name].detach().requires_grad_(self.tensors[name].needs_grad) for name in op.inputs
-        }
+        values = {name: self.values[name].detach().requires_grad_(self.tensors[name].needs_grad) for name in op.inputs}
         results = call(op, values, self.mode)
         self.draws += random_op
         names = [self._hold("t", result.detach(), needs_grad=result.requires_grad) for result in results]

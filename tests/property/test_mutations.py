@@ -40,9 +40,7 @@ class Tally:
 def runs_well(sample: Sample, program: Program) -> str:
     """Why the program is wrong, by running it; "" if it is right."""
     try:
-        found = run_program(
-            program, sample.case.state, sample.case.inputs, book=sample.book, timeout=5, exact=False
-        )
+        found = run_program(program, sample.case.state, sample.case.inputs, book=sample.book, timeout=5, exact=False)
     except Exception as error:  # noqa: BLE001  a program that fails in any way is wrong
         return f"{type(error).__name__}: {str(error)[:200]}"
     wrong = differences(found, sample.expected)

@@ -1,1 +1,2 @@
-"""What runs: transports, the interpreter of scripts, random streams, algorithms. Imports torch and the standard library."""
+"""What runs: transports, the interpreter of scripts, random streams, algorithms. Imports torch and the standard
+library only."""

@@ -1,0 +1,69 @@
+"""Replicas: a program for n ranks on k * n of them.
+
+In: the transport of all ranks and n. Out: a transport that shows a rank only its own replica, ranks 0 .. n - 1; and the
+ranks that hold the same parts in all replicas, over which gradients are averaged. Rank r stands in replica r // n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.transport import Doing, Expected, Transport
+
+
+class Replica:
+    """The transport of one replica: `Transport`, with ranks counted from its first."""
+
+    def __init__(self, transport: Transport, size: int) -> None:
+        assert transport.num_ranks % size == 0, f"{transport.num_ranks} ranks are no multiple of {size}"
+        self.whole = transport
+        self.number, self.num_replicas = transport.rank // size, transport.num_ranks // size
+        self.rank, self.num_ranks = transport.rank % size, size
+        self._first = self.number * size
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    @property
+    def doing(self) -> Doing:
+        return self.whole.doing
+
+    @doing.setter
+    def doing(self, doing: Doing) -> None:
+        self.whole.doing = doing
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """The ranks of the job that hold what this one holds, one per replica."""
+        return tuple(range(self.rank, self.whole.num_ranks, self.num_ranks))
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+        return self.whole.all_reduce(tensor, self._ranks(group), op)
+
+    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+        return self.whole.all_gather(tensor, self._ranks(group))
+
+    def all_to_all(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: tuple[int, ...],
+        kind: str = "all_to_all",
+    ) -> dict[int, list[Tensor]]:
+        arrived = self.whole.all_to_all(
+            {self._first + peer: tensors for peer, tensors in sends.items()},
+            {self._first + peer: shapes for peer, shapes in expects.items()},
+            self._ranks(group),
+            kind,
+        )
+        return {peer - self._first: tensors for peer, tensors in arrived.items()}
+
+    def barrier(self, group: tuple[int, ...]) -> None:
+        self.whole.barrier(self._ranks(group))
+
+    def _ranks(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._first + rank for rank in group)

@@ -1,0 +1,59 @@
+"""Wire: tensors for several peers as one run of bytes, and back.
+
+In: for each member of a group, in order, the tensors that go to it. Out: one flat byte tensor and the bytes per member,
+as an uneven all_to_all wants them. Promised: any dtype; no copy where one contiguous tensor is all there is; what is
+unpacked belongs to the receiver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Want = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor to come."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's content, in order; a view if it lies so in memory."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # conjugates and negatives of complex numbers are views that have not been worked out
+    return flat.resolve_conj().resolve_neg().view(torch.uint8)
+
+
+def pack(members: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """One flat byte tensor with everything for all members, and the bytes for each."""
+    pieces = [[as_bytes(tensor) for tensor in tensors] for tensors in members]
+    sizes = [sum(piece.numel() for piece in one) for one in pieces]
+    flat = [piece for one in pieces for piece in one if piece.numel()]
+    if len(flat) == 1:
+        return flat[0], sizes
+    return (torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)), sizes
+
+
+def num_bytes(wanted: Sequence[Want]) -> int:
+    """Bytes of tensors to come."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
+
+
+def unpack(flat: Tensor, members: Sequence[Sequence[Want]]) -> list[list[Tensor]]:
+    """The tensors in a flat byte tensor, per member."""
+    at, found = 0, []
+    for wanted in members:
+        tensors = []
+        for shape, dtype in wanted:
+            length = math.prod(shape) * dtype.itemsize
+            tensors.append(_view(flat[at : at + length], shape, dtype))
+            at += length
+        found.append(tensors)
+    assert at == flat.numel(), f"{flat.numel()} bytes came, {at} were expected"
+    return found
+
+
+def _view(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if piece.storage_offset() % dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(dtype).view(shape)
