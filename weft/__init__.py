@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weft.plan import match as match
     from weft.plan import recompute as recompute
     from weft.plan import w as w
+    from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -40,11 +41,13 @@ _HOMES = {
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
     **dict.fromkeys(_PLAN, "weft.plan"),
+    "parallelize": "weft.train",
 }
 _ROOMS = ("capture", "verify", "errors")
 
 __all__ = [
     "__version__",
+    "parallelize",
     "capture",
     "verify",
     "errors",

@@ -62,7 +62,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     """A hash of a tensor's content."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     content = plain.view(torch.uint8) if plain.numel() else plain
-    return hashlib.sha256(memoryview(content.numpy())).hexdigest()
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def source_hash() -> str:

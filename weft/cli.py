@@ -22,6 +22,7 @@ from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.verify import Result
+    from weft.verify.compare import Processes
 
 OK, DIFFERENT, FAILED = 0, 1, 2
 
@@ -54,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--plan", required=True, metavar="P", help="a recipe (dp=2,tp=2), a plan file, or path.py:function"
     )
     verify.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
+    verify.add_argument("--processes", action="store_true", help="on true processes instead of emulated devices")
     verify.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
     verify.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
     profile = commands.add_parser(
@@ -65,7 +67,24 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_argument("--backend", default="gloo", help="of torch.distributed (default gloo)")
     profile.add_argument("--processes", type=_positive, default=2, metavar="N", help="how many to start (default 2)")
     profile.add_argument("-o", "--output", default="links.json", metavar="FILE", help="default links.json")
-    for command in (verify, profile):
+    train = commands.add_parser(
+        "train",
+        help="train on processes of this machine",
+        description="Compile the model for the plan, start processes and train on data(), or on example() again and "
+        "again. Exit code 0 if all went well, 2 on errors, 130 after Ctrl-C.",
+    )
+    train.set_defaults(command=run_train)
+    train.add_argument("file", metavar="FILE", help="a Python file with model() and example()")
+    train.add_argument(
+        "--plan", required=True, metavar="P", help="a recipe (dp=2,tp=2), a plan file, or path.py:function"
+    )
+    train.add_argument(
+        "--devices", type=_positive, metavar="N", help="processes; k times as many as the plan needs train k replicas"
+    )
+    train.add_argument("--steps", type=_positive, default=10, metavar="K", help="optimizer steps (default 10)")
+    train.add_argument("--lr", type=float, metavar="X", help="of AdamW, instead of the optimizer of the file")
+    train.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
+    for command in (verify, profile, train):
         command.add_argument("--json", action="store_true", help="one JSON object as the last line")
         command.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     return parser
@@ -91,6 +110,7 @@ def run_verify(options: argparse.Namespace) -> int:
             devices=options.devices,
             links=options.links,
             seed=options.seed,
+            processes=options.processes,
             say=status.update,
         )
     show_result(result, title=f"{options.file} under {options.plan}")
@@ -117,6 +137,13 @@ def run_profile(options: argparse.Namespace) -> int:
     return OK
 
 
+def run_train(options: argparse.Namespace) -> int:
+    """`weft train FILE --plan P`."""
+    with Console(stderr=True).status("starting"):
+        from weft.train.command import run
+    return run(options)
+
+
 def show_result(result: Result, *, title: str) -> None:
     """Print a verdict for people."""
     console = Console(highlight=False, soft_wrap=True)
@@ -133,7 +160,16 @@ def show_result(result: Result, *, title: str) -> None:
     if result.rounding:
         rounding = ", ".join(f"{found.kind} {found.value:.0e}" for found in result.rounding)
         console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
+    if result.processes is not None:
+        console.print(_compared_with_emulator(result.processes), markup=False)
     _show_verdict(console, result)
+
+
+def _compared_with_emulator(found: Processes) -> str:
+    text = f"on {found.backend} processes: "
+    if found.equal_bits:
+        return text + "equal to the emulator bit for bit"
+    return text + f"{found.difference:.1e} from the emulator in {found.tensor} ({found.why})"
 
 
 def _table(result: Result) -> Table:

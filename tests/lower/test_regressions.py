@@ -143,6 +143,21 @@ def test_nothing_is_given_twice() -> None:
     refused(changed(program, give, give, give), "given to one value")
 
 
+def test_what_a_chunk_makes_dies_with_it() -> None:
+    """Backward cannot start inside a loop, though the value there is the loss."""
+    case = layers()
+    end = case.graph.ops[-1]
+    program = lower(Plan(case.graph, 1).trans(end, cut(summed_name(case), 2, "co")).assign(end, [0, 0]))
+    inner = next(s for step in program.steps if isinstance(step, Chunks) for s in step.body if isinstance(s, Give))
+    assert program.values[inner.source].tensor == case.graph.loss
+    refused(replace(program, loss=inner.source), "read before it is made")
+
+
+def summed_name(case: Case) -> str:
+    """A name that the last op sums over."""
+    return sorted(Plan(case.graph, 1).rule(case.graph.ops[-1]).summed)[0]
+
+
 def test_backward_moves_must_land_where_the_value_came_from() -> None:
     """Also where nobody reads the gradient: the ranks would not even get there."""
     sketch = Sketch(random.Random(0))

@@ -92,7 +92,9 @@ def _placed(plan: Plan, rng: random.Random, share: float) -> Plan:
             sizes, devices = rng.choice(recent)
         else:
             sizes, devices = _grid(rng, everybody)
-        transforms = [_transform(plan.rule(op), name, size, rng) for name, size in zip(_names(sizes), sizes)]
+        transforms = [
+            _transform(plan.rule(op), name, size, rng) for name, size in zip(_names(sizes), sizes, strict=True)
+        ]
         if transforms:
             if not plan.can_trans(op, *transforms):
                 continue

@@ -6,6 +6,7 @@ says so for operands that do.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import torch
 from tests.property.harness import STREAM, call
 from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Source, Tensor
 from weft.runtime.drawmode import DrawMode
+
+MOST_ELEMENTS = 600
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,19 @@ class Sketch:
             return self.rng.choice(same)
         return self.parameter(shape, trainable=self.rng.random() > 0.1)
 
-    def run(self, target: str, *args: Any, grad: bool = True, random_op: bool = False, **kwargs: Any) -> list[str]:
+    def run(
+        self,
+        target: str,
+        *args: Any,
+        grad: bool = True,
+        random_op: bool = False,
+        function: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
         """Add an op; the names of what it makes."""
         number = len(self.ops)
         op = Op(
-            name=f"m/{target.split('.')[1]}_{number}",
+            name=f"m/{target.removeprefix('function:').removeprefix('aten.').split('.')[0]}_{number}",
             target=target,
             args=args,
             kwargs=tuple(kwargs.items()),
@@ -106,6 +117,7 @@ class Sketch:
             source=Source("sketch.py", number + 1),
             grad=grad,
             draw=self.draws if random_op else None,
+            function=function,
         )
         values = {name: self.values[name].detach().requires_grad_(self.tensors[name].needs_grad) for name in op.inputs}
         results = call(op, values, self.mode)
@@ -174,3 +186,8 @@ def vars_of(op: Op) -> dict[str, Any]:
 
 def ref(name: str) -> Ref:
     return Ref(name)
+
+
+def small(shape: tuple[int, ...]) -> bool:
+    """True if a tensor of that shape is quick to work on."""
+    return 0 < math.prod(shape) <= MOST_ELEMENTS

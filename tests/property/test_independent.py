@@ -42,7 +42,8 @@ class Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class TinyGPT(nn.Module):

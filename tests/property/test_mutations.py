@@ -14,13 +14,20 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.property.harness import differences, run_program
-from tests.property.mutate import KINDS, mutant
+from tests.property.mutate import mutant
 from tests.property.samples import Sample, samples
 from weft.errors import CheckError
 from weft.ir.program import Program
 from weft.lower.check import check
 
 QUICK, FULL = 2000, 20_000
+
+DECLARATIONS = ("regroup op", "re-share op", "cut op otherwise", "misdeclare value", "other op or operands")
+"""Kinds that change what is declared of an op or value. Where no call depends on it (a linear layer does not know which
+rows it has, a product not which factor came first) the numbers stay right; the check refuses what is not true."""
+MOST_FALSE_ALARMS = 0.005
+"""Of the other kinds: now and then a part in another place or order is as good by chance (a mean does not ask for the
+order of its rows), but the op is declared to have another one."""
 
 
 @dataclass
@@ -83,13 +90,18 @@ def run_mutants(seeds: range, num_random: int) -> Tally:
 
 
 def expect_clean(tally: Tally) -> None:
-    print(f"\n{tally}")
-    for told in (*tally.broken[:5], *tally.missed[:10], *tally.false_alarms[:20]):
+    others = [told for told in tally.false_alarms if not told.startswith(DECLARATIONS)]
+    print(f"\n{tally}, of which {len(others)} not of a declaration")
+    for told in (*tally.broken[:5], *tally.missed[:10], *others[:20]):
         print(told)
-    assert len(KINDS) >= 10
+    assert sum(name.endswith("(wrong)") for name in tally.counts) >= 20
     assert not tally.broken
     assert not tally.missed
-    assert not tally.false_alarms
+    assert len(others) <= MOST_FALSE_ALARMS * sum(tally.counts.values())
+
+
+# a mutant may make torch warn; it is wrong then all the same
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_mutants() -> None:

@@ -74,7 +74,7 @@ class Grid:
                 remedy="give one device per cell; a device may repeat",
             )
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
@@ -188,10 +188,12 @@ class Layout:
     def _parts(self) -> tuple[Part, ...]:
         slots: dict[int, int] = {}
         parts = []
+        # whole dims are the same in every cell
+        fixed = [whole(size) if table is None else None for size, table in zip(self.shape, self.ranges, strict=True)]
         for cell, device in zip(self.grid.cells, self.grid.devices, strict=True):
             slot = slots.get(device, 0)
             slots[device] = slot + 1
-            ranges = tuple(self.ranges_at(cell, dim) for dim in range(len(self.shape)))
+            ranges = tuple(self.ranges_at(cell, dim) if known is None else known for dim, known in enumerate(fixed))
             share = tuple(cell[axis] for axis in self.partial_axes)
             parts.append(Part(cell, device, slot, ranges, share))
         return tuple(parts)
@@ -202,7 +204,14 @@ class Layout:
 
     def parts_on(self, device: int) -> tuple[Part, ...]:
         """The parts of one device, slot by slot; none if it holds nothing."""
-        return tuple(self.part(cell) for cell in self.grid.cells_on.get(device, ()))
+        return self._parts_by_device.get(device, ())
+
+    @cached_property
+    def _parts_by_device(self) -> dict[int, tuple[Part, ...]]:
+        found: dict[int, list[Part]] = {}
+        for part in self._parts:
+            found.setdefault(part.device, []).append(part)
+        return {device: tuple(parts) for device, parts in found.items()}
 
     def with_role(self, axis: int, role: Role, tables: dict[int, tuple[Ranges, ...] | None]) -> Layout:
         """The same layout with another role on one axis and new range tables for the named dims."""

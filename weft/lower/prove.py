@@ -16,7 +16,7 @@ from weft.ir.ranges import Ranges, count, overlap, tidy, whole
 from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
 from weft.lower.forms import refuse_cuts, refuse_hanging_talk, refuse_malformed
 from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, refuse_other_shapes, shapes_of, show_box
-from weft.lower.script import positions
+from weft.lower.script import outputs_of, positions
 from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
@@ -94,7 +94,9 @@ class Prover:
             (part.device, part.slot): full(value.tensor, part.ranges) for part in stored.parts()
         }
         self.universes[value.tensor] = WHOLE
-        self._hold(Tracked(step.value, self.mover.moved(contents, step.moves)))
+        moved = self.mover.moved(contents, step.moves)
+        # a device that stores the tensor but is not to hold the value does not bring it in
+        self._hold(Tracked(step.value, {w: held for w, held in moved.items() if value.layout.parts_on(w[0])}))
         parameter = self.graph.parameter_tensors.get(value.tensor)
         if parameter is not None and parameter.trainable and value.grad is not None:
             self.leaves.add(step.value)
@@ -321,6 +323,9 @@ class Prover:
         if len(counts) != 1:
             raise FaultError("the ops of one loop have different numbers of chunks")
         self._forward(step.body, "chunks")
+        for name in {name for inner in step.body for name in outputs_of(inner)} - set(given):
+            # what a chunk makes dies with it
+            self.values.pop(name, None)
 
     def _pass_back(self, result: Tracked, where: Where, source: Tracked, origin: Where) -> None:
         grad, content = result.gradient(where), source.contents[origin]

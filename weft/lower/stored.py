@@ -24,9 +24,11 @@ from weft.plan.plan import AxisUse
 
 def resting(layout: Layout) -> Layout | None:
     """A layout to store a tensor in that is used so: addends become copies, one cell per device."""
-    roles = tuple(COPY if role == PARTIAL else role for role in layout.roles)
+    still = replace(layout, roles=tuple(COPY if role == PARTIAL else role for role in layout.roles))
+    if not layout.grid.repeats:
+        return still
     merged = merge(layout.grid)
-    return None if merged is None else merged.layout(replace(layout, roles=roles))
+    return None if merged is None else merged.layout(still)
 
 
 def stored_layout(

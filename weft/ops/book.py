@@ -11,8 +11,9 @@ from collections.abc import Hashable
 from typing import Any
 
 from weft.ir.graph import Arg, Graph, Op, Ref
+from weft.ir.layout import Layout
 from weft.ir.oplayout import OpLayout
-from weft.ops.derive import Operands, Shapes, operands
+from weft.ops.derive import Operand, Operands, Shapes, operands
 from weft.ops.rule import Rule
 from weft.ops.table import copied_rule, has_rule, rule_for
 
@@ -25,6 +26,7 @@ class RuleBook:
         self._rules: dict[Hashable, Rule] = {}
         self._forms: dict[str, Hashable] = {}
         self._operands: dict[Hashable, Operands] = {}
+        self._layouts: dict[Layout, Layout] = {}
 
     def rule(self, op: Op) -> Rule:
         """The op's rule."""
@@ -38,8 +40,16 @@ class RuleBook:
         """Layouts of the op's operands when it is cut so."""
         key = (self.form(op), layout)
         if key not in self._operands:
-            self._operands[key] = operands(self.rule(op), layout, self.inputs(op), self.outputs(op))
+            made = operands(self.rule(op), layout, self.inputs(op), self.outputs(op))
+            self._operands[key] = Operands(
+                tuple(map(self._shared, made.inputs)), tuple(map(self._shared, made.outputs))
+            )
         return self._operands[key]
+
+    def _shared(self, operand: Operand) -> Operand:
+        """Equal layouts are one object, so that what is worked out for one serves all."""
+        layout = self._layouts.setdefault(operand.layout, operand.layout)
+        return Operand(layout, self._layouts.setdefault(operand.grad, operand.grad))
 
     def inputs(self, op: Op) -> Shapes:
         """Shapes of the tensor operands."""

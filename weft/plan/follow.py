@@ -167,7 +167,7 @@ def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: Ru
 
 def _on_one_device(grid: Grid, axis: int) -> bool:
     """True if some cells along an axis share a device: adding up there is free, and chunks should be short-lived."""
-    merged = merge(grid)
+    merged = merge(grid) if grid.repeats else None
     return merged is not None and axis in merged.shrunk
 
 
@@ -211,6 +211,8 @@ def project(one: Dim, name: str, ranges: Ranges, sizes: Mapping[str, int]) -> Ra
 
 def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
     """Leave out copies of the op on a device that runs it already: once is enough."""
+    if not layout.grid.repeats:
+        return layout
     for index, (axis, use) in enumerate(zip(layout.grid.axes, layout.uses, strict=True)):
         if not isinstance(use, Copied):
             continue

@@ -22,6 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch.distributed has these names only where it was built, which type checkers cannot see
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, ReduceOp, Store, TCPStore
+
+__all__ = [
+    "Backend",
+    "GLOO",
+    "NCCL",
+    "LOOPBACK",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "backend_named",
+    "choose_backend",
+    "own_connection",
+]
+
 FOREVER = timedelta(days=7)
 """Given to the backends: the transport keeps time itself, and says what it waited for when time is up."""
 LOOPBACK = "127.0.0.1"
@@ -53,22 +69,23 @@ class Backend:
         """What all groups of a process share: gloo's sockets and their thread. `local`: all ranks are on this host."""
         if self.name != "gloo":
             return ()
-        gloo = dist.ProcessGroupGloo
+        gloo = ProcessGroupGloo
         return (gloo.create_device(hostname=LOOPBACK) if local else gloo.create_default_device(),)
 
-    def make_group(self, store: dist.Store, position: int, size: int, links: Sequence[Any]) -> Any:
+    def make_group(self, store: Store, position: int, size: int, links: Sequence[Any]) -> Any:
         """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have.
 
         Made directly, not by `new_group`: that one wants either every rank of the job in one order or, with
         `use_local_synchronization`, a name that depends on how many groups each rank has made before (and hangs if
         they made different ones)."""
         if self.name == "gloo":
-            options = dist.ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout, options._devices, options._threads = FOREVER, list(links), 1
-            return dist.ProcessGroupGloo(store, position, size, options)
-        options = dist.ProcessGroupNCCL.Options()
+            return ProcessGroupGloo(store, position, size, options)
+        nccl: Any = vars(dist)["ProcessGroupNCCL"]  # not in every build
+        options = nccl.Options()
         options._timeout = FOREVER
-        return dist.ProcessGroupNCCL(store, position, size, options)
+        return nccl(store, position, size, options)
 
     def sums_natively(self, dtype: torch.dtype, op: str) -> bool:
         """True if the backend's own all_reduce is to be used."""
@@ -76,7 +93,7 @@ class Backend:
 
     def start_sum(self, group: Any, tensor: torch.Tensor, op: str) -> Any:
         """Sum in place over the group; returns the backend's work."""
-        options = dist.AllreduceOptions()
+        options = AllreduceOptions()
         options.reduceOp = self.native_sums[op]
         return group.allreduce([tensor], options)
 
@@ -86,10 +103,10 @@ NCCL = Backend(
     name="nccl",
     device_type="cuda",
     native_sums={
-        "sum": dist.ReduceOp.SUM,
-        "prod": dist.ReduceOp.PRODUCT,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
+        "sum": ReduceOp.SUM,
+        "prod": ReduceOp.PRODUCT,
+        "max": ReduceOp.MAX,
+        "min": ReduceOp.MIN,
     },
     host_waits=False,
 )
@@ -107,3 +124,8 @@ def backend_named(name: str) -> Backend:
     if name not in known:
         raise ValueError(f"no backend {name!r}: there are {', '.join(known)}")
     return known[name]
+
+
+def own_connection(store: Store) -> Store:
+    """The same store through another connection: what blocks on one does not hold up the other."""
+    return store.clone()  # type: ignore[attr-defined, no-any-return]

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from weft.runtime.backend import Backend
+from weft.runtime.backend import Backend, PrefixStore, Store
 from weft.runtime.script import Instruction, Load, Loop, Peers, Region, Reshard, Run, Script, Transfer
 
 Group = tuple[int, ...]
@@ -26,7 +24,7 @@ class Groups:
         local: all ranks are on this host.
     """
 
-    def __init__(self, store: dist.Store, rank: int, backend: Backend, *, local: bool) -> None:
+    def __init__(self, store: Store, rank: int, backend: Backend, *, local: bool) -> None:
         self.rank, self.backend = rank, backend
         self._store, self._links = store, backend.links(local=local)
         self._made: dict[tuple[str, Group], Any] = {}
@@ -36,7 +34,7 @@ class Groups:
         members = tuple(sorted(ranks))
         found = self._made.get((lane, members))
         if found is None:
-            store = dist.PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
+            store = PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
             found = self.backend.make_group(store, members.index(self.rank), len(members), self._links)
             self._made[lane, members] = found
         return found

@@ -20,6 +20,9 @@ from weft.runtime.transfers import size, take
 class Whole(Protocol):
     """A whole tensor of which parts can be read: a Tensor, or an entry of a file."""
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
     def read(self, index: Index) -> Tensor:
         """The part at `index`, in memory of its own."""
         ...
@@ -36,9 +39,11 @@ def stored_parts(whole: Mapping[str, Tensor | Whole], stored: Mapping[str, Index
 
 def part_of(tensor: Tensor | Whole, index: Index, name: str = "") -> Tensor:
     """A part, in memory of its own: it keeps nothing of the whole alive."""
-    part = take(tensor.detach(), index).clone(memory_format=torch.contiguous_format) if isinstance(
-        tensor, Tensor
-    ) else tensor.read(index)
+    part = (
+        take(tensor.detach(), index).clone(memory_format=torch.contiguous_format)
+        if isinstance(tensor, Tensor)
+        else tensor.read(index)
+    )
     assert tuple(part.shape) == size(index), f"part of {name} has shape {tuple(part.shape)}, not {size(index)}"
     return part
 
@@ -51,10 +56,15 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The module as `torch.manual_seed(seed)` and the call would make it. The caller's generators are as before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return factory()
+
+
 def replay(factory: Callable[[], nn.Module], seed: int, stored: Mapping[str, Index]) -> dict[str, Tensor]:
     """Build the module under the seed, keep this rank's parts by dotted name, drop the rest.
 
-    The caller's generators are as before."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return stored_parts(module_tensors(factory()), stored)
+    Seeds are a matter of the whole process: not for several threads at once."""
+    return stored_parts(module_tensors(build(factory, seed)), stored)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Doing, Expected, Transport
+
+CHECKED_STEPS = 1
+"""Steps in which processes make sure, before every collective, that they mean the same. Later steps repeat them."""
 
 
 class Replica:
@@ -22,11 +25,8 @@ class Replica:
         self.whole = transport
         self.number, self.num_replicas = transport.rank // size, transport.num_ranks // size
         self.rank, self.num_ranks = transport.rank % size, size
+        self.device = transport.device
         self._first = self.number * size
-
-    @property
-    def device(self) -> torch.device:
-        return self.whole.device
 
     @property
     def doing(self) -> Doing:
@@ -40,6 +40,13 @@ class Replica:
     def twins(self) -> tuple[int, ...]:
         """The ranks of the job that hold what this one holds, one per replica."""
         return tuple(range(self.rank, self.whole.num_ranks, self.num_ranks))
+
+    def begin_step(self, step: int) -> None:
+        """From now on messages name this step. All ranks of the job say so at the same place."""
+        if isinstance(self.whole, ProcessTransport):
+            self.whole.begin_step(step)
+            if step == CHECKED_STEPS:
+                self.whole.check = False
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
         return self.whole.all_reduce(tensor, self._ranks(group), op)

@@ -15,11 +15,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from weft.runtime.backend import Store, own_connection
 from weft.runtime.transport import CollectiveMismatch, Doing, Stopped
 
 PULSE = 0.2
@@ -88,7 +90,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         num_ranks: int,
         doing: Callable[[], tuple[Doing, int | None]],
@@ -96,7 +98,7 @@ class Watch:
         ends_process: bool = True,
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self._doing, self._ends_process = store.clone(), doing, ends_process
+        self._store, self._doing, self._ends_process = own_connection(store), doing, ends_process
         self._calls: dict[str, Call] = {}
         self._counts: dict[str, int] = {}
         self._waits_for: str | None = None
@@ -134,19 +136,27 @@ class Watch:
 
     def fail(self, failure: Failure) -> None:
         """The rank failed: tell the others."""
+        self.tell()
         self._store.set(failure_key(failure.rank), failure.to_json())
-        self._store.set(FAILED, b"1")
+        self._store.set(FAILED, "1")
+
+    def tell(self) -> None:
+        """Publish the rank's state now."""
+        self._publish("blocked" if self._blocked() else "running")
 
     def close(self, state: str = "ended") -> None:
         """The rank has ended; it no longer watches."""
         self._over.set()
         self._thread.join()
-        self._publish(state)
+        with suppress(dist.DistError):
+            # whoever kept the store may have ended first: nobody is left to be told then
+            self._publish(state)
 
     # -- what it learns
 
     def waits(self) -> dict[int, str]:
         """What every rank is doing, in words."""
+        self.tell()
         return describe(read_states(self._store, self.num_ranks))
 
     def say(self, key: str, text: str) -> None:
@@ -235,7 +245,7 @@ def failure_key(rank: int) -> str:
     return f"failure/{rank}"
 
 
-def read_states(store: dist.Store, num_ranks: int) -> dict[int, dict[str, Any]]:
+def read_states(store: Store, num_ranks: int) -> dict[int, dict[str, Any]]:
     """The last published state of each rank that has published one."""
     keys = {rank: state_key(rank) for rank in range(num_ranks)}
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}

@@ -19,6 +19,7 @@ from weft.runtime.interpret import Rank
 from weft.runtime.random import Stream
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Script
+from weft.runtime.training import Optimizer, train_step
 from weft.runtime.transport import Doing
 from weft.train.batch import bind_batch
 
@@ -27,7 +28,7 @@ class Interpreted(nn.Module):
     """A rank of a parallel module. `parameters()` is what an optimizer updates on this rank.
 
     Args:
-        state: this rank's parts of parameters, buffers and constants, by tensor name of the graph; becomes the module's.
+        state: this rank's parts of parameters, buffers and constants, by tensor name of the graph.
         seed: of the random stream.
     """
 
@@ -70,6 +71,7 @@ class Interpreted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the replica's batch, whole on every rank of it."""
         stream = Stream(self.seed, self.step, self.replica)
+        self._transport.begin_step(self.step)
         if self.training:
             self.step += 1
         found = self._rank.forward(bind_batch(self._graph, args, kwargs), stream)
@@ -78,12 +80,16 @@ class Interpreted(nn.Module):
         loss = found[str(self._graph.loss)]
         return _Root.apply(self._anchor, loss, self) if torch.is_grad_enabled() else loss
 
+    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
+        """Forward, backward, update; the loss before the update."""
+        return train_step(self, batch, optimizer)
+
     def collect(self, scale: Tensor) -> None:
         """Backward of the last forward: adds to the `.grad` of every trained parameter."""
         for name, gradient in self._rank.backward().items():
             parameter = self._trained[name]
-            gradient = self._average(gradient, name) * scale
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            mean = self._average(gradient, name) * scale
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
     def _average(self, gradient: Tensor, name: str) -> Tensor:
         if self.num_replicas == 1:

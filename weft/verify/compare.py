@@ -57,6 +57,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """How a run on true processes compares with the emulator's.
+
+    `difference` is the largest of all tensors, in `tensor`; `why` says where one may come from."""
+
+    backend: str
+    equal_bits: bool
+    difference: float = 0.0
+    tensor: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
     """The verdict of `weft.verify`.
 
@@ -66,6 +79,7 @@ class Result:
         first_difference: where the sides part, if they do.
         disagreements: copies of one tensor that differ between ranks.
         rounding: the largest difference of each kind in the model's own precision; not judged.
+        processes: how the processes compare with the emulator, if the devices were processes.
         summary: numbers about the plan and its check, for printing.
     """
 
@@ -77,6 +91,7 @@ class Result:
     first_difference: FirstDifference | None = None
     disagreements: tuple[str, ...] = ()
     rounding: tuple[Difference, ...] = ()
+    processes: Processes | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -94,6 +109,7 @@ class Result:
             "first_difference": None if first is None else vars(first),
             "disagreements": list(self.disagreements),
             "rounding": {found.kind: found.value for found in self.rounding},
+            "processes": None if self.processes is None else vars(self.processes),
             **self.summary,
         }
 

@@ -1,8 +1,9 @@
 """verify(): does a plan give the same numbers as one device?
 
 In: a module (or model file) and a plan. Out: a Result. The steps stand below in the order they run: capture, plan,
-lower, check, then the eager reference and the emulated devices, both in float64, the comparison, and the search for the
-first difference if there is one. Last both sides run in the model's own precision: that rounding is told, not judged.
+lower, check, then the eager reference and the devices (emulated, or true processes), both in float64, the comparison,
+and the search for the first difference if there is one. Last both sides run in the model's own precision: that
+rounding is told, not judged.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.verify.compare import Difference, Result, compare
+from weft.runtime.launch import Pool
+from weft.verify.compare import Difference, Processes, Result, Sample, compare
 from weft.verify.locate import locate
 from weft.verify.model_file import Subject, load_model_file
 from weft.verify.parallel import run_parallel, whole_tensors
+from weft.verify.processes import compare_with_emulator, make_pool, one_thread, run_processes
 from weft.verify.reference import run_reference
 from weft.verify.summary import summarize
 
@@ -34,7 +37,7 @@ PlanLike = Plan | str | Path | Callable[[Graph], Plan]
 Say = Callable[[str], None]
 
 
-def verify(
+def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
     model_or_file: nn.Module | str | Path,
     example: Any = None,
     *,
@@ -43,9 +46,10 @@ def verify(
     links: str | Path | None = None,
     seed: int = 0,
     tolerance: float = 1e-9,
+    processes: bool = False,
     say: Say = lambda text: None,
 ) -> Result:
-    """Compare a plan on emulated devices with the eager module on one, in float64.
+    """Compare a plan on several devices with the eager module on one, in float64.
 
     Args:
         model_or_file: a module whose forward returns a scalar loss, or the path of a model file.
@@ -55,6 +59,7 @@ def verify(
         links: a file written by `weft profile`; gloo's built-in costs if not given.
         seed: of the random stream that both sides draw from.
         tolerance: the largest difference that still counts as equal.
+        processes: devices are processes of this machine, started for it; otherwise they are emulated.
         say: is told what is being done, for a progress display.
     """
     say("loading the model")
@@ -67,7 +72,11 @@ def verify(
     program = lower(made, links=None if links is None else load_links(links))
     say("checking the program")
     report = check(program)
-    result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)
+    if not processes:
+        result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)
+    else:
+        with make_pool(program.devices) as pool:
+            result = judge(program, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
     return replace(result, summary=summarize(program, report))
 
 
@@ -121,12 +130,19 @@ def make_plan(plan: PlanLike, graph: Graph, subject: Subject, devices: int | Non
     return made
 
 
-def judge(program: Program, subject: Subject, *, seed: int, tolerance: float, say: Say = lambda text: None) -> Result:
-    """Run both sides and compare them."""
+def judge(
+    program: Program,
+    subject: Subject,
+    *,
+    seed: int,
+    tolerance: float,
+    say: Say = lambda text: None,
+    pool: Pool | None = None,
+) -> Result:
+    """Run both sides and compare them; on the processes of `pool` if there is one."""
     say("training on one device, in float64")
     reference = run_reference(subject, seed=seed, wide=True)
-    say(f"training on {program.devices} emulated devices, in float64")
-    ours = run_parallel(program, subject, seed=seed, wide=True)
+    ours, processes = run_devices(program, subject, seed=seed, say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal = largest < tolerance and not ours.disagreements
@@ -144,7 +160,22 @@ def judge(program: Program, subject: Subject, *, seed: int, tolerance: float, sa
         first_difference=first,
         disagreements=ours.disagreements,
         rounding=measure_rounding(program, subject, seed=seed),
+        processes=processes,
     )
+
+
+def run_devices(
+    program: Program, subject: Subject, *, seed: int, say: Say, pool: Pool | None
+) -> tuple[Sample, Processes | None]:
+    """Train on the devices in float64; on processes also how they compare with the emulator."""
+    say(f"training on {program.devices} emulated devices, in float64")
+    if pool is None:
+        return run_parallel(program, subject, seed=seed, wide=True), None
+    with one_thread():
+        emulated = run_parallel(program, subject, seed=seed, wide=True)
+    say(f"training on {program.devices} processes, in float64")
+    ours = run_processes(program, subject, pool, seed=seed, wide=True)
+    return ours, compare_with_emulator(ours, emulated, program.devices)
 
 
 def measure_rounding(program: Program, subject: Subject, *, seed: int) -> tuple[Difference, ...]:

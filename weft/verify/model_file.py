@@ -1,4 +1,5 @@
-"""Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `batch_dims()`.
+"""Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `data()`,
+`batch_dims()`.
 
 In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
 with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
@@ -25,6 +26,7 @@ from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+Data = Callable[[], Iterable[Any]]
 
 
 def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -40,6 +42,7 @@ class Subject:
         example: a tuple of arguments, a dict of keyword arguments, or one tensor.
         batch_dims: the batch dim of each input, in order or by name, None for one without; dim 0 if not given.
         path: the model file, or None if the module was given in Python.
+        data: gives the batches of the steps, one after the other; the example again and again if there is none.
     """
 
     model: nn.Module
@@ -47,6 +50,7 @@ class Subject:
     optimizer: Optimizer = adamw
     batch_dims: BatchDims | None = None
     path: Path | None = None
+    data: Data | None = None
 
     @property
     def place(self) -> str:
@@ -74,8 +78,15 @@ def load_model_file(path: str | Path) -> Subject:
             with Inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
         optimizer = _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
+        data = _function(module, path, "data") if hasattr(module, "data") else None
     _check_kinds(path, model, example, batch_dims)
-    return Subject(model=model, example=example, optimizer=optimizer, batch_dims=batch_dims, path=path)
+    return Subject(model=model, example=example, optimizer=optimizer, batch_dims=batch_dims, path=path, data=data)
+
+
+def load_optimizer(path: Path) -> Optimizer:
+    """The optimizer of a model file, without making its model."""
+    with _imported(path) as module:
+        return _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
 
 
 def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:

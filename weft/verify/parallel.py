@@ -8,13 +8,10 @@ disagreement is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from weft.capture.example import split_example
@@ -24,44 +21,18 @@ from weft.ir.program import Program
 from weft.lower.script import script
 from weft.ops.book import RuleBook
 from weft.runtime.emulator import run_ranks
-from weft.runtime.interpret import Rank, Trace
 from weft.runtime.random import Stream
 from weft.runtime.script import Index, Script
 from weft.runtime.transfers import put, take
 from weft.runtime.transport import CollectiveMismatch, RankFailed, Transport
 from weft.verify.compare import Sample
-from weft.verify.model_file import Optimizer, Subject
+from weft.verify.model_file import Subject
 from weft.verify.precision import Float64Mode, widen
 from weft.verify.reference import NUM_STEPS
+from weft.verify.share import Local, Whole, make_runner, make_shares, train
 
 Record = dict[tuple[str, int, int], torch.Tensor]
 """What one rank's ops made: (op name, output, slot) -> tensor."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Whole tensors before the first step, by tensor name of the Graph."""
-
-    state: Mapping[str, torch.Tensor]
-    inputs: Mapping[str, torch.Tensor]
-    trained: tuple[str, ...]
-    """Trained parameters, in the order of `module.parameters()`."""
-    names: Mapping[str, str]
-    """The name under which the reference knows each parameter and buffer."""
-
-    def every(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors with their names in the Graph."""
-        yield from self.state.items()
-        yield from self.inputs.items()
-
-
-@dataclass(frozen=True)
-class Local:
-    """What one rank computed."""
-
-    losses: tuple[torch.Tensor, ...]
-    gradients: tuple[Mapping[str, torch.Tensor], ...]
-    weights: Mapping[str, torch.Tensor]
 
 
 def run_parallel(
@@ -80,11 +51,11 @@ def run_parallel(
     """
     whole = whole_tensors(program.graph, subject, wide=wide)
     scripts = tamper(write_scripts(program))
+    shares = list(make_shares(whole, scripts, program.graph, seed=seed, wide=wide))
 
     def body(transport: Transport) -> Local:
         transport = through(transport)
-        with Float64Mode() if wide else nullcontext():
-            return train_rank(scripts[transport.rank], transport, whole, subject.optimizer, program.graph, seed)
+        return train(shares[transport.rank], transport, subject.optimizer)
 
     return assemble(emulate(program.devices, body), scripts, program.graph, whole)
 
@@ -92,7 +63,7 @@ def run_parallel(
 def record(program: Program, subject: Subject, *, seed: int) -> list[Record]:
     """One forward of step 1 in float64: what every op made, rank by rank."""
     whole = whole_tensors(program.graph, subject, wide=True)
-    scripts = write_scripts(program)
+    shares = list(make_shares(whole, write_scripts(program), program.graph, seed=seed, wide=True))
 
     def body(transport: Transport) -> Record:
         found: Record = {}
@@ -100,11 +71,9 @@ def record(program: Program, subject: Subject, *, seed: int) -> list[Record]:
         def trace(op: str, output: int, slot: int, tensor: torch.Tensor) -> None:
             found[op, output, slot] = tensor.clone()
 
+        mine = shares[transport.rank]
         with Float64Mode():
-            mine = scripts[transport.rank]
-            start(mine, transport, parts_of(whole.state, mine), program.graph, trace).forward(
-                parts_of(whole.inputs, mine), Stream(seed, 0, 0)
-            )
+            make_runner(mine, transport, mine.state, trace).forward(mine.inputs, Stream(seed, 0, 0))
         return found
 
     return emulate(program.devices, body)
@@ -117,13 +86,19 @@ def write_scripts(program: Program) -> list[Script]:
 
 
 def emulate(num_ranks: int, body: Any) -> list[Any]:
-    """Run the ranks; a rank that fails is the user's to know about."""
+    """Run the ranks as threads."""
+    return told(lambda: run_ranks(num_ranks, body))
+
+
+def told(run: Callable[[], list[Any]]) -> list[Any]:
+    """Run the ranks; one that fails is the user's to know about."""
     try:
-        return run_ranks(num_ranks, body)
+        return run()
     except RankFailed as error:
         cause = error.__cause__
+        others = [f"\n  {line.strip()}" for line in str(error).splitlines() if line.startswith("  rank ")]
         raise RunError(
-            f"rank {error.rank} failed: {type(cause).__name__}: {cause}",
+            f"rank {error.rank} failed: {type(cause).__name__}: {cause}{''.join(others)}",
             place=f"{error.place}  ({error.op})" if error.place else error.op,
             remedy="the other ranks were stopped; --debug shows where it happened",
         ) from error
@@ -176,48 +151,6 @@ def whole_tensors(graph: Graph, subject: Subject, *, wide: bool) -> Whole:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def parts_of(whole: Mapping[str, torch.Tensor], mine: Script) -> dict[str, torch.Tensor]:
-    """This rank's own copies of its parts."""
-    return {
-        name: take(tensor, mine.stored[name]).clone(memory_format=torch.contiguous_format)
-        for name, tensor in whole.items()
-        if name in mine.stored
-    }
-
-
-def start(
-    mine: Script, transport: Transport, state: Mapping[str, torch.Tensor], graph: Graph, trace: Trace | None = None
-) -> Rank:
-    """A rank ready to run its Script."""
-    dtypes = {name: tensor.dtype for name, tensor in graph.tensors.items() if name not in graph.producers}
-    return Rank(mine, transport, state=state, dtypes=dtypes, trace=trace)
-
-
-def train_rank(
-    mine: Script, transport: Transport, whole: Whole, optimizer: Optimizer, graph: Graph, seed: int
-) -> Local:
-    """Two optimizer steps of one rank over the parts that it stores."""
-    state = parts_of(whole.state, mine)
-    trained = {name: nn.Parameter(state[name]) for name in whole.trained if name in state}
-    state.update({name: parameter.data for name, parameter in trained.items()})
-    update = optimizer(list(trained.values())) if trained else None
-    rank = start(mine, transport, state, graph)
-    losses, gradients = [], []
-    for step in range(NUM_STEPS):
-        outputs = rank.forward(parts_of(whole.inputs, mine), Stream(seed, step, 0))
-        losses.append(outputs[str(graph.loss)].clone())
-        found = rank.backward()
-        for name, parameter in trained.items():
-            parameter.grad = found.get(name)
-        gradients.append({name: gradient.clone() for name, gradient in found.items()})
-        if update is not None:
-            update.step()
-        state.update(rank.updates())
-        state.update({name: parameter.data for name, parameter in trained.items()})
-    kept = {name: tensor.detach().clone() for name, tensor in state.items() if name in whole.names}
-    return Local(losses=tuple(losses), gradients=tuple(gradients), weights=kept)
 
 
 def assemble(locals_: Sequence[Local], scripts: Sequence[Script], graph: Graph, whole: Whole) -> Sample:

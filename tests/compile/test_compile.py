@@ -1,0 +1,43 @@
+"""The compiler as one function: passes, times, and what it hands over."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.eager import mlp
+from weft.compile import Timer, compile_program
+from weft.errors import ModelFileError, PlanError
+from weft.plan import Plan
+
+
+def test_passes_are_named_and_timed() -> None:
+    module, batch = mlp()
+    said: list[str] = []
+    compiled = compile_program(module, batch, "dp=2", say=said.append)
+    assert list(compiled.timings) == said == ["capture", "plan", "lower", "check"]
+    assert all(seconds > 0 for seconds in compiled.timings.values())
+    assert compiled.program.devices == compiled.plan.devices == 2
+    assert compiled.program.graph is compiled.graph is compiled.plan.graph
+    assert "capture" in str(compiled) and "2 devices" in str(compiled)
+
+
+def test_a_plan_brings_its_own_graph() -> None:
+    module, batch = mlp()
+    first = compile_program(module, batch, lambda graph: Plan(graph, 2))
+    second = compile_program(module, batch, first.plan)
+    assert second.graph is first.graph and second.program.devices == 2
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    module, batch = mlp()
+    with pytest.raises(PlanError):
+        compile_program(module, batch, "dp=2", 3)
+    with pytest.raises(ModelFileError, match="no loss"):
+        compile_program(module.up, batch["x"], "dp=2")
+
+
+def test_a_pass_that_raises_is_not_timed() -> None:
+    timer = Timer()
+    with pytest.raises(ZeroDivisionError), timer("divide"):
+        _ = 1 / 0
+    assert timer.seconds == {}

@@ -1,0 +1,182 @@
+"""What the ranks of the tests do: functions that a process can find."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.processes import ProcessTransport
+from weft.runtime.transport import Doing, GroupComm, Transport
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def values(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Some numbers of a rank: sums of them in floats depend on the order."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10
+    return made > 0 if dtype == torch.bool else made.abs().to(dtype) if dtype == torch.uint8 else made.to(dtype)
+
+
+def everything(transport: Transport, payload: Any) -> list[Tensor]:
+    """Every collective on every dtype, sizes from nothing to two rounds, groups in and out of order."""
+    n, rank = transport.num_ranks, transport.rank
+    found: list[Tensor] = []
+    for group in (tuple(range(n)), tuple(reversed(range(n))), (1, 0)):
+        if rank not in group:
+            continue
+        for dtype in DTYPES:
+            for shape in ((), (0, 3), (5,), (3, 7), (123, 211)):
+                mine = values(rank, dtype, shape)
+                found.append(transport.all_reduce(mine, group))
+                found += transport.all_gather(mine, group)
+        for op in ("max", "min", "prod"):
+            found.append(transport.all_reduce(values(rank, torch.float64, (4, 2)).t(), group, op))
+        transport.barrier(group)
+    return found
+
+
+def uneven(transport: Transport, payload: Any) -> dict[int, list[Tensor]]:
+    """Rank r sends peer p pieces of other shapes and dtypes: p of them, of r rows. Nobody sends to rank 0."""
+    n, rank = transport.num_ranks, transport.rank
+    group = tuple(range(n))
+    kinds = (torch.bool, torch.float64, torch.uint8, torch.float32)
+    sends = {p: [values(rank, kinds[i % 4], (rank, i + 1)) for i in range(p)] for p in range(n) if p != rank}
+    expects = {p: [((p, i + 1), kinds[i % 4]) for i in range(rank)] for p in range(n) if p != rank}
+    return transport.all_to_all(sends, expects, group, "exchange")
+
+
+def disjoint(transport: Transport, payload: Any) -> dict[int, list[Tensor]]:
+    """The lower half holds a tensor, the upper half gets it."""
+    n, rank = transport.num_ranks, transport.rank
+    half, group = n // 2, tuple(range(n))
+    if rank < half:
+        return transport.all_to_all({rank + half: [values(rank, torch.float64, (3, 2))]}, {}, group, "exchange")
+    return transport.all_to_all({}, {rank - half: [((3, 2), torch.float64)]}, group, "exchange")
+
+
+def positions(transport: Transport, payload: Any) -> list[Tensor]:
+    """A communicator gathers parts of different length in the order of its ranks."""
+    ranks = (2, 0, 1)
+    return GroupComm(transport, ranks).all_gather(torch.arange(float(transport.rank)))
+
+
+def many_groups(transport: Transport, payload: Any) -> list[Tensor]:
+    """Each rank has made other groups, and other numbers of them, before all meet."""
+    pairs = [(0, 1), (2, 3), (0, 2), (1, 2), (0, 1, 3)]
+    found = [transport.all_reduce(torch.tensor(transport.rank), g) for g in pairs if transport.rank in g]
+    return [*found, transport.all_reduce(torch.tensor(1), (3, 1, 0, 2))]
+
+
+def aside(transport: ProcessTransport, payload: Any) -> list[Tensor]:
+    """Sums begun and waited for later, past other calls in the same group, in the order of their beginning."""
+    group = tuple(range(transport.num_ranks))
+    handles = [transport.start_all_reduce(values(transport.rank, torch.float64, (size,)), group) for size in (3, 40000)]
+    between = transport.all_reduce(torch.tensor(float(transport.rank)), group)
+    return [*(handle.wait() for handle in handles), between]
+
+
+def scattered(transport: ProcessTransport, payload: Any) -> Tensor:
+    """Rank r's part of everybody's sum has r + 1 rows."""
+    group = tuple(range(transport.num_ranks))
+    return transport.reduce_scatter([values(transport.rank, torch.float64, (p + 1, 2)) for p in group], group)
+
+
+def unchecked(transport: ProcessTransport, payload: Any) -> Tensor:
+    transport.check = False
+    return transport.all_reduce(values(transport.rank, torch.float32, (9,)), tuple(range(transport.num_ranks)))
+
+
+def identity(transport: Transport, payload: Any) -> tuple[int, int, Any]:
+    return transport.rank, os.getpid(), payload
+
+
+# ways to fail
+
+
+def raises(transport: ProcessTransport, payload: Any) -> None:
+    transport.begin_step(2)
+    transport.doing = Doing("mlp/linear", "model.py:7")
+    if transport.rank == 1:
+        raise ValueError("bad luck")
+    transport.all_reduce(torch.ones(2), tuple(range(transport.num_ranks)))
+
+
+def is_killed(transport: ProcessTransport, payload: Any) -> None:
+    everyone = tuple(range(transport.num_ranks))
+    transport.barrier(everyone)
+    transport.begin_step(2)
+    transport.doing = Doing("mlp/linear", "model.py:7")
+    if transport.rank == 1:
+        # long enough for the others to wait, and for this rank to have told what it does
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.all_reduce(torch.ones(2), everyone)
+
+
+def never_comes(transport: ProcessTransport, payload: Any) -> None:
+    """Rank 0 fails while the others are far from any collective."""
+    if transport.rank == 0:
+        raise KeyError("gone")
+    while True:
+        time.sleep(0.01)
+
+
+def mixed_kinds(transport: Transport, payload: Any) -> None:
+    if transport.rank == 0:
+        transport.all_reduce(torch.ones(2), (0, 1))
+    else:
+        transport.all_gather(torch.ones(2), (0, 1))
+
+
+def mixed_shapes(transport: Transport, payload: Any) -> None:
+    transport.all_reduce(torch.ones(2 + transport.rank), (0, 1))
+
+
+def mixed_dtypes(transport: Transport, payload: Any) -> None:
+    transport.all_gather(torch.ones(2, dtype=[torch.float32, torch.int32][transport.rank]), (0, 1))
+
+
+def mixed_operations(transport: Transport, payload: Any) -> None:
+    transport.all_reduce(torch.ones(2), (0, 1), ["sum", "max"][transport.rank])
+
+
+def unexpected_piece(transport: Transport, payload: Any) -> None:
+    other = 1 - transport.rank
+    transport.all_to_all({other: [torch.ones(3)]}, {other: [((3 + transport.rank,), torch.float32)]}, (0, 1))
+
+
+def missing_piece(transport: Transport, payload: Any) -> None:
+    other = 1 - transport.rank
+    sends = {other: [torch.ones(3)]} if transport.rank else {}
+    transport.all_to_all(sends, {other: [((3,), torch.float32)]}, (0, 1))
+
+
+def wrong_order(transport: ProcessTransport, payload: Any) -> None:
+    for group in ((0, 1), (0, 1, 2)):
+        if transport.rank in group:
+            transport.barrier(group)
+    transport.doing = Doing(f"op{transport.rank}", f"model.py:{transport.rank}")
+    for group in ((0, 1), (0, 1, 2)) if transport.rank != 1 else ((0, 1, 2), (0, 1)):
+        if transport.rank in group:
+            transport.all_reduce(torch.ones(1), group)
+
+
+def leaves_early(transport: Transport, payload: Any) -> None:
+    if transport.rank == 0:
+        transport.barrier((0, 1))
+
+
+def is_slow(transport: Transport, payload: Any) -> None:
+    transport.barrier((0, 1))
+    if transport.rank == 0:
+        time.sleep(30)
+    transport.barrier((0, 1))
+
+
+def foreign_group(transport: Transport, payload: Any) -> None:
+    transport.barrier((0,))

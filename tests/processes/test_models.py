@@ -1,0 +1,128 @@
+"""Models on processes: equal to one device, and equal to the emulator bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.acceptance.subjects import HAND_WRITTEN, linears, prepared
+from tests.processes.conftest import Pools
+from weft.cli import main
+from weft.errors import RunError
+from weft.ir.graph import Graph
+from weft.lower import lower
+from weft.lower.check import check
+from weft.plan.load import load_plan
+from weft.plan.plan import Plan
+from weft.plan.primitives import cut
+from weft.runtime.groups import groups_of
+from weft.verify.compare import Sample, compare
+from weft.verify.model_file import Subject
+from weft.verify.parallel import run_parallel, write_scripts
+from weft.verify.processes import compare_with_emulator, run_processes
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = ("mlp", "gpt-tied", "gpt2", "llama")
+RECIPES = ("dp=2", "tp=2", "dp=2,tp=2", "coshard=2", "dp=2,coshard=2", "dp=2,tp=2,coshard=2", "tp=4")
+QUICK = (("mlp", "dp=2"), ("gpt-tied", "dp=2,tp=2"), ("gpt2", "tp=2"), ("llama", "dp=2,coshard=2"))
+
+
+def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
+    subject, _, reference = prepared(name)
+    program = lower(plan)
+    check(program)
+    ours = run_processes(program, subject, pools(program.devices), seed=7, wide=True)
+    assert not ours.disagreements
+    worst = max(compare(ours, reference), key=lambda found: found.value)
+    assert worst.value < 1e-9, worst
+    emulated = run_parallel(program, subject, seed=7, wide=True)
+    found = compare_with_emulator(ours, emulated, program.devices)
+    assert found.equal_bits, found
+
+
+@pytest.mark.parametrize(("name", "recipe"), QUICK)
+def test_recipe(name: str, recipe: str, pools: Pools) -> None:
+    equal_to_one_device(name, load_plan(recipe, prepared(name)[1]), pools)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "recipe"), [p for p in itertools.product(MODELS, RECIPES) if p not in QUICK])
+def test_every_recipe(name: str, recipe: str, pools: Pools) -> None:
+    equal_to_one_device(name, load_plan(recipe, prepared(name)[1]), pools)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, HAND_WRITTEN)))
+def test_plan_by_hand(name: str, plan: str, pools: Pools) -> None:
+    equal_to_one_device(name, HAND_WRITTEN[plan](prepared(name)[1]), pools)
+
+
+def disjoint_devices(graph: Graph) -> Plan:
+    """The first linear on devices 0 and 1, the second on 2 and 3."""
+    first, second = linears(graph)[:2]
+    plan = Plan(graph, 4).trans(first, cut("n", 2, axis="x")).assign(first, [0, 1])
+    return plan.trans(second, cut("k", 2, axis="y")).assign(second, [2, 3])
+
+
+def test_disjoint_devices(pools: Pools) -> None:
+    equal_to_one_device("mlp", disjoint_devices(prepared("mlp")[1]), pools)
+
+
+def test_groups_are_known_before_they_are_needed() -> None:
+    scripts = write_scripts(lower(load_plan("dp=2,tp=2", prepared("gpt-tied")[1])))
+    found = groups_of(scripts)
+    assert found == tuple(sorted(found)) and (0, 1) in found and (0, 2) in found
+    assert all(len(group) > 1 for group in found)
+
+
+def test_a_difference_from_the_emulator_is_told() -> None:
+    _, _, reference = prepared("mlp")
+    weights = {name: tensor.clone() for name, tensor in reference.weights.items()}
+    next(iter(weights.values())).view(-1)[0] *= 1 + 1e-15
+    found = compare_with_emulator(Sample(reference.losses, reference.gradients, weights), reference, 2)
+    assert not found.equal_bits and 0 < found.difference < 1e-14 and found.tensor == next(iter(weights)) and found.why
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(EXAMPLES / "mlp.py"), "--plan", "tp=2", "--processes", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "on gloo processes: equal to the emulator bit for bit" in out
+    found = json.loads(out.strip().splitlines()[-1])
+    assert found["equal"] and found["processes"]["equal_bits"]
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum()
+
+
+def bad_optimizer(parameters: object) -> torch.optim.Optimizer:
+    raise ValueError("no optimizer today")
+
+
+def test_a_failing_rank_is_a_run_error(pools: Pools) -> None:
+    subject = Subject(Fails(), (torch.randn(4, 4),), optimizer=bad_optimizer)
+    from weft.capture import capture
+
+    program = lower(load_plan("dp=2", capture(subject.model, subject.example)))
+    with pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today"):
+        run_processes(program, subject, pools(2), seed=0, wide=True)

@@ -1,0 +1,127 @@
+"""Text: literals, calls and statements as `ruff format` would leave them, at 120 columns.
+
+In: expressions as text. Out: lines. A statement that does not fit is broken inside its last bracket: first all
+arguments on one line of their own, then one per line with a comma after the last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from weft.ir.graph import Size
+
+WIDTH = 120
+TAB = "    "
+
+
+def literal(value: Any) -> str:
+    """A value as it stands in the text."""
+    match value:
+        case bool() | None:
+            return str(value)
+        case Size():
+            return str(value.hint)
+        case float() if math.isinf(value) or math.isnan(value):
+            return f'float("{value}")'
+        case str():
+            return json.dumps(value)
+        case torch.device():
+            return "self.device"
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return str(value)
+        case tuple() | list():
+            return tuple_of(map(literal, value))
+        case dict():
+            return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+        case int() | float() | complex():
+            return repr(value)
+        case _:
+            raise TypeError(f"{type(value).__name__} cannot be written as text")
+
+
+def tuple_of(items: Iterable[str]) -> str:
+    """A tuple; a comma after a single item."""
+    found = list(items)
+    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+
+
+def statement(head: str, arguments: Sequence[str], tail: str, indent: int, comment: str = "") -> list[str]:
+    """`head(arguments)tail  # comment`, broken if it does not fit. `head` ends with the opening bracket."""
+    pad = TAB * indent
+    note = f"  # {comment}" if comment else ""
+    line = f"{pad}{head}{', '.join(arguments)}{tail}"
+    if len(line) + len(note) <= WIDTH:
+        return [line + note]
+    inner = f"{pad}{TAB}{', '.join(arguments)}"
+    if not arguments:
+        return [line]
+    if len(inner) <= WIDTH and not any("\n" in one for one in arguments):
+        if len(line) <= WIDTH:
+            return [line]  # only the comment is too long
+        return [f"{pad}{head}", inner, f"{pad}{tail}{note}"]
+    return [f"{pad}{head}", *(f"{pad}{TAB}{one}," for one in arguments), f"{pad}{tail}{note}"]
+
+
+def simple(line: str, indent: int, comment: str = "") -> list[str]:
+    """A statement without a bracket to break."""
+    note = f"  # {comment}" if comment else ""
+    text = f"{TAB * indent}{line}"
+    return [text + note] if len(text) + len(note) <= WIDTH else [text]
+
+
+def top_level(text: str) -> list[str]:
+    """The arguments in a text, cut at commas outside of brackets and strings.
+
+    >>> top_level('a, f(b, c), "d, e"')
+    ['a', 'f(b, c)', '"d, e"']
+    """
+    out, depth, quoted, start = [], 0, False, 0
+    for i, character in enumerate(text):
+        if character == '"':
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            out.append(text[start:i].strip())
+            start = i + 1
+    rest = text[start:].strip()
+    return [*out, rest] if rest else out
+
+
+def assign(targets: str, expression: str, indent: int, comment: str = "") -> list[str]:
+    """`targets = expression`, broken inside the expression's last bracket if it does not fit."""
+    head = f"{targets} = " if targets else ""
+    opening = _last_bracket(expression)
+    if opening < 0:
+        return simple(head + expression, indent, comment)
+    inside = expression[opening + 1 : -1]
+    return statement(head + expression[: opening + 1], top_level(inside), expression[-1], indent, comment)
+
+
+def _last_bracket(expression: str) -> int:
+    """Where the bracket opens that the expression ends with; -1 if it does not end with one."""
+    if not expression or expression[-1] not in ")]":
+        return -1
+    depth, quoted = 0, False
+    for i in range(len(expression) - 1, -1, -1):
+        character = expression[i]
+        if character == '"':
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in ")]}":
+            depth += 1
+        elif character in "([{":
+            depth -= 1
+            if depth == 0:
+                return i
+    return -1

@@ -1,0 +1,42 @@
+"""Alone: the Transport of a job of one rank. Every collective is with itself; results are private, as everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.transport import Doing, Expected
+
+
+class Alone:
+    """One rank and nobody else."""
+
+    rank, num_ranks = 0, 1
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device, self.doing = device or torch.device("cpu"), Doing()
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+        return _copy(tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+        return [_copy(tensor, group)]
+
+    def all_to_all(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: tuple[int, ...],
+        kind: str = "all_to_all",
+    ) -> dict[int, list[Tensor]]:
+        return {peer: [_copy(tensor, (peer,)) for tensor in sends.get(peer, ())] for peer in expects}
+
+    def barrier(self, group: tuple[int, ...]) -> None:
+        return None
+
+
+def _copy(tensor: Tensor, group: tuple[int, ...]) -> Tensor:
+    assert tuple(group) == (0,), f"the group {group} names ranks that do not exist"
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,230 @@
+"""Channel: the collectives of one lane of a process, all carried by one uneven exchange of bytes.
+
+In: tensors and the ranks of a group. Out: the members' tensors, or their sum. How each kind is carried:
+
+    all_to_all      one exchange of everything packed
+    all_gather      one exchange, the same tensor to everybody
+    all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
+                    else each member gets its chunk of all tensors, adds it up in group order, and sends it to all
+    reduce_scatter  one exchange, then added locally in group order
+
+So sums do not depend on the backend: they are the emulator's, bit for bit, unless the backend sums natively. Every wait
+ends: by the result, by time, because another rank failed, or because nothing can come any more. With `check` every call
+is preceded by a small exchange of fixed size in which members make sure that they mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.groups import Group, Groups
+from weft.runtime.signature import NUMBERS, Signature, difference, from_json
+from weft.runtime.transport import CollectiveMismatch
+from weft.runtime.watch import PeerLost, Watch
+from weft.runtime.wire import Want, as_bytes, num_bytes, pack, unpack
+
+LOOK = timedelta(seconds=0.1)
+"""Between two looks at whether a wait is in vain."""
+ONE_ROUND = 1 << 16
+"""Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
+bytes that it saves (gloo, 4 processes of one host)."""
+
+COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class Channel:
+    """Collectives in the order in which they are called here. For one thread at a time.
+
+    Args:
+        timeout: seconds that one collective may take.
+    """
+
+    def __init__(
+        self, groups: Groups, watch: Watch, device: torch.device, *, lane: str, timeout: float, check: bool
+    ) -> None:
+        self._groups, self._watch, self._device, self._lane = groups, watch, device, lane
+        self.timeout, self.check = timeout, check
+        self._rank = groups.rank
+        self._numbers: dict[Group, int] = {}
+
+    def number(self, group: Group) -> int:
+        """How many calls the rank has made in this group before."""
+        return self._numbers.get(group, 0)
+
+    @torch.no_grad()
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], wants: Mapping[int, Sequence[Want]], signature: Signature
+    ) -> dict[int, list[Tensor]]:
+        """Everybody's tensors to everybody."""
+        members = sorted(signature.group)
+        with self._entered(signature):
+            flat, sizes = pack([sends.get(peer, ()) if peer != self._rank else () for peer in members], self._device)
+            wanted = [wants.get(peer, ()) if peer != self._rank else () for peer in members]
+            came = self._carry(flat, sizes, [num_bytes(one) for one in wanted], signature.group)
+        found = dict(zip(members, unpack(came, wanted), strict=True))
+        if self._rank in wants:
+            found[self._rank] = [tensor.detach().clone() for tensor in sends.get(self._rank, ())]
+        return {peer: found[peer] for peer in wants}
+
+    @torch.no_grad()
+    def gather(self, tensor: Tensor, signature: Signature) -> list[Tensor]:
+        """Everybody's tensor, in group order."""
+        with self._entered(signature):
+            return self._gather(tensor, signature.group)
+
+    @torch.no_grad()
+    def reduce(self, tensor: Tensor, op: str, signature: Signature) -> Tensor:
+        """The sum of everybody's tensor."""
+        group, backend = signature.group, self._groups.backend
+        with self._entered(signature):
+            if backend.sums_natively(tensor.dtype, op):
+                total = tensor.detach().clone(memory_format=torch.contiguous_format)
+                self._wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
+                return total
+            if len(group) == 2 or tensor.nbytes <= ONE_ROUND:
+                return _combine(self._gather(tensor, group), op, fresh=group.index(self._rank) != 0)
+            return self._reduce_in_two_rounds(tensor, group, op)
+
+    @torch.no_grad()
+    def reduce_scatter(self, parts: Sequence[Tensor], op: str, signature: Signature) -> Tensor:
+        """The sum of everybody's part for this rank; `parts` are in group order and alike."""
+        group = signature.group
+        own = parts[group.index(self._rank)]
+        by_rank = dict(zip(group, parts, strict=True))
+        with self._entered(signature):
+            flat, sizes = pack([(by_rank[peer],) if peer != self._rank else () for peer in sorted(group)], self._device)
+            wanted = [(_want(own),) if peer != self._rank else () for peer in sorted(group)]
+            came = unpack(self._carry(flat, sizes, [num_bytes(one) for one in wanted], group), wanted)
+        found = {peer: tensors for peer, tensors in zip(sorted(group), came, strict=True) if tensors}
+        return _combine([found[peer][0] if peer != self._rank else own.detach() for peer in group], op)
+
+    def barrier(self, signature: Signature) -> None:
+        """Wait for all members."""
+        with self._entered(signature):
+            self._gather(torch.zeros(1, dtype=torch.uint8, device=self._device), signature.group)
+
+    def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        mine, members = as_bytes(tensor), sorted(group)
+        others = len(group) - 1
+        sizes = [0 if peer == self._rank else mine.numel() for peer in members]
+        came = self._carry(mine if others == 1 else mine.repeat(others), sizes, sizes, group)
+        want = _want(tensor)
+        found = unpack(came, [() if peer == self._rank else (want,) for peer in members])
+        by_rank = {peer: tensors[0] for peer, tensors in zip(members, found, strict=True) if tensors}
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return [by_rank.get(peer, own) for peer in group]
+
+    def _reduce_in_two_rounds(self, tensor: Tensor, group: Group, op: str) -> Tensor:
+        members = sorted(group)
+        flat = tensor.detach().contiguous().reshape(-1)
+        lengths = [len(chunk) for chunk in flat.tensor_split(len(group))]
+        mine = members.index(self._rank)
+        sizes = [length * flat.itemsize for length in lengths]
+        came = self._carry(as_bytes(flat), sizes, [sizes[mine]] * len(group), group)
+        chunks = dict(zip(members, came.view(flat.dtype).view(len(group), lengths[mine]), strict=True))
+        total = as_bytes(_combine([chunks[peer] for peer in group], op))
+        result = self._carry(total.repeat(len(group)), [sizes[mine]] * len(group), sizes, group)
+        return result.view(flat.dtype).view(tensor.shape)
+
+    def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group) -> Tensor:
+        """One exchange of bytes; sizes per member, ranks ascending."""
+        if len(group) == 1:
+            return flat.clone()
+        came = torch.empty(sum(wanted), dtype=torch.uint8, device=self._device)
+        made = self._groups.get(group, self._lane)
+        self._wait(made.alltoall_base(came, flat, wanted, sizes))
+        return came
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the backend, looking up now and then."""
+        if not self._groups.backend.host_waits:
+            work.wait()
+            return
+        until = time.monotonic() + self.timeout
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise PeerLost(str(error).partition(". This is typically")[0]) from error
+            self._watch.check()
+            if time.monotonic() > until:
+                message = f"rank {self._rank} waited {self.timeout:g} s for a collective"
+                raise CollectiveMismatch(message, rank=self._rank, waits=self._watch.waits())
+
+    def _entered(self, signature: Signature) -> _Entered:
+        group = signature.group
+        self._watch.check()
+        if self._rank not in group:
+            message = f"rank {self._rank} entered a collective of group {group}, which it is not in"
+            raise CollectiveMismatch(message, rank=self._rank, waits={self._rank: f"is in {signature}"})
+        self._numbers[group] = signature.number + 1
+        return _Entered(self, signature)
+
+    def begin(self, signature: Signature) -> None:
+        """Before a call's own bytes: tell the watch, and agree with the members if calls are checked."""
+        self._watch.enter(self._lane, signature.group, signature.number, str(signature))
+        if not self.check:
+            return
+        members = sorted(signature.group)
+        mine = torch.tensor([signature.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
+        each = [NUMBERS * mine.itemsize] * len(members)
+        theirs = self._carry(as_bytes(mine), each, each, signature.group).view(torch.int64).view(-1, NUMBERS).tolist()
+        apart = [
+            p for p, found in zip(members, theirs, strict=True) if p != self._rank and not signature.fits(p, found)
+        ]
+        if apart:
+            self._refuse(signature, apart[0])
+
+    def _refuse(self, mine: Signature, other: int) -> None:
+        """Find out what the other meant, and raise."""
+        self._watch.say(f"clash/{self._rank}", json.dumps(mine.as_json()))
+        heard = self._watch.hear(f"clash/{other}")
+        message = f"ranks {self._rank} and {other} entered different collectives, in {mine.where}"
+        if heard:
+            message = difference(self._rank, mine, other, from_json(json.loads(heard)))
+        raise CollectiveMismatch(message, rank=self._rank, waits=self._watch.waits())
+
+    def end(self) -> None:
+        """After a call."""
+        self._watch.leave(self._lane)
+
+
+class _Entered:
+    """A call from its entry to its result. If it fails the call stays entered: that is what the rank was doing."""
+
+    def __init__(self, channel: Channel, signature: Signature) -> None:
+        self._channel, self._signature = channel, signature
+
+    def __enter__(self) -> None:
+        self._channel.begin(self._signature)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._channel.end()
+
+
+def _want(tensor: Tensor) -> Want:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _combine(tensors: Sequence[Tensor], op: str, *, fresh: bool = False) -> Tensor:
+    """Combine in order. `fresh`: the first tensor may be written to."""
+    combine = COMBINE[op]
+    total = tensors[0] if fresh and len(tensors) == 2 else tensors[0].clone()
+    for tensor in tensors[1:]:
+        combine(total, tensor, out=total)
+    return total

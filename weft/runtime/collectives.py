@@ -1,0 +1,179 @@
+"""Collectives: how generated code changes layouts. One of them per module, as `self.comm`.
+
+In: this rank's local tensors and what is to happen to them, as Moves along named axes of the grid or, where a change
+does not follow the axes, as a key of the tables beside the program. Out: local tensors in the new layout. Every call
+says what backward does, and backward runs it on every rank, used or not, because each call leaves a token on the tape.
+Results are those of `runtime/reshard.py` and `runtime/transfers.py`, which do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.runtime import script
+from weft.runtime.cuts import Axes, Cut, Place, as_axes
+from weft.runtime.moves import Move, all_reduce, slice_to
+from weft.runtime.reshard import run_reshard
+from weft.runtime.tape import Tape, tie
+from weft.runtime.transfers import execute_all
+from weft.runtime.transport import Doing, GroupComm, Transport
+
+Parts = Tensor | tuple[Tensor, ...] | None
+"""What a rank holds of a value: a tensor, one for each of its chunks, or nothing."""
+
+Moves = Sequence[Move]
+
+
+@dataclass(frozen=True)
+class Irregular:
+    """A change of layout that does not follow the axes: this rank's transfers, from the tables of the program."""
+
+    forward: tuple[script.Transfer, ...]
+    backward: tuple[script.Transfer, ...] | None
+    source_shapes: tuple[tuple[int, ...], ...]
+    target_shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    chunks: bool
+    """The result is a tuple with a tensor per chunk, even if there is one."""
+
+
+class Owner(Protocol):
+    """The module whose tensors these are."""
+
+    tape: Tape
+
+    def part(self, name: str) -> Tensor | None:
+        """What the rank stores under a name."""
+        ...
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter."""
+        ...
+
+
+class Collectives:
+    """Changes of layout along the axes of the grid, for one rank."""
+
+    def __init__(
+        self, transport: Transport, place: Place, tables: Mapping[str, Irregular], owner: Owner, anchor: Tensor
+    ) -> None:
+        self._transport, self._place, self._tables = transport, place, tables
+        self._owner, self._anchor = owner, anchor
+        self._steps: dict[Any, script.Reshard] = {}
+        self._groups: dict[tuple[str, ...], GroupComm] = {}
+
+    def all_reduce(self, x: Tensor, over: Axes, *, grad: bool = True) -> Tensor:
+        """Addends along the axes become their sum; backward passes the gradient on, which is complete on every rank.
+
+        `grad=False`: no gradient flows."""
+        return self.reshard(x, [all_reduce(over)], [] if grad else None)
+
+    def sum_grad(self, x: Tensor, over: Axes) -> Tensor:
+        """The tensor as it is; backward sums its gradient along the axes, where every rank has an addend of it."""
+        return self.reshard(x, [], [all_reduce(over)])
+
+    def slice(self, x: Tensor, dim: int, over: Axes | Cut) -> Tensor:
+        """This rank's part of a dim of a tensor that needs no gradient."""
+        return self.reshard(x, [slice_to(dim, over)], None)
+
+    def reshard(self, x: Tensor, forward: Moves, backward: Moves | None) -> Tensor:
+        """Forward and backward as told. `backward=None`: no gradient flows."""
+        step = self._step(tuple(forward), None if backward is None else tuple(backward), x)
+        return self._run(step, [x])[0]
+
+    def move(self, x: Parts, key: str) -> Any:
+        """A change of layout from the tables: a tensor, one per chunk, or None, as the rank holds of the result."""
+        found = self._tables[key]
+        step = script.Reshard(
+            key, key, found.forward, found.backward, found.source_shapes, found.target_shapes, found.dtype
+        )
+        results = self._run(step, _listed(x))
+        return _joined(results, found.chunks)
+
+    def use(self, parameter: Tensor, forward: Moves, *, sync: Moves) -> Tensor:
+        """A trained parameter in another layout than it is stored in; `sync` brings the gradient of this use back."""
+        transfers, shape = self._chain(tuple(forward), tuple(parameter.shape))
+        back, _ = self._chain(tuple(sync), shape)
+        name = self._owner.name_of(parameter)
+        return self._used(name, [parameter], transfers, back, parameter.dtype)[0]
+
+    def use_parts(self, name: str, key: str) -> Any:
+        """The same with transfers from the tables; the rank need not store or get a part of the parameter."""
+        found, parameter = self._tables[key], self._owner.part(name)
+        sources = [] if parameter is None else [parameter]
+        parts = self._used(name, sources, found.forward, found.backward, found.dtype)
+        return _joined(parts, found.chunks)
+
+    def _used(
+        self,
+        name: str,
+        sources: Sequence[Tensor],
+        forward: tuple[script.Transfer, ...],
+        sync: tuple[script.Transfer, ...] | None,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        self._transport.doing = Doing(f"use of {name}")
+        parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
+        if sync is None or not torch.is_grad_enabled():
+            return [part.detach() for part in parts]
+        return self._owner.tape.use(name, parts, sync, dtype)
+
+    def along(self, axes: Axes) -> GroupComm:
+        """The communicator of the ranks along these axes, for operators that talk."""
+        names = as_axes(axes)
+        if names not in self._groups:
+            self._groups[names] = GroupComm(self._transport, self._place.group(names))
+        return self._groups[names]
+
+    def among(self, ranks: Sequence[int]) -> GroupComm:
+        """The communicator of some ranks, in this order."""
+        return GroupComm(self._transport, tuple(ranks))
+
+    def reached(self, results: Any) -> Any:
+        """What an operator that talks has made, so that backward reaches it on every rank, used or not."""
+        if isinstance(results, Tensor):
+            return tie([results], self._owner.tape)[0]
+        return tuple(tie(list(results), self._owner.tape))
+
+    def _run(self, step: script.Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
+        results, token = run_reshard(step, sources, self._transport, self._anchor)
+        if token is not None:
+            self._owner.tape.tokens.append(token)
+        return results
+
+    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> script.Reshard:
+        key = (forward, backward, x.shape, x.dtype)
+        if key not in self._steps:
+            shape = tuple(x.shape)
+            there, target = self._chain(forward, shape)
+            back = None if backward is None else self._chain(backward, target)[0]
+            name = " then ".join(f"{move.kind} over {', '.join(move.axes)}" for move in (*forward, *(backward or ())))
+            self._steps[key] = script.Reshard(name, "result", there, back, (shape,), (target,), x.dtype)
+        return self._steps[key]
+
+    def _chain(
+        self, moves: tuple[Move, ...], shape: tuple[int, ...]
+    ) -> tuple[tuple[script.Transfer, ...], tuple[int, ...]]:
+        """The transfers of moves one after the other, and the shape of what comes out."""
+        transfers = []
+        for move in moves:
+            transfers.append(move.transfer(shape, self._place))
+            shape = transfers[-1].shapes[0]
+        return tuple(transfers), shape
+
+
+def _listed(parts: Parts) -> list[Tensor]:
+    if parts is None:
+        return []
+    return [parts] if isinstance(parts, Tensor) else list(parts)
+
+
+def _joined(parts: Sequence[Tensor], chunks: bool) -> Any:
+    if chunks:
+        return tuple(parts)
+    return parts[0] if parts else None

@@ -1,0 +1,198 @@
+"""Processes: the Transport whose ranks are processes of a torch.distributed job.
+
+In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo or NCCL (backend.py),
+and besides it `reduce_scatter`, and `start_all_reduce`, which goes on in a second lane while the rank computes.
+Promised: results equal the emulator's bit for bit where sums are added locally (gloo); no wait outlives its reason: a
+rank that raises, leaves or is killed ends the waits of all others in seconds, and each error says who waited for whom.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from weft.runtime.backend import Backend, Store
+from weft.runtime.channel import Channel
+from weft.runtime.groups import Group, Groups
+from weft.runtime.signature import Signature, text_of
+from weft.runtime.transport import CollectiveMismatch, Doing, Expected, Stopped
+from weft.runtime.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
+from weft.runtime.wire import Want
+
+TIMEOUT = 60.0
+"""Seconds that one collective may take."""
+ASIDE = "aside"
+"""The lane of what was started and not yet waited for."""
+
+
+class Handle:
+    """A collective under way in the second lane."""
+
+    def __init__(self, future: Future[Tensor], watch: Watch) -> None:
+        self._future, self._watch = future, watch
+
+    def wait(self) -> Tensor:
+        """The result, when it is there."""
+        self._watch.wait_for(ASIDE)
+        found = self._future.result()
+        self._watch.wait_for(None)
+        return found
+
+
+class ProcessTransport:
+    """One process's way to the others.
+
+    Args:
+        store: of this job alone.
+        num_ranks: how many processes the job has; `groups` knows this one's rank.
+        local_rank: number of the process on its host, which chooses its device.
+        known: groups to make now, by all ranks in one order; others are made at first use.
+        check: members make sure, before every call, that they mean the same. It costs a small exchange. All ranks must
+            switch it at the same place of their programs; a program whose first step was checked needs no more of it.
+        timeout: seconds that one collective may take.
+        ends_process: end the process if it does not stop by itself when another rank failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        groups: Groups,
+        num_ranks: int,
+        *,
+        local_rank: int,
+        known: Sequence[Group] = (),
+        check: bool = True,
+        timeout: float = TIMEOUT,
+        ends_process: bool = True,
+    ) -> None:
+        self.rank, self.num_ranks = groups.rank, num_ranks
+        self.device, self.doing = groups.backend.device(local_rank), Doing()
+        self.step: int | None = None
+        self._groups = groups
+        self._watch = Watch(store, self.rank, num_ranks, self._busy, ends_process=ends_process)
+        self._main, self._aside = (
+            Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check) for lane in (MAIN, ASIDE)
+        )
+        self._worker: ThreadPoolExecutor | None = None
+        for group in sorted(tuple(sorted(group)) for group in known if self.rank in group):
+            groups.get(group, MAIN)
+
+    @property
+    def backend(self) -> Backend:
+        return self._groups.backend
+
+    @property
+    def check(self) -> bool:
+        """Whether members make sure that they mean the same; switch it at the same place on all ranks."""
+        return self._main.check
+
+    @check.setter
+    def check(self, on: bool) -> None:
+        self._main.check = self._aside.check = on
+
+    def begin_step(self, step: int) -> None:
+        """From now on messages name this step."""
+        self.step = step
+
+    # -- the Transport interface
+
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+        return self._main.reduce(tensor, op, self._same(self._main, f"all_reduce({op})", tensor, group))
+
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        return self._main.gather(tensor, self._same(self._main, "all_gather", tensor, group))
+
+    def all_to_all(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: Group,
+        kind: str = "all_to_all",
+    ) -> dict[int, list[Tensor]]:
+        outside = (sends.keys() | expects.keys()) - set(group)
+        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
+        wants = {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
+        signature = Signature(
+            kind,
+            group,
+            self._main.number(group),
+            {peer: text_of(tensors) for peer, tensors in sends.items() if tensors},
+            {peer: text_of(expected) for peer, expected in expects.items() if expected},
+        )
+        return self._main.exchange(sends, wants, signature)
+
+    def barrier(self, group: Group) -> None:
+        self._main.barrier(Signature("barrier", group, self._main.number(group), {}, {}))
+
+    # -- beyond it
+
+    def reduce_scatter(self, parts: Sequence[Tensor], group: Group, op: str = "sum") -> Tensor:
+        """The sum, in group order, of the part that every member has for this rank.
+
+        Args:
+            parts: one for each member, in the order of `group`. All members' parts for one rank are alike.
+        """
+        assert len(parts) == len(group), f"{len(parts)} parts for the {len(group)} ranks of {group}"
+        own = text_of([parts[group.index(self.rank)]]) if self.rank in group else ""
+        signature = Signature(
+            f"reduce_scatter({op})",
+            group,
+            self._main.number(group),
+            {peer: text_of([part]) for peer, part in zip(group, parts, strict=True) if peer != self.rank},
+            {peer: own for peer in group if peer != self.rank},
+        )
+        return self._main.reduce_scatter(parts, op, signature)
+
+    def start_all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Handle:
+        """Begin a sum; the tensor must not change until it is waited for. Sums end in the order of their beginning.
+
+        All ranks begin them in one order. They travel in groups of their own and so pass by other calls."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
+        if self.rank in group and not self._groups.has(group, ASIDE):
+            # here and not in the thread: groups are made in the order of the program
+            self._groups.get(group, ASIDE)
+        return Handle(self._worker.submit(self._reduce_aside, tensor.detach(), group, op), self._watch)
+
+    def _reduce_aside(self, tensor: Tensor, group: Group, op: str) -> Tensor:
+        return self._aside.reduce(tensor, op, self._same(self._aside, f"all_reduce({op})", tensor, group))
+
+    # -- its end
+
+    def fail(self, error: BaseException) -> Failure:
+        """Tell all ranks that this one failed, and how."""
+        failure = self._failure(error)
+        self._watch.tell()
+        if failure.sort != "stopped":
+            self._watch.fail(failure)
+        return failure
+
+    def close(self) -> None:
+        """This rank is done: it will enter no further call."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._watch.close()
+
+    def _failure(self, error: BaseException) -> Failure:
+        if isinstance(error, CollectiveMismatch):
+            return mismatch_failure(error, self.doing, self.step)
+        sort = {Stopped: "stopped", PeerLost: "lost"}.get(type(error), "error")
+        text = "".join(traceback.format_exception(error))
+        what, place = self.doing.what, self.doing.place
+        return Failure(self.rank, sort, type(error).__name__, str(error), what, place, self.step, text)
+
+    def _busy(self) -> tuple[Doing, int | None]:
+        return self.doing, self.step
+
+    def _same(self, channel: Channel, kind: str, tensor: Tensor, group: Group) -> Signature:
+        """The signature of a call in which all members' tensors are alike."""
+        return Signature(f"{kind} of {text_of([tensor])}", group, channel.number(group), {}, {})
+
+    def _known(self, expected: Expected, peer: int) -> Want:
+        shape, dtype = expected
+        assert dtype is not None, f"the dtype of what rank {peer} sends is not known on rank {self.rank}"
+        return tuple(shape), torch.empty(0, dtype=dtype).dtype

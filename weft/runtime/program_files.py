@@ -1,0 +1,152 @@
+"""Generated programs on disk: what lies where, how to load one, how to tell whether it was edited.
+
+    program.py ...   the text, one file per distinct program
+    parts.json       what differs by rank: tables by coordinates on the grid, or by rank
+    meta.json        which rank runs which file, inputs, versions, and the hash of all of the above
+    constants.pt     tensors baked into the program, if there are any
+
+In: a directory and a transport. Out: the rank's ParallelModule. Needs no compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.collectives import Irregular
+from weft.runtime.cuts import Place
+from weft.runtime.module import GradSync, ParallelModule, Tables
+from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.transport import Transport
+
+META, PARTS, CONSTANTS = "meta.json", "parts.json", "constants.pt"
+SELF = -1
+"""Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
+
+
+def load_program(
+    directory: str | Path,
+    transport: Transport,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    grad_sync: GradSync | None = None,
+) -> ParallelModule:
+    """The rank's module. `state`: its stored parts by name; zeros if not given."""
+    folder = Path(directory)
+    meta = read_meta(folder)
+    assert transport.num_ranks == meta["devices"], (
+        f"the program in {folder} is for {meta['devices']} devices, the transport has {transport.num_ranks}"
+    )
+    file = meta["files"][_file_of(meta["ranks"], transport.rank)]
+    spec = importlib.util.spec_from_file_location(f"weft_program_{meta['hash'][:12]}_{Path(file).stem}", folder / file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cls: type[ParallelModule] = getattr(module, meta["class"])
+    path = folder / CONSTANTS
+    constants = torch.load(path, weights_only=True, map_location=transport.device) if path.exists() else {}
+    place = Place(tuple(cls.grid().items()), transport.rank)
+    tables = read_tables(json.loads((folder / PARTS).read_text(encoding="utf-8")), place)
+    return cls(transport, state, tables=tables, constants=constants, grad_sync=grad_sync)
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """What is written about the program."""
+    found: dict[str, Any] = json.loads((Path(directory) / META).read_text(encoding="utf-8"))
+    return found
+
+
+def status(directory: str | Path) -> str:
+    """`as made`, or `edited` if a file is not as it was written."""
+    folder = Path(directory)
+    meta = read_meta(folder)
+    names = [*meta["files"], PARTS, *([CONSTANTS] if (folder / CONSTANTS).exists() else [])]
+    if not all((folder / name).exists() for name in names):
+        return "edited"
+    return (
+        "as made" if content_hash({name: (folder / name).read_bytes() for name in names}) == meta["hash"] else "edited"
+    )
+
+
+def content_hash(files: Mapping[str, bytes]) -> str:
+    """One hash of files and their names."""
+    found = hashlib.sha256()
+    for name in sorted(files):
+        found.update(name.encode() + b"\0" + hashlib.sha256(files[name]).digest())
+    return found.hexdigest()
+
+
+def _file_of(ranks: Any, rank: int) -> int:
+    """Which file a rank runs: one number for all, or one per rank."""
+    return ranks if isinstance(ranks, int) else int(ranks[rank])
+
+
+# Tables by coordinates: {"axes": ["dp"], "values": [...]}, or by rank: {"ranks": {"0": ...}}.
+
+
+def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
+    """The tables as the rank at this place sees them."""
+    moves = {key: _irregular(_look_up(table, place), place.rank) for key, table in parts["moves"].items()}
+    return Tables(
+        here={key: _tupled(_look_up(table, place)) for key, table in parts["here"].items()},
+        parts={key: _tupled(_look_up(table, place)) for key, table in parts["stored"].items()},
+        moves={key: found for key, found in moves.items() if found is not None},
+    )
+
+
+def _look_up(table: Mapping[str, Any], place: Place) -> Any:
+    if "ranks" in table:
+        return table["ranks"].get(str(place.rank))
+    values = table["values"]
+    for axis in table["axes"]:
+        values = values[place.coordinates[axis]]
+    return values
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
+    if value is None:
+        return None
+    return Irregular(
+        forward=_transfers(value["forward"], rank),
+        backward=None if value["backward"] is None else _transfers(value["backward"], rank),
+        source_shapes=_tupled(value["source_shapes"]),
+        target_shapes=_tupled(value["target_shapes"]),
+        dtype=getattr(torch, value["dtype"]),
+        chunks=value["chunks"],
+    )
+
+
+def _transfers(items: Any, rank: int) -> tuple[Transfer, ...]:
+    def peer(number: int) -> int:
+        return rank if number == SELF else number
+
+    def pieces(found: Any) -> tuple[Piece, ...]:
+        return tuple(Piece(peer(number), slot, _index(index)) for number, slot, index in found)
+
+    return tuple(
+        Transfer(
+            item["kind"],
+            tuple(map(peer, item["group"])),
+            pieces(item["sends"]),
+            pieces(item["receives"]),
+            _tupled(item["shapes"]),
+            item["add"],
+        )
+        for item in items
+    )
+
+
+def _index(value: Any) -> Index:
+    found: Index = _tupled(value)
+    return found

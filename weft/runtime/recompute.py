@@ -1,0 +1,199 @@
+"""Recomputed functions and loops over chunks, for generated code.
+
+In: a function of the module and the tensors it reads. Out: what it returns, or, of a loop, what its chunks give put
+together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read, backward
+runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
+`runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft.runtime.context import Ambient
+from weft.runtime.gives import Gives
+from weft.runtime.script import Give, Index, Local
+from weft.runtime.tape import Tape
+from weft.runtime.transfers import take
+from weft.runtime.values import Gradient
+
+
+@dataclass(frozen=True)
+class Given:
+    """What becomes of one result of a chunk: added up, or placed at its chunk's index of a tensor of that shape."""
+
+    at: tuple[Index, ...] | None = None
+    shape: tuple[int, ...] = ()
+
+
+class Owner(Protocol):
+    """The module that runs the function: its tape is exchanged while it runs again."""
+
+    tape: Tape
+
+
+@dataclass
+class _Work:
+    """A function, its arguments without the tensors that autograd hands over, and how often it runs."""
+
+    owner: Owner
+    function: Callable[..., Any]
+    arguments: list[Any]
+    """With a `_Hole` where a tensor goes in."""
+    chunks: int | None
+    """None: it runs once and returns its results themselves."""
+    gives: tuple[Given, ...]
+    plain: frozenset[int]
+    """Positions of results that need no gradient."""
+    ambient: Ambient
+
+    def call(self, tensors: Sequence[Tensor], chunk: int | None) -> tuple[Tensor, ...]:
+        filled = [_fill(argument, tensors) for argument in self.arguments]
+        results = self.function(*filled) if chunk is None else self.function(chunk, *filled)
+        return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    position: int
+
+
+def _fill(argument: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(argument, _Hole):
+        return tensors[argument.position]
+    if isinstance(argument, tuple):
+        return tuple(_fill(one, tensors) for one in argument)
+    return argument
+
+
+def _dig(argument: Any, tape: Tape, tensors: list[Tensor]) -> Any:
+    """The argument with holes for tensors that are no leaves; these are appended to `tensors`."""
+    if isinstance(argument, tuple):
+        return tuple(_dig(one, tape, tensors) for one in argument)
+    if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter) or tape.sink(argument) is not None:
+        return argument
+    tensors.append(argument)
+    return _Hole(len(tensors) - 1)
+
+
+def run(
+    owner: Owner,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    anchor: Tensor,
+    *,
+    chunks: int | None = None,
+    gives: Sequence[Given] = (),
+    plain: Sequence[int] = (),
+) -> Any:
+    """Run a function now and again in backward; with `chunks` once for each."""
+    tensors: list[Tensor] = []
+    arguments = [_dig(argument, owner.tape, tensors) for argument in inputs]
+    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), Ambient.here())
+    if not torch.is_grad_enabled():
+        results = _forward(work, tensors)
+    else:
+        *results, token = _Recomputed.apply(work, anchor, *tensors)
+        owner.tape.tokens.append(token)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def run_chunks(function: Callable[..., Any], inputs: Sequence[Any], chunks: int, gives: Sequence[Given]) -> Any:
+    """Run a function once for each chunk, under autograd, and put together what the chunks give."""
+    found = Gives()
+    for chunk in range(chunks):
+        results = function(chunk, *inputs)
+        _give(found, gives, (results,) if isinstance(results, Tensor) else results, chunk)
+    placed = found.results(tuple(map(str, range(len(gives)))))
+    out = tuple(placed[str(i)] for i in range(len(gives)))
+    return out[0] if len(out) == 1 else out
+
+
+def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk: int) -> None:
+    for i, (given, part) in enumerate(zip(gives, results, strict=True)):
+        index = None if given.at is None else given.at[chunk]
+        shape = tuple(part.shape) if given.at is None else given.shape
+        found.give(Give(Local(""), str(i), index, shape), part)
+
+
+@torch.no_grad()
+def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The first run: no autograd, nothing kept."""
+    detached = [tensor.detach() for tensor in tensors]
+    outer, work.owner.tape = work.owner.tape, Tape()
+    try:
+        if work.chunks is None:
+            return list(work.call(detached, None))
+        found = Gives()
+        for chunk in range(work.chunks):
+            _give(found, work.gives, work.call(detached, chunk), chunk)
+        placed = found.results(tuple(map(str, range(len(work.gives)))))
+        return [placed[str(i)] for i in range(len(work.gives))]
+    finally:
+        work.owner.tape = outer
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.work = work
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        # a result may be an input, or two results one tensor: each needs its own place in the autograd graph
+        results = [tensor.detach() for tensor in _forward(work, tensors)]
+        ctx.mark_non_differentiable(
+            *(
+                tensor
+                for i, tensor in enumerate(results)
+                if i in work.plain or not (tensor.is_floating_point() or tensor.is_complex())
+            )
+        )
+        return (*results, anchor.new_zeros(()))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        work: _Work = ctx.work
+        tape = Tape()
+        leaves: list[Tensor] = []
+        sinks: list[Gradient | None] = []
+        for tensor, needs in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True):
+            leaf, sink = tape.leaf(tensor) if needs else (tensor.detach(), None)
+            leaves.append(leaf)
+            sinks.append(sink)
+        for chunk in [None] if work.chunks is None else reversed(range(work.chunks)):
+            _replay(work, leaves, tape, chunk, gradients[:-1])
+        return (None, None, *(None if sink is None else sink.total for sink in sinks))
+
+
+def _replay(
+    work: _Work, leaves: Sequence[Tensor], tape: Tape, chunk: int | None, gradients: Sequence[Tensor | None]
+) -> None:
+    """Run once more, with autograd, and send the gradients of the results through."""
+    outer = work.owner.tape
+    inner = work.owner.tape = Tape(sinks={**outer.sinks, **tape.sinks})
+    try:
+        with work.ambient.entered(grad=True):
+            pairs = _roots(work, leaves, chunk, gradients)
+    finally:
+        work.owner.tape = outer
+    roots = [root for root, _ in pairs] + inner.tokens
+    if roots:
+        torch.autograd.backward(roots, [*(g for _, g in pairs), *(torch.zeros_like(token) for token in inner.tokens)])
+
+
+def _roots(
+    work: _Work, leaves: Sequence[Tensor], chunk: int | None, gradients: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    pairs = []
+    for i, (root, gradient) in enumerate(zip(work.call(leaves, chunk), gradients, strict=True)):
+        if gradient is not None and root.requires_grad:
+            at = None if chunk is None else work.gives[i].at
+            pairs.append((root, gradient if at is None or chunk is None else take(gradient, at[chunk])))
+    return pairs

@@ -1,0 +1,84 @@
+"""Tape: what one forward of generated code leaves for its backward.
+
+    Tape := tokens (inputs of the last node, so that backward reaches every reshard), leaves, Used ...
+
+A leaf is a tensor whose gradient is summed outside autograd: a parameter brought to where it is used, or what a
+recomputed function reads. `Used` knows how the gradient of one use of a parameter comes back to where it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.runtime.script import Transfer
+from weft.runtime.values import Gradient, make_leaf
+
+
+@dataclass(frozen=True)
+class Used:
+    """One use of a parameter in a layout of its own."""
+
+    parameter: str
+    leaves: tuple[tuple[torch.Size, Gradient], ...]
+    """Shape and summed gradient, one per chunk."""
+    transfers: tuple[Transfer, ...]
+    """From the layout of the gradient to where the parameter is stored."""
+    dtype: torch.dtype
+
+
+@dataclass
+class Tape:
+    """What one forward leaves for its backward."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    used: list[Used] = field(default_factory=list)
+    sinks: dict[int, tuple[Tensor, Gradient]] = field(default_factory=dict)
+    """Leaves by identity, and where their gradients are summed."""
+
+    def leaf(self, tensor: Tensor) -> tuple[Tensor, Gradient]:
+        """A fresh leaf on the same memory."""
+        leaf, sink = make_leaf(tensor)
+        self.sinks[id(leaf)] = leaf, sink
+        return leaf, sink
+
+    def sink(self, tensor: Tensor) -> Gradient | None:
+        """Where the gradient of a leaf is summed; None if the tensor is none."""
+        found = self.sinks.get(id(tensor))
+        return None if found is None else found[1]
+
+    def use(
+        self, parameter: str, parts: Sequence[Tensor], transfers: tuple[Transfer, ...], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """Leaves in place of the parts of a parameter; their gradients go home by these transfers."""
+        pairs = [self.leaf(part) for part in parts]
+        self.used.append(Used(parameter, tuple((leaf.shape, sink) for leaf, sink in pairs), transfers, dtype))
+        return [leaf for leaf, _ in pairs]
+
+
+def tie(results: Sequence[Tensor], tape: Tape) -> list[Tensor]:
+    """The results of an operator that talks, tied to a token: backward reaches it even where they go unused."""
+    out = list(results)
+    chosen = [i for i, tensor in enumerate(out) if tensor.requires_grad]
+    if torch.is_grad_enabled() and chosen:
+        *tied, token = _Tie.apply(*(out[i] for i in chosen))
+        tape.tokens.append(token)
+        for i, tensor in zip(chosen, tied, strict=True):
+            out[i] = tensor
+    return out
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (*(tensor.detach() for tensor in tensors), tensors[0].new_zeros(()))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[:-1]

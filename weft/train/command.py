@@ -1,0 +1,242 @@
+"""`weft train FILE --plan P`: compile here, start local processes, train.
+
+In: a model file, a plan, a number of steps. Out: the losses and how fast it went. The launcher compiles; each process
+gets its share of the program, makes the model of the file, keeps its own parts and trains on `data()`, or on
+`example()` again and again. A rank that fails ends all, with one message; so does Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils._pytree import tree_structure
+
+from weft.capture.example import split_example
+from weft.compile import compile_subject
+from weft.errors import ModelFileError, PlanError, RunError
+from weft.ir.graph import Graph
+from weft.lower.script import scripts
+from weft.runtime.groups import groups_of
+from weft.runtime.launch import Pool
+from weft.runtime.processes import ProcessTransport
+from weft.runtime.replicas import Replica
+from weft.runtime.script import Script
+from weft.train.interpreted import Interpreted
+from weft.train.weights import load_parts
+from weft.verify.model_file import Inside, Subject, load_model_file
+from weft.verify.parallel import told
+
+Say = Callable[[str], None]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train.
+
+    Args:
+        devices: processes to start; as many as the plan needs if not given, and k times that for k replicas.
+        lr: of AdamW, instead of the optimizer of the file.
+        show: draw a progress bar.
+    """
+
+    steps: int = 10
+    devices: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    show: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it. Losses are means over the replicas."""
+
+    losses: tuple[float, ...]
+    steps_per_second: float
+    """After the first step; NaN if there was no other."""
+    devices: int
+    replicas: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "loss_from": self.losses[0],
+            "loss_to": self.losses[-1],
+            "losses": list(self.losses),
+            "steps": len(self.losses),
+            "steps_per_second": None if math.isnan(self.steps_per_second) else self.steps_per_second,
+            "devices": self.devices,
+            "replicas": self.replicas,
+        }
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is to do."""
+
+    path: Path
+    graph: Graph
+    script: Script
+    settings: Settings
+
+
+def train_file(path: str | Path, plan: str, settings: Settings, *, say: Say = lambda text: None) -> Trained:
+    """Train the model of a file on local processes."""
+    say("loading the model")
+    subject = load_model_file(path)
+    assert subject.path is not None
+    compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), say=say)
+    devices = compiled.program.devices
+    num_ranks = devices if settings.devices is None else settings.devices
+    if num_ranks % devices:
+        raise PlanError(
+            f"the plan is for {devices} devices, {num_ranks} were asked for",
+            remedy=f"ask for a multiple of {devices}: each {devices} train a replica",
+        )
+    written = scripts(compiled.program)
+    # specs of pytrees do not travel well; the process has the example to make its own
+    graph = replace(compiled.graph, in_spec=None, out_spec=None)
+    orders = [Order(subject.path.resolve(), graph, mine, settings) for mine in written]
+    say(f"starting {num_ranks} processes")
+    with Pool(num_ranks, preload=(__name__,)) as pool:
+        known = groups_of(written) if num_ranks == devices else ()
+        found = told(lambda: pool.run(train_rank, each=orders * (num_ranks // devices), known=known))
+    losses = zip(*(one[0] for one in found[::devices]), strict=True)
+    return Trained(
+        losses=tuple(statistics.fmean(step) for step in losses),
+        steps_per_second=found[0][1],
+        devices=num_ranks,
+        replicas=num_ranks // devices,
+    )
+
+
+def _devices_for(plan: str, devices: int | None) -> int | None:
+    """A function in a file must be told how many devices there are; recipes and plan files know it themselves."""
+    return devices if ".py:" in plan else None
+
+
+def train_rank(transport: ProcessTransport, order: Order) -> tuple[list[float], float]:
+    """What each process does: losses of all steps, and steps per second after the first."""
+    settings, subject = order.settings, load_model_file(order.path)
+    replica = Replica(transport, order.script.num_ranks)
+    graph = replace(order.graph, in_spec=tree_structure(split_example(subject.example)))
+    state = load_parts(subject.model, graph, order.script.stored)
+    module = Interpreted(order.script, replica, graph, state, seed=settings.seed)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = subject.optimizer if settings.lr is None else _adamw(settings.lr)
+    update = optimizer(parameters) if parameters else _Nothing()
+    losses: list[float] = []
+    started = time.perf_counter()
+    batches = _batches(subject, replica.number, replica.num_replicas)
+    with _bar(settings, transport.rank) as advance:
+        for step in range(settings.steps):
+            losses.append(module.train_step(next(batches), update).item())
+            if not math.isfinite(losses[-1]):
+                raise RunError(f"the loss is {losses[-1]} in step {step}", remedy="a smaller --lr, or other data")
+            advance(losses[-1])
+            if step == 0:
+                started = time.perf_counter()
+    seconds = time.perf_counter() - started
+    return losses, (settings.steps - 1) / seconds if settings.steps > 1 else math.nan
+
+
+class _Nothing:
+    """The optimizer of a rank that stores no trained parameter."""
+
+    def step(self) -> None:
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        return None
+
+
+def _adamw(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr)
+
+
+def _batches(subject: Subject, replica: int, num_replicas: int) -> Iterator[Any]:
+    """The batches of one replica, without end: `data()` from its start again when it has run out."""
+    while subject.data is not None:
+        number = -1
+        with Inside(subject.path, "data()"):
+            for number, batch in enumerate(subject.data()):
+                if number % num_replicas == replica:
+                    yield batch
+        if number + 1 < num_replicas:
+            raise ModelFileError(
+                f"data() gave {number + 1} batches for {num_replicas} replicas",
+                place=subject.place,
+                remedy="give at least one for each",
+            )
+    while True:
+        yield subject.example
+
+
+class _bar:  # noqa: N801 - used as a function
+    """A progress bar on rank 0; `advance(loss)` after each step."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=rank != 0 or not settings.show,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=settings.steps, loss=math.nan)
+
+    def __enter__(self) -> Callable[[float], None]:
+        self._progress.start()
+        return lambda loss: self._progress.update(self._task, advance=1, loss=loss)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._progress.stop()
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command: 0 if it trained, 130 if it was interrupted."""
+    console = Console(stderr=True)
+    settings = Settings(
+        steps=options.steps,
+        devices=options.devices,
+        lr=options.lr,
+        seed=options.seed,
+        show=console.is_terminal and not options.json,
+    )
+    status = console.status("starting")
+
+    def say(text: str) -> None:
+        # from here on rank 0 draws its own bar
+        if text.startswith("starting"):
+            status.stop()
+        status.update(text)
+
+    try:
+        with status:
+            trained = train_file(options.file, options.plan, settings, say=say)
+    except KeyboardInterrupt:
+        console.print("interrupted: all processes have ended")
+        return INTERRUPTED
+    show = Console(highlight=False, soft_wrap=True)
+    replicas = f", {trained.replicas} replicas" if trained.replicas > 1 else ""
+    show.print(f"{options.file} under {options.plan} on {trained.devices} processes{replicas}", markup=False)
+    rate = "" if math.isnan(trained.steps_per_second) else f", {trained.steps_per_second:.3g} steps/s"
+    show.print(f"{len(trained.losses)} steps{rate}: loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}")
+    if options.json:
+        print(json.dumps(trained.as_json(), allow_nan=False))
+    return 0

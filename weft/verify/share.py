@@ -1,0 +1,154 @@
+"""Share: all that one rank needs to train for two steps, and that training.
+
+In: a rank's Script and its parts of the tensors. Out: what it computed. Promised: nothing here knows whether the rank
+is a thread or a process, or who runs the Script: `make_runner` is the one place that decides, and the same Share
+gives the same numbers wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from weft.ir.graph import Graph
+from weft.runtime.interpret import Rank, Trace
+from weft.runtime.random import Stream
+from weft.runtime.script import Script
+from weft.runtime.transfers import take
+from weft.runtime.transport import Transport
+from weft.verify.model_file import Optimizer
+from weft.verify.precision import Float64Mode
+from weft.verify.reference import NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole tensors before the first step, by tensor name of the Graph."""
+
+    state: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, torch.Tensor]
+    trained: tuple[str, ...]
+    """Trained parameters, in the order of `module.parameters()`."""
+    names: Mapping[str, str]
+    """The name under which the reference knows each parameter and buffer."""
+
+    def every(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors with their names in the Graph."""
+        yield from self.state.items()
+        yield from self.inputs.items()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a comparison.
+
+    Args:
+        state, inputs: its parts of parameters, buffers and constants, and of the batch.
+        dtypes: of all tensors that no op makes, whether or not the rank holds a part.
+        trained: parameters in the order of `module.parameters()`; kept: tensors to report in the end.
+        wide: in float64 throughout.
+    """
+
+    script: Script
+    state: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    trained: tuple[str, ...]
+    kept: frozenset[str]
+    loss: str
+    seed: int
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one rank computed."""
+
+    losses: tuple[torch.Tensor, ...]
+    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    weights: Mapping[str, torch.Tensor]
+
+
+class Runner(Protocol):
+    """Runs a rank's share of a Program, step after step, on tensors by their names in the Graph."""
+
+    def forward(self, inputs: Mapping[str, torch.Tensor], stream: Stream) -> dict[str, torch.Tensor]: ...
+
+    def backward(self) -> dict[str, torch.Tensor]: ...
+
+    def updates(self) -> dict[str, torch.Tensor]: ...
+
+
+def make_shares(whole: Whole, scripts: Sequence[Script], graph: Graph, *, seed: int, wide: bool) -> Iterator[Share]:
+    """One Share per rank, with copies of the parts that it stores."""
+    dtypes = {name: tensor.dtype for name, tensor in graph.tensors.items() if name not in graph.producers}
+    for mine in scripts:
+        yield Share(
+            script=mine,
+            state=parts_of(whole.state, mine),
+            inputs=parts_of(whole.inputs, mine),
+            dtypes=dtypes,
+            trained=whole.trained,
+            kept=frozenset(whole.names),
+            loss=str(graph.loss),
+            seed=seed,
+            wide=wide,
+        )
+
+
+def parts_of(whole: Mapping[str, torch.Tensor], mine: Script) -> dict[str, torch.Tensor]:
+    """This rank's own copies of its parts."""
+    return {
+        name: take(tensor, mine.stored[name]).clone(memory_format=torch.contiguous_format)
+        for name, tensor in whole.items()
+        if name in mine.stored
+    }
+
+
+def make_runner(
+    share: Share, transport: Transport, state: Mapping[str, torch.Tensor], trace: Trace | None = None
+) -> Runner:
+    """What runs a share: the interpreter of Scripts. `state` is read at every forward."""
+    return Rank(share.script, transport, state=state, dtypes=share.dtypes, trace=trace)
+
+
+def train(
+    share: Share, transport: Transport, optimizer: Optimizer, begin: Callable[[int], None] = lambda step: None
+) -> Local:
+    """Two optimizer steps of one rank over the parts that it stores.
+
+    Args:
+        begin: is told the number of each step before it.
+    """
+    with Float64Mode() if share.wide else nullcontext():
+        return _train(share, transport, optimizer, begin)
+
+
+def _train(share: Share, transport: Transport, optimizer: Optimizer, begin: Callable[[int], None]) -> Local:
+    state = dict(share.state)
+    trained = {name: nn.Parameter(state[name]) for name in share.trained if name in state}
+    state.update({name: parameter.data for name, parameter in trained.items()})
+    update = optimizer(list(trained.values())) if trained else None
+    runner = make_runner(share, transport, state)
+    losses, gradients = [], []
+    for step in range(NUM_STEPS):
+        begin(step + 1)
+        # an op may write to its input: each step has its own
+        inputs = {name: tensor.clone() for name, tensor in share.inputs.items()}
+        outputs = runner.forward(inputs, Stream(share.seed, step, 0))
+        losses.append(outputs[share.loss].clone())
+        found = runner.backward()
+        for name, parameter in trained.items():
+            parameter.grad = found.get(name)
+        gradients.append({name: gradient.clone() for name, gradient in found.items()})
+        if update is not None:
+            update.step()
+        state.update(runner.updates())
+        state.update({name: parameter.data for name, parameter in trained.items()})
+    kept = {name: tensor.detach().clone() for name, tensor in state.items() if name in share.kept}
+    return Local(losses=tuple(losses), gradients=tuple(gradients), weights=kept)
