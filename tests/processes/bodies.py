@@ -180,3 +180,7 @@ def is_slow(transport: Transport, payload: Any) -> None:
 
 def foreign_group(transport: Transport, payload: Any) -> None:
     transport.barrier((0,))
+
+
+def bad_optimizer(parameters: object) -> torch.optim.Optimizer:
+    raise ValueError("no optimizer today")

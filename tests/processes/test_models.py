@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from tests.acceptance.subjects import HAND_WRITTEN, linears, prepared
+from tests.processes import bodies
 from tests.processes.conftest import Pools
+from weft.capture import capture
 from weft.cli import main
 from weft.errors import RunError
 from weft.ir.graph import Graph
@@ -88,16 +90,6 @@ def test_a_difference_from_the_emulator_is_told() -> None:
     assert not found.equal_bits and 0 < found.difference < 1e-14 and found.tensor == next(iter(weights)) and found.why
 
 
-class Opaque(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(EXAMPLES / "mlp.py"), "--plan", "tp=2", "--processes", "--json"]) == 0
     out = capsys.readouterr().out
@@ -115,14 +107,8 @@ class Fails(nn.Module):
         return (x @ self.weight).sum()
 
 
-def bad_optimizer(parameters: object) -> torch.optim.Optimizer:
-    raise ValueError("no optimizer today")
-
-
 def test_a_failing_rank_is_a_run_error(pools: Pools) -> None:
-    subject = Subject(Fails(), (torch.randn(4, 4),), optimizer=bad_optimizer)
-    from weft.capture import capture
-
+    subject = Subject(Fails(), (torch.randn(4, 4),), optimizer=bodies.bad_optimizer)
     program = lower(load_plan("dp=2", capture(subject.model, subject.example)))
     with pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today"):
         run_processes(program, subject, pools(2), seed=0, wide=True)

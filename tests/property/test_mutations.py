@@ -25,7 +25,7 @@ QUICK, FULL = 2000, 20_000
 DECLARATIONS = ("regroup op", "re-share op", "cut op otherwise", "misdeclare value", "other op or operands")
 """Kinds that change what is declared of an op or value. Where no call depends on it (a linear layer does not know which
 rows it has, a product not which factor came first) the numbers stay right; the check refuses what is not true."""
-MOST_FALSE_ALARMS = 0.005
+MOST_FALSE_ALARMS = 0.01
 """Of the other kinds: now and then a part in another place or order is as good by chance (a mean does not ask for the
 order of its rows), but the op is declared to have another one."""
 

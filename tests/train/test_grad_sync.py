@@ -1,56 +1,50 @@
-"""Gradient synchronisation by itself: plain modules, each rank with its own share of a batch."""
+"""Gradient synchronisation by itself, on a program written by hand."""
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.train.toys import Tower, batch, shares
+from tests.train.toys import eager, shares, state, tower
 from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import GradSync, Synced, make_buckets
+from weft.runtime.grad_sync import BucketSync, Summed, make_buckets
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.replicas import Replica
 from weft.runtime.transport import Transport
 
+Gradients = dict[str, Tensor | None]
 
-def train(transport: Transport, bucket: int, times: int = 1) -> list[Tensor | None]:
-    """Gradients of this rank after `times` backwards of the mean over all ranks' rows."""
-    module = Tower()
-    group = tuple(range(transport.num_ranks))
-    named = reversed(list(module.named_parameters()))
-    GradSync([Synced(n, p, group, transport.num_ranks) for n, p in named], transport, bucket=bucket)
+
+def train(transport: Transport, bucket: int, *, times: int = 1, recompute: bool = False) -> Gradients:
+    """Gradients of this rank after some backwards without anything between."""
+    sync = BucketSync(bucket=bucket)
+    module = tower(transport.num_ranks, recompute)(transport, state(), grad_sync=sync)
     for _ in range(times):
         module(shares(transport.num_ranks)[transport.rank]).backward()
-    return [parameter.grad for parameter in module.parameters()]
+    assert sync.num_buckets == {1: 5, 400: 2, 1 << 20: 1}[bucket]
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def work(transport: ProcessTransport, bucket: int) -> list[Tensor | None]:
-    return train(transport, bucket, times=2)
-
-
-def expected(times: int = 1) -> list[Tensor]:
-    module = Tower()
-    module(batch()).backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad * times for p in module.parameters()]
-
-
-def check(found: list[list[Tensor | None]], wanted: list[Tensor]) -> None:
+def check(found: list[Gradients], wanted: dict[str, Tensor]) -> None:
     for rank in found:
-        for mine, theirs in zip(rank, wanted, strict=True):
-            assert mine is not None
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+        assert rank.keys() == wanted.keys()
+        for name, gradient in rank.items():
+            assert gradient is not None
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("bucket", [1, 400, 1 << 20])
-def test_emulated_ranks_get_the_gradients_of_the_whole_batch(bucket: int) -> None:
-    check(run_ranks(3, lambda transport: train(transport, bucket)), expected())
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ranks_get_the_gradients_of_the_whole_batch(bucket: int, recompute: bool) -> None:
+    check(run_ranks(3, lambda transport: train(transport, bucket, recompute=recompute)), eager())
 
 
 def test_gradients_that_were_there_before_are_added_to_once() -> None:
-    check(run_ranks(2, lambda transport: train(transport, 400, times=3)), expected(times=3))
+    check(run_ranks(2, lambda transport: train(transport, 400, times=3)), eager(times=3))
 
 
 @pytest.fixture(scope="module")
@@ -59,47 +53,80 @@ def pool():
         yield pool
 
 
+def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradients, list[str]]:
+    """The gradients, and the order in which sums were started during the third backward."""
+    sync = BucketSync(bucket=payload["bucket"])
+    module = tower(2, payload["recompute"])(transport, state(), grad_sync=sync)
+    started: list[str] = []
+    plain = transport.start_all_reduce
+
+    def start(tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Any:
+        started.append(transport.doing.what)
+        return plain(tensor, group, op)
+
+    for step in range(3):
+        if step == 2:
+            transport.start_all_reduce = start  # type: ignore[method-assign]
+            module.grad_sync = sync
+        module(shares(2)[transport.rank]).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}, started
+
+
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("bucket", [1, 400])
-def test_processes_sum_while_backward_goes_on(pool: Pool, bucket: int) -> None:
-    check(pool.run(work, bucket), expected(times=2))
+def test_processes_sum_while_backward_goes_on(pool: Pool, bucket: int, recompute: bool) -> None:
+    found = pool.run(work, {"bucket": bucket, "recompute": recompute})
+    check([gradients for gradients, _ in found], eager(times=3))
+    assert found[0][1] == found[1][1]
+    names = [text.removeprefix("gradient sync of ").split()[0] for text in found[0][1]]
+    order = ["scale", *(f"layers.{i}.weight" for i in (3, 2, 1, 0))]
+    assert [order.index(name) for name in names] == sorted(order.index(name) for name in names)
 
 
-def test_a_rank_that_does_not_reach_a_parameter_takes_part_with_zeros() -> None:
-    def body(transport: Transport) -> list[Tensor]:
-        module = nn.ModuleList([nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)])
-        for parameter in module.parameters():
-            nn.init.ones_(parameter)
-        sync = GradSync([Synced(n, p, (0, 1)) for n, p in module.named_parameters()], transport)
-        assert sync.num_buckets == 1
-        module[transport.rank](torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-        return [parameter.grad for parameter in module.parameters()]
+def test_replicas_are_averaged() -> None:
+    def body(transport: Transport) -> Gradients:
+        replica = Replica(transport, 2)
+        module = tower(2)(replica, state(), grad_sync=BucketSync(bucket=400))
+        # the second replica has a batch of zeros: it adds nothing but its weight
+        module(shares(2)[replica.rank] * (replica.number == 0)).backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
 
-    for rank in run_ranks(2, body):
-        assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in rank)
+    wanted = {name: gradient / 2 for name, gradient in eager().items()}
+    check(run_ranks(4, body), wanted)
+
+
+def test_two_forwards_in_one_backward() -> None:
+    def body(transport: Transport) -> Gradients:
+        module = tower(2)(transport, state(), grad_sync=BucketSync(bucket=400))
+        x = shares(2)[transport.rank]
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = None
+            (module(x) + 2 * module(x)).backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    check(run_ranks(2, body), eager(times=3))
+
+
+def both(transport: ProcessTransport, payload: None) -> Gradients:
+    """First one forward per backward, so that arrivals are counted, then two."""
+    module = tower(2)(transport, state(), grad_sync=BucketSync(bucket=400))
+    x = shares(2)[transport.rank]
+    module(x).backward()
+    (module(x) + module(x)).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def test_what_comes_late_is_summed_too(pool: Pool) -> None:
+    check(pool.run(both), eager(times=3))
 
 
 def test_buckets_are_started_where_their_last_parameter_is() -> None:
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (1, 100, 1, 1, 1)]
-    groups = [(0, 1), (0, 1), (0, 2), (0, 1), (0,)]
-    synced = [Synced(str(i), p, g) for i, (p, g) in enumerate(zip(parameters, groups, strict=True))]
-    names = [[one.name for one in bucket.members] for bucket in make_buckets(synced, 400)]
+    sizes, groups = (1, 100, 1, 1), [(0, 1), (0, 1), (0, 2), (0, 1)]
+    summed = [
+        Summed(str(i), group, torch.Size((size,)), torch.float32)
+        for i, (size, group) in enumerate(zip(sizes, groups, strict=True))
+    ]
+    names = [[one.name for one in bucket.members] for bucket in make_buckets(summed, 400)]
     assert names == [["1"], ["2"], ["0", "3"]]
-    assert [len(bucket.members) for bucket in make_buckets(synced, 4)] == [1, 1, 1, 1]
-
-
-def test_the_callers_module_is_not_needed_twice() -> None:
-    """Each backward starts anew: a second one gives the same sums, not those of both."""
-    module = Tower()
-    reference = copy.deepcopy(module)
-
-    def body(transport: Transport) -> list[Tensor]:
-        mine = copy.deepcopy(module)
-        GradSync([Synced(n, p, (0, 1), 2) for n, p in mine.named_parameters()], transport)
-        for _ in range(2):
-            mine.zero_grad(set_to_none=True)
-            mine(shares(2)[transport.rank]).backward()
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in mine.parameters()]
-
-    reference(batch()).backward()
-    wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
-    check(run_ranks(2, body), wanted)
+    assert [len(bucket.members) for bucket in make_buckets(summed, 4)] == [1, 1, 1, 1]

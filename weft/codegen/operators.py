@@ -169,7 +169,7 @@ def expression(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], show
 
 
 def _is_default(name: str, value: Any, default: Any) -> bool:
-    if name in ("pin_memory", "layout", "implicit") and value in (None, False, torch.strided):
+    if name in ("pin_memory", "layout", "implicit", "cudnn_enable") and value in (None, False, torch.strided):
         return True
     return type(value) is type(default) and bool(value == default)
 

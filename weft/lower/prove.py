@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.ir.graph import Op
-from weft.ir.layout import verify_layout
+from weft.ir.layout import Layout, verify_layout
 from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
 from weft.ir.ranges import Ranges, count, overlap, tidy, whole
@@ -41,8 +41,6 @@ class Prover:
     def run(self) -> dict[str, int]:
         for name, layout in self.program.stored.items():
             verify_layout(layout, f"the stored layout of {name}")
-            if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
-                raise FaultError(f"{name} cannot be stored on {layout.grid}")
         for value in self.program.values.values():
             refuse_malformed(value, self.graph)
         self._forward(self.program.steps)
@@ -87,9 +85,7 @@ class Prover:
 
     def _use(self, step: Use) -> None:
         value = self._value(step.value)
-        stored = self.program.stored.get(value.tensor)
-        if stored is None:
-            raise FaultError(f"{value.tensor} is not stored anywhere")
+        stored = self._stored(value.tensor)
         contents: dict[Where, Held] = {
             (part.device, part.slot): full(value.tensor, part.ranges) for part in stored.parts()
         }
@@ -333,6 +329,15 @@ class Prover:
             grad = Content(grad.tensor, content.dims, grad.terms)
         source.receive(origin, grad)
 
+    def _stored(self, tensor: str) -> Layout:
+        """Where a tensor lies before the step: one part on each of its devices."""
+        layout = self.program.stored.get(tensor)
+        if layout is None:
+            raise FaultError(f"{tensor} is not stored anywhere")
+        if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
+            raise FaultError(f"{tensor} cannot be stored on {layout.grid}")
+        return layout
+
     def _value(self, name: str) -> Value:
         if name not in self.program.values:
             raise FaultError(f"there is no value {name}")
@@ -363,9 +368,9 @@ class Prover:
             root.receive(where, full(content.tensor, content.dims, "root"))
 
     def _sync(self, step: Sync) -> None:
-        stored = self.program.stored.get(step.parameter)
-        if stored is None or len(step.sources) != len(step.moves):
-            raise FaultError(f"{step.parameter} is not stored anywhere, or not every use of it has moves")
+        stored = self._stored(step.parameter)
+        if len(step.sources) != len(step.moves):
+            raise FaultError(f"{len(step.sources)} uses of {step.parameter} have {len(step.moves)} lists of moves")
         places = {(part.device, part.slot): part.shape for part in stored.parts()}
         total: dict[Where, list[Held]] = {}
         for name, moves in zip(step.sources, step.moves, strict=True):

@@ -47,10 +47,6 @@ class Owner(Protocol):
 
     tape: Tape
 
-    def part(self, name: str) -> Tensor | None:
-        """What the rank stores under a name."""
-        ...
-
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter."""
         ...
@@ -102,10 +98,11 @@ class Collectives:
         name = self._owner.name_of(parameter)
         return self._used(name, [parameter], transfers, back, parameter.dtype)[0]
 
-    def use_parts(self, name: str, key: str) -> Any:
-        """The same with transfers from the tables; the rank need not store or get a part of the parameter."""
-        found, parameter = self._tables[key], self._owner.part(name)
-        sources = [] if parameter is None else [parameter]
+    def use_parts(self, parameter: Tensor | str, key: str) -> Any:
+        """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
+        found = self._tables[key]
+        name = parameter if isinstance(parameter, str) else self._owner.name_of(parameter)
+        sources = [] if isinstance(parameter, str) else [parameter]
         parts = self._used(name, sources, found.forward, found.backward, found.dtype)
         return _joined(parts, found.chunks)
 
@@ -134,11 +131,10 @@ class Collectives:
         """The communicator of some ranks, in this order."""
         return GroupComm(self._transport, tuple(ranks))
 
-    def reached(self, results: Any) -> Any:
+    def reached(self, *results: Tensor) -> Any:
         """What an operator that talks has made, so that backward reaches it on every rank, used or not."""
-        if isinstance(results, Tensor):
-            return tie([results], self._owner.tape)[0]
-        return tuple(tie(list(results), self._owner.tape))
+        tied = tie(results, self._owner.tape)
+        return tied[0] if len(tied) == 1 else tuple(tied)
 
     def _run(self, step: script.Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
         results, token = run_reshard(step, sources, self._transport, self._anchor)

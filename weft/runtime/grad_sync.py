@@ -1,36 +1,37 @@
-"""Gradient synchronisation: sums over ranks, in buckets, while backward goes on.
+"""Gradient synchronisation in buckets, while backward goes on: the `grad_sync` of a ParallelModule on processes.
 
-In: trained parameters in Program order, which is the order in which their gradients become complete, each with the
-ranks over which its gradient is summed. Out: after `loss.backward()` every `.grad` is the sum, divided where replicas
-are averaged. Promised: sums are started strictly in Program order, whatever order autograd has, so that all ranks start
-the same ones; all have ended when backward returns; a gradient that was there before (accumulation) is added to,
-once; a parameter that a rank does not reach in some step counts as zeros. A parameter as large as a bucket is its own
-bucket and is summed where it lies; smaller ones share one flat tensor, of which their gradients are views afterwards.
+In: gradients as they arrive. Out: at the end of backward the complete gradient of every stored part, over replicas
+averaged. Promised: sums are started strictly in Program order, whatever order autograd has, so that all ranks start the
+same ones; all have ended when backward returns; a parameter that a rank does not reach in some step counts as
+zeros; results do not depend on the buckets, to the bit, where the transport adds in group order.
+
+When a gradient is complete on this rank cannot be seen (a recomputed function gives its share by itself), so the first
+backward counts arrivals and sums at its end; later ones start a bucket when as many have come. What comes later still,
+because somebody used the module otherwise, is summed at the end. Parameters that are not simply summed (used in
+another layout than they are stored in) are brought home at the end, one after the other.
+A parameter as large as a bucket is its own and is not copied; smaller ones share one flat tensor, of which their
+gradients are views afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from weft.runtime.module import ParallelModule, separate
+from weft.runtime.replicas import Replica
+from weft.runtime.script import Transfer
+from weft.runtime.tape import Tape, Used
+from weft.runtime.transfers import execute_all, real_dtype
 from weft.runtime.transport import Doing, Transport
+from weft.runtime.values import Gradient
 
 BUCKET = 4 << 20
 """Bytes of a bucket."""
-
-
-@dataclass(frozen=True)
-class Synced:
-    """A parameter whose gradient is summed over `group`, ranks of the transport, and divided by `divisor`."""
-
-    name: str
-    parameter: nn.Parameter
-    group: tuple[int, ...]
-    divisor: int = 1
 
 
 class Pending(Protocol):
@@ -46,114 +47,212 @@ class Starts(Protocol):
     def start_all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Pending: ...
 
 
+@dataclass(frozen=True)
+class Summed:
+    """A parameter whose gradient is a sum over some ranks of the job."""
+
+    name: str
+    group: tuple[int, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 @dataclass
 class Bucket:
     """Parameters summed together. `last`: place in Program order of the last one, which is where it is started."""
 
     group: tuple[int, ...]
-    divisor: int
-    members: list[Synced] = field(default_factory=list)
+    members: list[Summed] = field(default_factory=list)
     last: int = 0
     missing: int = 0
     pending: Pending | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(member.parameter.nbytes for member in self.members)
+    def __str__(self) -> str:
+        others = len(self.members) - 1
+        return f"{self.members[0].name} and {others} more" if others else self.members[0].name
 
 
-class GradSync:
-    """Synchronises gradients of one rank; lives as long as its parameters.
+class BucketSync:
+    """Completes the gradients of one module on one rank.
 
     Args:
-        synced: in Program order; parameters summed over no other rank may be among them.
         bucket: bytes.
+        overlap: start sums while backward goes on, where the transport can.
     """
 
-    def __init__(self, synced: Sequence[Synced], transport: Transport, *, bucket: int = BUCKET) -> None:
-        self._transport = transport
-        self._buckets = tuple(make_buckets(synced, bucket))
-        self._place = {id(one.parameter): bucket for bucket in self._buckets for one in bucket.members}
-        self._names = {id(one.parameter): one.name for one in synced}
-        self._before: dict[int, Tensor] = {}
-        self._ready: set[int] = set()
+    def __init__(self, *, bucket: int = BUCKET, overlap: bool = True) -> None:
+        self._bucket, self._overlap = bucket, overlap
+        self._buckets: tuple[Bucket, ...] | None = None
+        self._place: dict[str, Bucket] = {}
+        self._expected: dict[str, int] | None = None
+        self._arrivals: dict[str, int] = {}
         self._num_started = 0
-        self._active = False
-        for bucket_ in self._buckets:
-            for one in bucket_.members:
-                one.parameter.register_hook(self._put_aside(one.parameter))
-                one.parameter.register_post_accumulate_grad_hook(self._mark_ready)
 
     @property
     def num_buckets(self) -> int:
-        return len(self._buckets)
+        return len(self._buckets or ())
 
-    def begin(self) -> None:
-        """A backward has begun. Called in it, by whatever is reached on every rank; hooks call it too."""
-        if not self._active:
-            self._active = True
-            self._ready.clear()
-            self._num_started = 0
-            for bucket in self._buckets:
-                bucket.missing, bucket.pending = len(bucket.members), None
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _put_aside(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        """Before autograd adds to `.grad`: what is there has been summed already and must not be summed again."""
-
-        def hook(gradient: Tensor) -> None:
-            if parameter.grad is not None:
-                self._before[id(parameter)] = parameter.grad
-                parameter.grad = None
-
-        return hook
-
-    def _mark_ready(self, parameter: Tensor) -> None:
-        self.begin()
-        assert id(parameter) not in self._ready, f"{self._names[id(parameter)]} got two gradients in one backward"
-        self._ready.add(id(parameter))
-        self._place[id(parameter)].missing -= 1
-        if isinstance(self._transport, Starts):
-            while self._num_started < len(self._buckets) and self._buckets[self._num_started].missing == 0:
-                self._start()
-
-    def _start(self) -> None:
-        """Start the next bucket in Program order."""
-        bucket = self._buckets[self._num_started]
-        self._num_started += 1
-        flat = _flat([_gradient_of(one.parameter) for one in bucket.members])
-        doing, self._transport.doing = self._transport.doing, Doing(f"gradient sync of {_text(bucket)}")
-        if isinstance(self._transport, Starts):
-            bucket.pending = self._transport.start_all_reduce(flat, bucket.group)
-        else:
-            bucket.pending = _Done(self._transport.all_reduce(flat, bucket.group))
-        self._transport.doing = doing
-
-    def _finish(self) -> None:
-        """At the end of backward: start what is left, wait for all, put the sums in place."""
-        self._active = False
+    def begin(self, module: ParallelModule) -> None:
+        """A backward begins."""
+        if self._buckets is None:
+            self._buckets = tuple(make_buckets(summed_parameters(module), self._bucket))
+            self._place = {one.name: bucket for bucket in self._buckets for one in bucket.members}
+        self._arrivals, self._num_started = {}, 0
         for bucket in self._buckets:
-            for one in bucket.members if bucket.missing else ():
-                if one.parameter.grad is not None and id(one.parameter) not in self._ready:
-                    self._before[id(one.parameter)] = one.parameter.grad
-                    one.parameter.grad = None
-        while self._num_started < len(self._buckets):
-            self._start()
-        for bucket in self._buckets:
-            assert bucket.pending is not None
-            self._transport.doing = Doing(f"gradient sync of {_text(bucket)}")
-            total = bucket.pending.wait()
+            # what never arrived before is not waited for
+            bucket.missing = sum((self._expected or {}).get(one.name, 0) > 0 for one in bucket.members)
             bucket.pending = None
-            self._place_sums(bucket, total if bucket.divisor == 1 else total.div_(bucket.divisor))
-        self._transport.doing = Doing()
 
-    @torch.no_grad()
-    def _place_sums(self, bucket: Bucket, total: Tensor) -> None:
-        parts = total.reshape(-1).split([one.parameter.numel() for one in bucket.members])
-        for one, part in zip(bucket.members, parts, strict=True):
-            gradient = part.view(one.parameter.shape)
-            before = self._before.pop(id(one.parameter), None)
-            one.parameter.grad = gradient if before is None else before.add_(gradient)
+    def arrived(self, module: ParallelModule, name: str) -> None:
+        """Autograd has added to the gradient of a parameter."""
+        self._arrivals[name] = self._arrivals.get(name, 0) + 1
+        if self._expected is None or name not in self._place or not self._overlap:
+            return
+        if self._arrivals[name] == self._expected.get(name, 0):
+            self._place[name].missing -= 1
+            self._start_ready(module)
+
+    def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
+        """Backward is over: the complete gradients of what the rank stores."""
+        buckets = self._buckets or ()
+        while self._num_started < len(buckets):
+            self._start(module, buckets[self._num_started])
+        found: dict[str, Tensor] = {}
+        for bucket in buckets:
+            found.update(self._finish(module, bucket))
+        others = self._others(module, tapes)
+        for name, gradient in others.items():
+            found[name] = found[name].add_(gradient) if name in found else gradient
+        if self._expected is None and len(tapes) == 1:
+            self._expected = self._arrivals
+        return found
+
+    def _start_ready(self, module: ParallelModule) -> None:
+        buckets, whole = self._buckets or (), job_of(module)
+        if isinstance(whole, Starts):
+            while self._num_started < len(buckets) and buckets[self._num_started].missing == 0:
+                self._start(module, buckets[self._num_started])
+
+    def _start(self, module: ParallelModule, bucket: Bucket) -> None:
+        """Start the next bucket in Program order."""
+        self._num_started += 1
+        whole = job_of(module)
+        before, whole.doing = whole.doing, Doing(f"gradient sync of {bucket}")
+        bucket.pending = start_sum(whole, _flat(module, bucket), bucket.group)
+        whole.doing = before
+
+    def _finish(self, module: ParallelModule, bucket: Bucket) -> dict[str, Tensor]:
+        """Wait for a bucket, and for what came too late for it."""
+        whole = job_of(module)
+        whole.doing = Doing(f"gradient sync of {bucket}")
+        assert bucket.pending is not None
+        total, bucket.pending = bucket.pending.wait(), None
+        late = any(one.name in module.sinks for one in bucket.members)
+        if late:
+            total = total + start_sum(whole, _flat(module, bucket), bucket.group).wait()
+        if (replicas := num_replicas(module)) > 1:
+            total = total.div_(replicas)
+        whole.doing = Doing()
+        parts = total.reshape(-1).split([one.shape.numel() for one in bucket.members])
+        return {one.name: part.view(one.shape) for one, part in zip(bucket.members, parts, strict=True)}
+
+    def _others(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
+        """What is not in the buckets: uses in another layout, gradients that other transfers complete."""
+        used: dict[str, list[Used]] = {}
+        for use in (use for tape in tapes for use in tape.used):
+            used.setdefault(use.parameter, []).append(use)
+        transport, found = module.transport, {}
+        for name, _ in module.sync_order():
+            transport.doing = Doing(f"gradient sync of {name}")
+            total = Gradient()
+            for source in self._sources(module, name, used.get(name, ())):
+                for result in execute_all(source.transfers, source.parts, transport, dtype=source.dtype):
+                    total.add(result)
+            if total.total is not None:
+                found[name] = total.total
+                if isinstance(transport, Replica) and transport.num_replicas > 1:
+                    mean = transport.whole.all_reduce(total.total, transport.twins).div_(transport.num_replicas)
+                    found[name] = mean
+        transport.doing = Doing()
+        return separate(found)
+
+    def _sources(self, module: ParallelModule, name: str, used: Sequence[Used]) -> Iterator[_Source]:
+        transfers = None if name in self._place else module.sync_transfers(name)
+        if transfers is not None:
+            held = module.part(name)
+            sink = module.sinks.pop(name, Gradient())
+            yield _Source([_total(sink, held.shape, held.dtype, module.device)], transfers, held.dtype)
+        for use in used:
+            dtype = real_dtype(use.dtype)
+            parts = [_total(sink, shape, dtype, module.device) for shape, sink in use.leaves]
+            yield _Source(parts, use.transfers, dtype)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Gradients of one use of a parameter, and the way home."""
+
+    parts: list[Tensor]
+    transfers: tuple[Transfer, ...]
+    dtype: torch.dtype
+
+
+def job_of(module: ParallelModule) -> Transport:
+    """The transport of all ranks of the job."""
+    transport = module.transport
+    return transport.whole if isinstance(transport, Replica) else transport
+
+
+def num_replicas(module: ParallelModule) -> int:
+    return module.transport.num_replicas if isinstance(module.transport, Replica) else 1
+
+
+def summed_parameters(module: ParallelModule) -> list[Summed]:
+    """The parameters whose gradients, where they are used as stored, one sum makes complete; in Program order."""
+    found = []
+    for name, _ in module.sync_order():
+        transfers = module.sync_transfers(name)
+        if transfers is None or len(transfers) > 1 or any(one.kind != "all_reduce" for one in transfers):
+            continue
+        transport, part = module.transport, module.part(name)
+        group = transfers[0].group if transfers else (transport.rank,)
+        if isinstance(transport, Replica):
+            group = transport.everywhere(group)
+        if len(group) > 1:
+            found.append(Summed(name, group, part.shape, part.dtype))
+    return found
+
+
+def make_buckets(summed: Sequence[Summed], size: int = BUCKET) -> list[Bucket]:
+    """Buckets in the order in which they are started.
+
+    Parameters of one group and dtype share a bucket until it is full, also if others stand between them."""
+    made: list[Bucket] = []
+    unfilled: dict[Any, Bucket] = {}
+    for place, one in enumerate(summed):
+        key, alone = (one.group, one.dtype), one.num_bytes >= size
+        bucket = None if alone else unfilled.get(key)
+        if bucket is None:
+            bucket = Bucket(one.group)
+            made.append(bucket)
+        bucket.members.append(one)
+        bucket.last = place
+        if not alone:
+            unfilled[key] = bucket
+            if sum(member.num_bytes for member in bucket.members) >= size:
+                del unfilled[key]
+    return sorted(made, key=lambda bucket: bucket.last)
+
+
+def start_sum(transport: Transport, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+    """A sum in the background where the transport can, at once where it cannot."""
+    if isinstance(transport, Starts):
+        return transport.start_all_reduce(tensor, group)
+    return _Done(transport.all_reduce(tensor, group))
 
 
 @dataclass(frozen=True)
@@ -164,41 +263,18 @@ class _Done:
         return self.total
 
 
-def make_buckets(synced: Sequence[Synced], size: int = BUCKET) -> list[Bucket]:
-    """Buckets in the order in which they are started.
-
-    Parameters of one group and dtype share a bucket until it is full, also if others stand between them."""
-    made: list[Bucket] = []
-    unfilled: dict[Any, Bucket] = {}
-    for place, one in enumerate(synced):
-        if len(one.group) < 2 and one.divisor == 1:
-            continue
-        key = (one.group, one.divisor, one.parameter.dtype, one.parameter.device)
-        alone = one.parameter.nbytes >= size
-        bucket = None if alone else unfilled.get(key)
-        if bucket is None:
-            bucket = Bucket(one.group, one.divisor)
-            made.append(bucket)
-        bucket.members.append(one)
-        bucket.last = place
-        if not alone:
-            unfilled[key] = bucket
-            if bucket.num_bytes >= size:
-                del unfilled[key]
-    return sorted(made, key=lambda bucket: bucket.last)
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _flat(gradients: Sequence[Tensor]) -> Tensor:
+def _flat(module: ParallelModule, bucket: Bucket) -> Tensor:
+    """The gradients of a bucket as they are now, zeros for those that have none. They are taken out of the sinks."""
+    gradients = [
+        _total(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
+    ]
     if len(gradients) == 1:
         return gradients[0].detach().contiguous()
     return torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
 
 
-def _text(bucket: Bucket) -> str:
-    first = bucket.members[0].name
-    others = len(bucket.members) - 1
-    return f"{first} and {others} more" if others else first
+def _total(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if sink.total is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
+    return sink.total

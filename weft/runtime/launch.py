@@ -6,7 +6,7 @@ of the loopback address that the launcher listens on; payloads and results trave
 
 Promised: when a rank raises, is killed, or waits in vain, `run` raises in seconds, and the error names the rank, the
 step, the op or collective, and what every other rank was doing; no process outlives the pool or its launcher.
-As with all of `multiprocessing`, a script that starts a pool keeps its own start under `if __name__ == "__main__"`.
+Processes do not run the caller's script again: it needs no guard, and the function must be in a module.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -182,7 +183,8 @@ class Pool:
             process = self._context.Process(
                 target=serve, args=(rank, crew, theirs), name=f"weft rank {rank}", daemon=True
             )
-            process.start()
+            with mock.patch.object(spawn, "get_preparation_data", _without_main):
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
 
@@ -210,7 +212,7 @@ def entry_name(entry: Entry | str) -> str:
     """`module:function`, by which a process finds the function."""
     if isinstance(entry, str):
         return entry
-    if "<" in entry.__qualname__:
+    if "<" in entry.__qualname__ or entry.__module__ == "__main__":
         raise ValueError(f"{entry.__qualname__} cannot be found by another process: define it at the top of a module")
     return f"{entry.__module__}:{entry.__qualname__}"
 
@@ -222,6 +224,14 @@ def _context(preload: Sequence[str]) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
+
+
+_prepare: Callable[[str], dict[str, Any]] = spawn.get_preparation_data
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    """What a new process is told about this one, except to run its script: that takes seconds, and has effects."""
+    return {key: value for key, value in _prepare(name).items() if not key.startswith("init_main")}
 
 
 def _listen() -> tuple[TCPStore, int]:

@@ -41,6 +41,10 @@ class Replica:
         """The ranks of the job that hold what this one holds, one per replica."""
         return tuple(range(self.rank, self.whole.num_ranks, self.num_ranks))
 
+    def everywhere(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of a group in all replicas, as ranks of the job."""
+        return tuple(number * self.num_ranks + rank for number in range(self.num_replicas) for rank in group)
+
     def begin_step(self, step: int) -> None:
         """From now on messages name this step. All ranks of the job say so at the same place."""
         if isinstance(self.whole, ProcessTransport):

@@ -40,20 +40,17 @@ def num_bytes(wanted: Sequence[Want]) -> int:
 
 
 def unpack(flat: Tensor, members: Sequence[Sequence[Want]]) -> list[list[Tensor]]:
-    """The tensors in a flat byte tensor, per member."""
+    """The tensors in a flat byte tensor, per member: views of it if all are of one dtype, else copies."""
+    mixed = len({dtype for wanted in members for _, dtype in wanted}) > 1
     at, found = 0, []
     for wanted in members:
         tensors = []
         for shape, dtype in wanted:
             length = math.prod(shape) * dtype.itemsize
-            tensors.append(_view(flat[at : at + length], shape, dtype))
+            piece = flat[at : at + length]
+            # one memory seen as two dtypes: saving it fails, and a piece may lie where its dtype cannot
+            tensors.append((piece.clone() if mixed else piece).view(dtype).view(shape))
             at += length
         found.append(tensors)
     assert at == flat.numel(), f"{flat.numel()} bytes came, {at} were expected"
     return found
-
-
-def _view(piece: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if piece.storage_offset() % dtype.itemsize:
-        piece = piece.clone()
-    return piece.view(dtype).view(shape)

@@ -1,0 +1,131 @@
+"""What compiling costs: seconds of each pass and peak memory, against layers and devices.
+
+    python bench/compile.py [--layers 4 8 16 32] [--out bench/results/compile.json]
+
+The model is Llama in the configuration of Llama-3-8B, on the meta device, one sequence of 4096 tokens, `tp=8`; and the
+deepest one once more with `dp=128,tp=8`, 1024 devices. Every measurement has a process of its own, so that peak memory
+is its own and nothing is warm. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "bench" / "results" / "compile.json"
+
+
+def llama(layers: int, batch: int) -> tuple[Any, Any]:
+    """The module without weights, and an example."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config)
+    ids = torch.zeros(batch, 4096, dtype=torch.int64)
+    return module, {"input_ids": ids, "labels": ids}
+
+
+def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
+    """Compile once, in this process."""
+    from weft.compile import compile_program
+
+    start = time.perf_counter()
+    module, example = llama(layers, batch)
+    built = time.perf_counter() - start
+    before = peak_memory()
+    compiled = compile_program(module, example, plan)
+    return {
+        "layers": layers,
+        "plan": plan,
+        "devices": compiled.program.devices,
+        "operators": len(compiled.graph.ops),
+        "seconds": dict(compiled.timings),
+        "total": sum(compiled.timings.values()),
+        "build": built,
+        "peak_memory": peak_memory(),
+        "memory_before": before,
+        "files": len(getattr(compiled, "files", {})),
+        "lines": sum(text.count("\n") for name, text in getattr(compiled, "files", {}).items() if name.endswith(".py")),
+    }
+
+
+def peak_memory() -> int:
+    """Bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
+    argv = [sys.executable, __file__, "--one", str(layers), plan, str(batch)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    passes = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["seconds"].items())
+    print(
+        f"{layers:3d} layers, {plan:12s} {found['total']:6.1f} s ({passes}), "
+        f"{found['peak_memory'] / 2**30:.2f} GiB, {found['lines']} lines",
+        flush=True,
+    )
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    import os
+
+    import torch
+    import transformers
+
+    import weft
+
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "weft": weft.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--one", nargs=3, metavar=("LAYERS", "PLAN", "BATCH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(int(options.one[0]), options.one[1], int(options.one[2]))))
+        return
+    runs = [in_own_process(layers, "tp=8", 1) for layers in options.layers]
+    runs.append(in_own_process(max(options.layers), "dp=128,tp=8", 128))
+    ratio = runs[-1]["total"] / runs[-2]["total"]
+    print(f"1024 devices against 8: {ratio:.2f} times the seconds")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine(), "runs": runs, "ratio_1024_devices": ratio}
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

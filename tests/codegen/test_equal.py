@@ -1,0 +1,22 @@
+"""Generated code gives bit for bit what the interpreter gives, for every promised model under every promised plan."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.subjects import HAND_WRITTEN, MODELS, prepared
+from tests.codegen.running import same_bits
+from weft.lower import lower
+from weft.plan.load import load_plan
+
+RECIPES = ("dp=2", "tp=2", "dp=2,tp=2", "coshard=2", "dp=2,coshard=2")
+
+
+@pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, (*RECIPES, *HAND_WRITTEN))))
+def test_same_bits(name: str, plan: str, tmp_path: Path) -> None:
+    subject, graph, _ = prepared(name)
+    made = HAND_WRITTEN[plan](graph) if plan in HAND_WRITTEN else load_plan(plan, graph)
+    same_bits(lower(made), subject, tmp_path)

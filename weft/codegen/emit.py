@@ -1,0 +1,98 @@
+"""Program -> files: the door of code generation.
+
+In: a Program and a directory. Out: the files written there, and their hash. A pure function of the Program: the same
+Program gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.codegen.moves import MoveWords
+from weft.codegen.program import class_name, file_text
+from weft.codegen.sheet import Sheet, input_names
+from weft.codegen.spread import Spreads, Team, main_grid, teams
+from weft.codegen.tables import Tables
+from weft.ir.program import Program
+from weft.lower.transfer import Transfers
+from weft.ops.book import RuleBook
+from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What was written."""
+
+    files: tuple[Path, ...]
+    hash: str
+
+
+def emit(program: Program, directory: str | Path, *, title: str = "", about: dict[str, Any] | None = None) -> Emitted:
+    """Write the program's files.
+
+    Args:
+        title: first line of the text; says model and plan.
+        about: more to keep in meta.json (fingerprints of graph and plan, versions).
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = generate(program, title=title, about=about)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    for name in {CONSTANTS} - set(contents):
+        (folder / name).unlink(missing_ok=True)
+    made: str = json.loads(contents[META])["hash"]
+    return Emitted(tuple(folder / name for name in contents), made)
+
+
+def generate(program: Program, *, title: str = "", about: dict[str, Any] | None = None) -> dict[str, bytes]:
+    """The files by name."""
+    grid = main_grid(program)
+    spreads = Spreads(grid, program.devices)
+    tables = Tables(grid, spreads.places)
+    book, words = RuleBook(program.graph), MoveWords(spreads, Transfers())
+    groups = teams(program)
+    texts: dict[str, bytes] = {}
+    ranks = [0] * program.devices
+    for number, team in enumerate(groups):
+        name = "program.py" if len(groups) == 1 else f"program_{number}.py"
+        sheet = Sheet(program, team, spreads, tables, book, words)
+        texts[name] = file_text(sheet, title or _title(program, team)).encode()
+        for rank in team.ranks:
+            ranks[rank] = number
+    rooms = {room: dict(sorted(found.items())) for room, found in tables.rooms.items()}
+    parts = {PARTS: (json.dumps(rooms, indent=1) + "\n").encode()}
+    if program.graph.constants:
+        parts[CONSTANTS] = _saved(program)
+    meta = {
+        "class": class_name(program),
+        "devices": program.devices,
+        "files": list(texts),
+        "hash": content_hash({**texts, **parts}),
+        "inputs": [
+            {"name": input_names(program)[one.tensor], "where": one.where, "index": one.index}
+            for one in program.graph.inputs
+        ],
+        "ranks": 0 if len(groups) == 1 else ranks,
+        "versions": {"python": ".".join(map(str, sys.version_info[:2])), "torch": torch.__version__.split("+")[0]},
+        **(about or {}),
+    }
+    return {**texts, **parts, META: (json.dumps(meta, indent=1) + "\n").encode()}
+
+
+def _title(program: Program, team: Team) -> str:
+    where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
+    return f"{class_name(program)} for {program.devices} devices{where}. Made by weft; edit freely, then verify it again."
+
+
+def _saved(program: Program) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({name: tensor.detach().clone() for name, tensor in program.graph.constants.items()}, buffer)
+    return buffer.getvalue()

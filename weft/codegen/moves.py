@@ -1,0 +1,206 @@
+"""Moves in words: a change of layout as calls along named axes.
+
+In: the Program's moves. Out: runtime Moves that do the same, or None where no words fit. Whatever is proposed is
+compared with the true transfers before it is printed: on every rank, or, on large grids, at every combination of
+coordinates on the axes that the move concerns, with all others at either end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from weft.codegen.spread import Spread, Spreads, describe
+from weft.codegen.text import literal
+from weft.ir import program as ir
+from weft.ir.layout import Layout
+from weft.ir.ranges import count, select
+from weft.lower.transfer import Transfers
+from weft.runtime import moves as rt
+from weft.runtime.cuts import Cut, as_axes, whole
+from weft.runtime.script import Transfer
+
+FEW = 64
+"""Up to so many ranks all are compared."""
+
+
+class MoveWords:
+    """Says moves in words, each once."""
+
+    def __init__(self, spreads: Spreads, transfers: Transfers) -> None:
+        self._spreads, self.transfers = spreads, transfers
+        self._known: dict[ir.Move, tuple[rt.Move, ...] | None] = {}
+
+    def all(self, moves: Iterable[ir.Move]) -> tuple[rt.Move, ...] | None:
+        """Moves one after the other; None if one of them does not follow the axes."""
+        out: list[rt.Move] = []
+        for move in moves:
+            found = self.one(move)
+            if found is None:
+                return None
+            out.extend(found)
+        return tuple(out)
+
+    def one(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
+        if move not in self._known:
+            self._known[move] = self._say(move)
+        return self._known[move]
+
+    def _say(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
+        source, target = self._spreads.of(move.source), self._spreads.of(move.target)
+        if source is None or target is None:
+            return None
+        for option in self._options(move, source, target):
+            if all(self._same(option, move, rank) for rank in self._ranks(option)):
+                return option
+        return None
+
+    def _options(self, move: ir.Move, source: Spread, target: Spread) -> Iterator[tuple[rt.Move, ...]]:
+        lost = tuple(axis for axis in source.partial if axis not in target.partial)
+        gained = tuple(axis for axis in target.partial if axis not in source.partial)
+        less, more = _changes(source, target)
+        if lost and not gained and not less and not more:
+            yield (rt.all_reduce(_short(lost)),)
+        if not lost and not less:
+            slices = [rt.slice_to(dim, self._cut(move.target, dim, source, target)) for dim in more]
+            yield (*slices, *([rt.first(_short(gained))] if gained else []))
+        if not lost and not gained and len(less) == 1 and not more:
+            (dim,) = less
+            cut = self._cut(move.source, dim, target, source)
+            yield (rt.all_gather(dim, cut, of=_uneven(move.source, dim)),)
+        if lost and not gained and not less and list(more.values()) == [lost]:
+            (dim,) = more
+            yield (rt.reduce_scatter(dim, self._cut(move.target, dim, source, target)),)
+        if not lost and not gained and len(less) == 1 and list(less.values()) == list(more.values()):
+            (joined,), (dim,) = less, more
+            cut, by = self._cut(move.target, dim, source, target), self._cut(move.source, joined, target, source)
+            plain = None if by == Cut(_short(less[joined])) or by == Cut(less[joined]) else by
+            yield (rt.all_to_all(dim, _bare(cut), joined=joined, by=plain, of=_uneven(move.source, joined)),)
+
+    def _cut(self, layout: Layout, dim: int, before: Spread, after: Spread) -> Cut:
+        """How the axes that `after` has more than `before` cut the dim."""
+        axes = tuple(axis for axis in after.dims[dim] if axis not in before.dims[dim])
+        table = layout.ranges[dim]
+        if not before.dims[dim] and table is not None:
+            counts = tuple(self._spreads.places[0].sizes[axis] for axis in axes)
+            found = describe(table, layout.shape[dim], axes, counts)
+            if found is not None:
+                return found
+        return Cut(_short(axes))
+
+    def _ranks(self, option: Sequence[rt.Move]) -> Iterable[int]:
+        if self._spreads.devices <= FEW:
+            return range(self._spreads.devices)
+        axes = {axis for move in option for axis in move.axes}
+        choices = [range(size) if name in axes else (0, size - 1) for name, size in self._spreads.grid]
+        return [self._spreads.places[0].rank_at(found) for found in itertools.product(*choices)]
+
+    def _same(self, option: Sequence[rt.Move], move: ir.Move, rank: int) -> bool:
+        """True if the words mean the move's own transfer for this rank."""
+        truth = self.transfers.of(move, rank)
+        place = self._spreads.places[rank]
+        shape = move.source.parts_on(rank)[0].shape
+        if truth is None:
+            return False
+        if len(option) == 1:
+            return same_transfer(option[0].transfer(shape, place), truth)
+        if truth.kind != "local":
+            return False
+        index, empty = whole(shape), False
+        for one in option:
+            made = one.transfer(shape, place)
+            empty = empty or not made.sends
+            if made.sends:
+                index = tuple(select(a, b) for a, b in zip(index, made.sends[0].index, strict=True))
+            shape = made.shapes[0]
+        if (shape,) != truth.shapes or empty:
+            return (shape,) == truth.shapes and not truth.sends
+        sent = [(piece.slot, piece.index) for piece in truth.sends]
+        return sent == [(0, index)] and [piece.index for piece in truth.receives] == [whole(shape)]
+
+
+def _uneven(layout: Layout, dim: int) -> int | None:
+    """The size of a dim whose parts are not all equal; it cannot be told from one of them."""
+    table = layout.ranges[dim]
+    return None if table is None or len(set(map(count, table))) == 1 else layout.shape[dim]
+
+
+def _changes(source: Spread, target: Spread) -> tuple[dict[int, tuple[str, ...]], dict[int, tuple[str, ...]]]:
+    """The axes that each dim loses, and those that it gains."""
+    less, more = {}, {}
+    for dim, (before, after) in enumerate(zip(source.dims, target.dims, strict=True)):
+        gone = tuple(axis for axis in before if axis not in after)
+        new = tuple(axis for axis in after if axis not in before)
+        less.update({dim: gone} if gone else {})
+        more.update({dim: new} if new else {})
+    return less, more
+
+
+def same_transfer(ours: Transfer, truth: Transfer) -> bool:
+    """True if both do the same to the tensors. How it is carried may differ."""
+    if (ours.kind == "all_reduce") != (truth.kind == "all_reduce") or (ours.kind == "local") != (truth.kind == "local"):
+        return False
+    if ours.kind == "all_reduce":
+        return ours.group == truth.group and ours.shapes == truth.shapes
+    adds = ours.add == truth.add or len(truth.receives) <= 1
+    return (
+        adds
+        and sorted(ours.group) == sorted(truth.group)
+        and (ours.sends, ours.receives, ours.shapes) == (truth.sends, truth.receives, truth.shapes)
+    )
+
+
+def _short(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _bare(cut: Cut) -> Cut | str | tuple[str, ...]:
+    return cut.axes if cut == Cut(cut.axes) else cut
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    """One axis by its name, several as a tuple."""
+    return literal(_short(as_axes(axes)))
+
+
+def cut_text(cut: Cut) -> str:
+    """A cut as it stands in the text: the axes alone if it is plain."""
+    bare = _bare(cut)
+    if not isinstance(bare, Cut):
+        return literal(_short(as_axes(bare)))
+    words = [axes_text(as_axes(cut.axes))]
+    words += [f"groups={literal(cut.groups)}"] if cut.groups != 1 else []
+    words += [f"units={cut.units}"] if cut.units is not None else []
+    words += [f"sizes={literal(cut.sizes)}"] if cut.sizes is not None else []
+    return f"Cut({', '.join(words)})"
+
+
+def move_text(move: rt.Move) -> str:
+    """A move as it stands in the text."""
+    of = f", of={move.of}" if move.of is not None else ""
+    match move.kind:
+        case "all_gather":
+            return f"all_gather({move.joined_dim}, {cut_text(move.joined)}{of})"
+        case "reduce_scatter":
+            return f"reduce_scatter({move.cut_dim}, {cut_text(move.cut)})"
+        case "slice":
+            return f"slice_to({move.cut_dim}, {cut_text(move.cut)})"
+        case "all_to_all":
+            plain = move.joined == Cut(move.axes)
+            by = "" if plain else f", by={cut_text(move.joined)}"
+            return f"all_to_all({move.cut_dim}, {cut_text(move.cut)}, joined={move.joined_dim}{by}{of})"
+        case _:
+            return f"{move.kind}({axes_text(move.axes)})"
+
+
+def moves_text(moves: Iterable[rt.Move]) -> str:
+    """Several moves as a list."""
+    return f"[{', '.join(map(move_text, moves))}]"
+
+
+def functions_of(moves: Iterable[rt.Move]) -> set[str]:
+    """Names that the text of the moves needs."""
+    names: set[str] = set()
+    for move in moves:
+        names.add("slice_to" if move.kind == "slice" else move.kind)
+    return names

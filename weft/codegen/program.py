@@ -1,0 +1,126 @@
+"""One file: imports, tables, the class with its forward and its methods.
+
+In: a Program and a team of ranks that run the same text. Out: the text of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.codegen.body import Body, free_of
+from weft.codegen.names import legal
+from weft.codegen.reads import INPUT
+from weft.codegen.sheet import Layer, Sheet
+from weft.codegen.stored import buffer_entries, folded, parameter_entries, table_lines
+from weft.codegen.text import literal, statement
+from weft.ir.program import Program, Step, Sync
+
+
+def class_name(program: Program) -> str:
+    """The generated class bears the model's name."""
+    name = legal(program.graph.name or "Model")
+    return name if name not in ("ParallelModule", "Container", "Tensor", "Part") else f"{name}Program"
+
+
+def write_body(
+    sheet: Sheet,
+    steps: Sequence[Step],
+    arguments: Sequence[str],
+    returned: Sequence[str],
+    *,
+    layer: Layer | None,
+    chunked: bool,
+) -> tuple[list[str], list[str], Mapping[str, str]]:
+    """Lines of a method's body, what it takes beside values, and the names of its arguments and results."""
+    body = Body(sheet, steps, arguments, returned, layer=layer, chunked=chunked)
+    given = {name: body.env[name] for name in arguments}
+    lines = body.write()
+    extra = [layer.variable] if layer is not None and body.needs_layer else []
+    extra += ["draw"] if body.needs_draw else []
+    results = {name: body.read(name) for name in returned}
+    return lines, extra, {**results, **given} if not set(results) & set(given) else {**given, **results}
+
+
+def file_text(sheet: Sheet, title: str) -> str:
+    """The whole file."""
+    sheet.body = write_body
+    program = sheet.program
+    forward = _forward(sheet)
+    parameters, layers = folded(parameter_entries(sheet))
+    buffers, more = folded(buffer_entries(sheet))
+    sheet.need("weft.runtime.module", {"ParallelModule", *(["Part"] if parameters or buffers else [])})
+    grid = dict(sheet.spreads.grid)
+    options = ["ParallelModule", "grid=GRID", "parameters=PARAMETERS"]
+    options += ["buffers=BUFFERS"] if buffers else []
+    options += ["layers=LAYERS"] if layers or more else []
+    lines = ["class_line"]
+    tables = [f"GRID = {literal(grid)}"]
+    tables += [f"LAYERS = {literal({**more, **layers})}"] if layers or more else []
+    tables += table_lines("PARAMETERS", parameters) if parameters else ["PARAMETERS: dict[str, Part] = {}"]
+    tables += table_lines("BUFFERS", buffers) if buffers else []
+    lines = statement(f"class {class_name(program)}(", options, "):", 0)
+    for i, method in enumerate([forward, *sheet.methods]):
+        lines += ([""] if i else []) + method
+    if not parameters:
+        sheet.need("weft.runtime.module", {"Part"})
+    body = "\n".join([*tables, "", "", *lines])
+    return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{body}\n'
+
+
+def _imports(sheet: Sheet, body: str) -> str:
+    lines = []
+    if not free_of(body, "torch"):
+        lines.append("import torch")
+    if not free_of(body, "F"):
+        lines.append("import torch.nn.functional as F")
+    lines.append("from torch import Tensor")
+    others = {module: names for module, names in sheet.imports.items() if not module.startswith("weft.")}
+    ours = {module: names for module, names in sheet.imports.items() if module.startswith("weft.")}
+    for module in sorted(others):
+        lines += statement(f"from {module} import ", sorted(others[module], key=_order), "", 0)
+    lines.append("")
+    for module in sorted(ours):
+        lines += statement(f"from {module} import ", sorted(ours[module], key=_order), "", 0)
+    return "\n".join(lines)
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Classes before functions, as import sorters have it."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def _forward(sheet: Sheet) -> list[str]:
+    program = sheet.program
+    inputs = [INPUT + one.tensor for one in program.graph.inputs]
+    kept = [*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])]
+    steps = [step for step in program.steps if not isinstance(step, Sync)]
+    body = Body(sheet, steps, inputs, kept)
+    arguments = [f"{body.env[name]}: Tensor" for name in inputs]
+    lines = body.write()
+    for buffer, value in program.updates.items():
+        name = next(one.names[0] for one in program.graph.buffers if one.tensor == buffer)
+        lines.append(f'        self.update("{name}", {body.read(value)})')
+    lines += _ending(sheet, body)
+    kind = "Tensor" if len(program.outputs) == 1 else "dict[str, Tensor]"
+    return [*statement("def forward(", ["self", *arguments], f") -> {kind}:", 1), *lines]
+
+
+def _ending(sheet: Sheet, body: Body) -> list[str]:
+    """The last statement: the loss tied to all that was done, or the outputs."""
+    program = sheet.program
+    loss = program.graph.loss
+    roots: list[str] = []
+    if program.loss is not None:
+        root = body.read(program.loss) if program.loss in body.env else ""
+        slots = body.slots(program.loss) if root else 0
+        roots = [f"*{root}"] if slots > 1 else [root] if slots else []
+    if len(program.outputs) == 1 and loss in program.outputs:
+        value = body.read(program.outputs[loss])
+        if program.loss is None:
+            return [f"        return {value}"]
+        return [f"        return self.finish({', '.join([value, *roots])})"]
+    words = {name: body.read(value) for name, value in program.outputs.items()}
+    if program.loss is not None and loss in words:
+        words[loss] = f"self.finish({', '.join([words[loss], *roots])})"
+    pairs = [f"{literal(name)}: {text}" for name, text in words.items()]
+    return statement("return {", pairs, "}", 2)

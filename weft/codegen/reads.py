@@ -1,0 +1,74 @@
+"""What steps read and make, and which values of a Program need a variable at all.
+
+Parameters, buffers and constants that are used as they are stored stand in the text as attributes; inputs are
+arguments of `forward`, named `input:NAME` here until something is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
+
+INPUT = "input:"
+
+
+def reads_of(step: Step, program: Program) -> list[str]:
+    """Values that a step reads, those of its body included; inputs of the model as `input:NAME`."""
+    match step:
+        case Use():
+            tensor = program.values[step.value].tensor
+            return [INPUT + tensor] if any(one.tensor == tensor for one in program.graph.inputs) else []
+        case Compute():
+            return list(step.inputs)
+        case Take() | Give() | Reshard():
+            return [step.source]
+        case Chunks() | Recompute():
+            return [name for inner in step.body for name in reads_of(inner, program)]
+        case Sync():
+            return []
+
+
+def makes_of(step: Step) -> tuple[str, ...]:
+    """Values that a step makes, those inside of it not included."""
+    match step:
+        case Use():
+            return (step.value,)
+        case Compute():
+            return step.outputs
+        case Take() | Reshard() | Give():
+            return (step.target,)
+        case Chunks():
+            return tuple(inner.target for inner in step.body if isinstance(inner, Give))
+        case Recompute():
+            return tuple(name for inner in step.body for name in makes_of(inner))
+        case Sync():
+            return ()
+
+
+def last_reads(steps: Sequence[Step], program: Program, kept: Sequence[str]) -> dict[str, int]:
+    """For each value the position of the step that reads it last; kept ones are read after the end."""
+    last: dict[str, int] = {}
+    for at, step in enumerate(steps):
+        for name in makes_of(step):
+            last.setdefault(name, at)
+        for name in reads_of(step, program):
+            last[name] = at
+    return last | dict.fromkeys(kept, len(steps) + 1)
+
+
+def from_outside(steps: Sequence[Step], program: Program) -> list[str]:
+    """Values that steps read and do not make, in order of first use."""
+    made: set[str] = set()
+    found: dict[str, None] = {}
+    for step in steps:
+        if isinstance(step, Recompute):
+            # what a region makes for itself is its own business
+            found.update((name, None) for name in from_outside(step.body, program) if name not in made)
+        else:
+            found.update((name, None) for name in reads_of(step, program) if name not in made)
+        if isinstance(step, Chunks):
+            inner = {name for one in step.body for name in makes_of(one)}
+            found = {name: None for name in found if name not in inner or name in made}
+        made.update(makes_of(step))
+    return list(found)

@@ -1,0 +1,286 @@
+"""Sheet: all that the functions of one file share: names, tables, imports, methods, words for moves.
+
+In: a Program and the team whose text this is. `Body` asks it for everything that is not local to one function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.codegen.cells import Cells
+from weft.codegen.irregular import move_entry
+from weft.codegen.moves import MoveWords
+from weft.codegen.names import RESERVED, base_names, legal
+from weft.codegen.reads import INPUT, reads_of
+from weft.codegen.spread import Spreads, Team, every_step
+from weft.codegen.tables import Tables
+from weft.codegen.text import statement
+from weft.errors import WeftError
+from weft.ir.graph import Op
+from weft.ir.layout import Layout
+from weft.ir.program import Compute, Give, Move, Program, Recompute, Step, Take, Use
+from weft.ir.ranges import count
+from weft.lower.script import Writer
+from weft.ops.book import RuleBook
+from weft.runtime import script as rt
+from weft.runtime.calls import FUNCTIONS
+from weft.runtime.module import ParallelModule
+
+MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
+BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer printed once for all of its kind.
+
+    Args:
+        prefix: of the first one's parameters (`transformer.h.0.`).
+        variable: that stands for the layer's container.
+        draw: number of the first one's first random draw.
+    """
+
+    prefix: str
+    variable: str
+    draw: int
+
+
+class Sheet:
+    """What one file's functions share."""
+
+    def __init__(
+        self, program: Program, team: Team, spreads: Spreads, tables: Tables, book: RuleBook, words: MoveWords
+    ) -> None:
+        self.program, self.team, self.spreads, self.tables, self.words = program, team, spreads, tables, words
+        self.cells, self._book = Cells(book), book
+        self.graph = program.graph
+        self.imports: dict[str, set[str]] = {}
+        self.methods: list[list[str]] = []
+        self.method_names: set[str] = set()
+        self._texts: dict[str, str] = {}
+        self._bases = base_names(self.graph)
+        self.syncs: Mapping[str, tuple[Move, ...]] = {
+            source: moves
+            for sync in program.syncs
+            for source, moves in zip(sync.sources, sync.moves, strict=True)
+        }
+        self._writers: dict[int, Writer] = {}
+        self.inputs = input_names(program)
+        self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
+        self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
+        self._reads = Counter(name for step in program.steps for name in reads_of(step, program))
+        self._reads.update([*program.outputs.values(), *program.updates.values()])
+        self._reads.update([program.loss] if program.loss else [])
+        self.body: BodyLines | None = None
+        self._direct = {step.value for step in every_step(program.steps) if isinstance(step, Use) and not step.moves}
+        for op in self.graph.ops:
+            rule_names = self._names_needed(op)
+            self.reserved |= rule_names
+
+    @staticmethod
+    def _names_needed(op: Op) -> set[str]:
+        return {op.function.cls.__name__} if op.function is not None and hasattr(op.function, "cls") else set()
+
+    def need(self, module: str, names: Iterable[str]) -> None:
+        """Import these names."""
+        self.imports.setdefault(module, set()).update(names)
+
+    # Names.
+
+    def base(self, value: str) -> str:
+        """What a value may be called."""
+        if value.startswith(INPUT):
+            return self.inputs[value.removeprefix(INPUT)]
+        tensor = self.program.values[value].tensor
+        if tensor in self.inputs:
+            return self.inputs[tensor]
+        if tensor in self._bases:
+            return self._bases[tensor]
+        return legal("_".join(word for word in tensor.split(".")[-2:] if not word.isdigit()))
+
+    def is_read(self, value: str) -> bool:
+        return self._reads[value] > 0
+
+    def read_once(self, value: str) -> bool:
+        return self._reads[value] == 1
+
+    def stored(self, value: str, layer: Layer | None) -> tuple[str, bool]:
+        """A tensor that is used as it is stored, and whether it is the layer's own."""
+        held = self.program.values[value]
+        text, layered = self.home(held.tensor, layer)
+        parameter = self.graph.parameter_tensors.get(held.tensor)
+        detached = parameter is not None and parameter.trainable and held.grad is None
+        return (f"{text}.detach()" if detached else text), layered
+
+    def home(self, tensor: str, layer: Layer | None) -> tuple[str, bool]:
+        """Where a parameter, buffer or constant stands, and whether it is the layer's own."""
+        named = next((one for one in (*self.graph.parameters, *self.graph.buffers) if one.tensor == tensor), None)
+        if named is None:
+            return f'self.constants["{tensor}"]', False
+        name = named.names[0]
+        if layer is not None and name.startswith(layer.prefix) and _plain(name.removeprefix(layer.prefix)):
+            return f"{layer.variable}{_attribute(name.removeprefix(layer.prefix))}", True
+        if not _plain(name) or _clashes(name.split(".")[0]):
+            return f'self.part("{name}")', False
+        return f"self{_attribute(name)}", False
+
+    def shape(self, value: str) -> str:
+        """The local shape, for a comment."""
+        layout = self.program.values[value].layout
+        words = []
+        for dim, size in enumerate(layout.shape):
+            table = layout.ranges[dim]
+            found = sorted({size} if table is None else {count(ranges) for ranges in table})
+            words.append(str(found[0]) if len(found) == 1 else f"{found[0]}..{found[-1]}")
+        return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
+
+    def used_as_stored(self, value: str) -> bool:
+        """True if a Use brings the value without moving anything."""
+        return value in self._direct
+
+    # What steps mean.
+
+    def takes_part(self, moves: Iterable[Move], *layouts: Layout) -> bool:
+        """True if the team's ranks hold something of it."""
+        rank = self.team.ranks[0]
+        every = [*layouts, *(one for move in moves for one in (move.source, move.target))]
+        return any(rank in layout.grid.cells_on for layout in every)
+
+    def writer(self, rank: int) -> Writer:
+        if rank not in self._writers:
+            self._writers[rank] = Writer(self.program, rank, self._book, self.words.transfers)
+        return self._writers[rank]
+
+    def takes(self, step: Take) -> Callable[[int, int], rt.Take]:
+        return lambda rank, chunk: self.writer(rank).take(step, chunk)
+
+    def gives(self, step: Give) -> Callable[[int, int], rt.Give]:
+        return lambda rank, chunk: self.writer(rank).give(step, chunk)
+
+    def leaving(self, step: Recompute) -> tuple[str, ...]:
+        """Values made inside a region that are read outside of it."""
+        made = {name for inner in step.body for name in _made(inner)}
+        inside = Counter(name for inner in step.body for name in reads_of(inner, self.program))
+        return tuple(sorted(name for name in made if self._reads[name] > inside[name]))
+
+    def move_key(
+        self, value: str, forward: Iterable[Move], backward: Iterable[Move] | None, tensor: str, source: str | None
+    ) -> str:
+        """The key under which an irregular change of layout stands in the tables."""
+        entries = {
+            rank: move_entry(self.program, self.words.transfers, rank, value, forward, backward, tensor, source)
+            for rank in self.team.ranks
+        }
+        return self.tables.key("moves", self.base(value), entries)
+
+    def opaque(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], show: Callable[[Any], str]) -> str:
+        """A call of the user's own autograd.Function."""
+        applied: Any = op.function
+        cls = getattr(applied, "cls", None)
+        if cls is None or "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+            raise WeftError(
+                f"the autograd.Function behind {op.name} cannot be imported from a generated program",
+                place=op.place,
+                remedy="define it at the top of a module that can be imported",
+            )
+        self.need(cls.__module__, {cls.__qualname__.split(".")[0]})
+        tree = applied.spec.unflatten(list(args))
+        return f"{cls.__qualname__}.apply({', '.join(show(one) for one in tree)})"
+
+    # Methods.
+
+    def method(
+        self,
+        kind: str,
+        steps: Sequence[Step],
+        arguments: Sequence[str],
+        returned: Sequence[str],
+        *,
+        layer: Layer | None,
+        chunked: bool,
+    ) -> tuple[str, list[str]]:
+        """Print steps as a method; its name, and the arguments it takes before the values."""
+        assert self.body is not None
+        lines, extra, names = self.body(self, steps, arguments, returned, layer=layer, chunked=chunked)
+        typed = ["self", *(["chunk: int"] if chunked else [])]
+        typed += [f"{word}: int" if word == "draw" else f"{word}: Container" for word in extra]
+        typed += [f"{names[value]}: {self._type(value)}" for value in arguments]
+        if any(word != "draw" for word in extra):
+            self.need("weft.runtime.module", {"Container"})
+        results = [names[value] for value in returned]
+        lines.append(f"        return {', '.join(results)}")
+        kinds = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
+        key = "\n".join([*typed, *lines])
+        if key in self._texts:
+            return self._texts[key], extra
+        name = self.method_name(f"{self._path(steps)}_{kind}" if self._path(steps) else kind)
+        self._texts[key] = name
+        self.methods.append([*statement(f"def {name}(", typed, f") -> {kinds}:", 1), *lines])
+        return name, extra
+
+    def method_name(self, base: str) -> str:
+        """A method name that nothing else has."""
+        base = legal(base)
+        for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))):
+            if name not in self.method_names and not _clashes(name) and name not in self._roots:
+                self.method_names.add(name)
+                return name
+        raise AssertionError("names never run out")
+
+    @property
+    def _roots(self) -> set[str]:
+        return {name.split(".")[0] for one in (*self.graph.parameters, *self.graph.buffers) for name in one.names}
+
+    def _type(self, value: str) -> str:
+        if value.startswith(INPUT):
+            return "Tensor"
+        parts = len(self.program.values[value].layout.parts_on(self.team.ranks[0]))
+        return "tuple[Tensor, ...]" if parts > 1 else "Tensor"
+
+    def _path(self, steps: Sequence[Step]) -> str:
+        """The module that all ops of some steps have in common, by its last name."""
+        paths = [
+            self.graph.by_name[step.op].path.split(".") for step in every_step(steps) if isinstance(step, Compute)
+        ]
+        common = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
+        named = [word for word in common if word and not word.isdigit()]
+        return named[-1] if named else ""
+
+
+def _made(step: Step) -> tuple[str, ...]:
+    if isinstance(step, Compute):
+        return step.outputs
+    return tuple(getattr(step, "target", "") for _ in [0] if hasattr(step, "target"))
+
+
+def input_names(program: Program) -> dict[str, str]:
+    """The arguments of forward, by input tensor."""
+    found: dict[str, str] = {}
+    for one in program.graph.inputs:
+        base = legal(one.tensor)
+        taken = {*found.values(), *RESERVED, *MOVES}
+        found[one.tensor] = next(
+            name for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if name not in taken
+        )
+    return found
+
+
+def _plain(name: str) -> bool:
+    """True if every word of a dotted name can stand in the text."""
+    return all(re.fullmatch(r"[A-Za-z_]\w*|\d+", word) and word not in RESERVED - {"i"} for word in name.split("."))
+
+
+def _clashes(name: str) -> bool:
+    """True if the runtime has another use for the name."""
+    own = {"transport", "device", "place", "here", "constants", "stream", "tape", "comm", "grad_sync", "sinks", "stored"}
+    return name in own or hasattr(ParallelModule, name) or name.isdigit()
+
+
+def _attribute(name: str) -> str:
+    """`.h[0].attn.weight` of `h.0.attn.weight`."""
+    return "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in name.split("."))

@@ -1,0 +1,179 @@
+"""The tables at the head of a file: how parameters and buffers are stored, and how gradients become complete.
+
+In: a Sheet. Out: the lines of PARAMETERS and BUFFERS. Parameters stand in the order of use; those of layers that are
+stored alike stand once, with `*` for the layer's number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.codegen.irregular import transfer_entries
+from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
+from weft.codegen.sheet import Sheet
+from weft.codegen.spread import describe
+from weft.codegen.text import literal
+from weft.ir.graph import Buffer, Parameter
+from weft.ir.layout import Layout
+
+_NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.*)$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table."""
+
+    name: str
+    text: str
+    comment: str
+
+
+def parameter_entries(sheet: Sheet) -> list[Entry]:
+    """Parameters in the order of use, then those that no gradient reaches."""
+    program = sheet.program
+    trained = [sync.parameter for sync in reversed(program.syncs)]
+    rest = [one.tensor for one in program.graph.parameters if one.tensor not in set(trained)]
+    found = program.graph.parameter_tensors
+    return [_entry(sheet, found[name]) for name in (*trained, *rest)]
+
+
+def buffer_entries(sheet: Sheet) -> list[Entry]:
+    return [_entry(sheet, buffer) for buffer in sheet.graph.buffers]
+
+
+def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
+    tensor = sheet.graph.tensors[one.tensor]
+    layout = sheet.program.stored[one.tensor]
+    words = [literal(tensor.sizes)]
+    cuts, comment = _cuts(sheet, layout, one.names[0])
+    words += [cuts] if cuts else []
+    words += [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
+    if isinstance(one, Parameter):
+        words += ["trained=False"] if not one.trainable else _sync(sheet, one)
+    elif not one.persistent:
+        words.append("persistent=False")
+    words += [f"tied={literal(one.names[1:])}"] if len(one.names) > 1 else []
+    return Entry(one.names[0], f"Part({', '.join(words)})", comment)
+
+
+def _cuts(sheet: Sheet, layout: Layout, name: str) -> tuple[str, str]:
+    """How a tensor is cut, as text, and its local shape as a comment."""
+    spread = sheet.spreads.of(layout)
+    if spread is not None:
+        words = []
+        for dim, axes in enumerate(spread.dims):
+            table = layout.ranges[dim]
+            if not axes or table is None:
+                continue
+            counts = tuple(sheet.spreads.places[0].sizes[axis] for axis in axes)
+            cut = describe(table, layout.shape[dim], axes, counts)
+            if cut is None:
+                break
+            words.append(f"{dim}: {cut_text(cut)}")
+            if "Cut(" in words[-1]:
+                sheet.need("weft.runtime.cuts", {"Cut"})
+        else:
+            return (f"{{{', '.join(words)}}}" if words else ""), ""
+    entries = {
+        rank: layout.parts_on(rank)[0].ranges if layout.parts_on(rank) else None
+        for rank in range(sheet.program.devices)
+    }
+    sheet.need("weft.runtime.module", {"Table"})
+    return f'Table("{sheet.tables.key("stored", name, entries)}")', ""
+
+
+def _sync(sheet: Sheet, one: Parameter) -> list[str]:
+    """How the gradient of a parameter that is used as stored becomes complete."""
+    direct = next((sync for sync in sheet.program.syncs if sync.parameter == one.tensor), None)
+    if direct is None:
+        return ["sync=None"]
+    stored = sheet.program.stored[one.tensor]
+    for source, moves in zip(direct.sources, direct.moves, strict=True):
+        if sheet.used_as_stored(source):
+            if not moves:
+                return []
+            words = sheet.words.all(moves)
+            if words is None:
+                entries = {
+                    rank: {
+                        "forward": transfer_entries(sheet.words.transfers, moves, rank),
+                        "backward": None,
+                        "source_shapes": [part.shape for part in stored.parts_on(rank)],
+                        "target_shapes": [part.shape for part in stored.parts_on(rank)],
+                        "dtype": str(sheet.graph.tensors[one.tensor].dtype).removeprefix("torch."),
+                        "chunks": False,
+                    }
+                    for rank in sheet.team.ranks
+                }
+                sheet.need("weft.runtime.module", {"Table"})
+                return [f'sync=Table("{sheet.tables.key("moves", "sync", entries)}")']
+            if len(words) == 1 and words[0].kind == "all_reduce":
+                return [f"sync={axes_text(words[0].axes)}"]
+            sheet.need("weft.runtime.moves", functions_of(words))
+            return [f"sync={moves_text(words)}"]
+    return ["sync=None"]
+
+
+def folded(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, int]]:
+    """Entries with those of like layers as one, and how many layers each stack has."""
+    out: list[Entry] = []
+    layers: dict[str, int] = {}
+    at = 0
+    while at < len(entries):
+        stack = _stack(entries[at].name)
+        end = at
+        while end < len(entries) and stack and _stack(entries[end].name) == stack:
+            end += 1
+        patterns = _patterns(entries[at:end], stack) if stack and stack not in layers else None
+        if patterns is None:
+            end = max(end, at + 1)
+            out.extend(entries[at:end])
+        else:
+            layers[stack] = (end - at) // len(patterns)
+            out.extend(patterns)
+        at = end
+    return out, layers
+
+
+def _stack(name: str) -> str:
+    match = _NUMBER.match(name)
+    return match[1] if match else ""
+
+
+def _patterns(entries: Sequence[Entry], stack: str) -> list[Entry] | None:
+    """The entries of one layer with `*`, if all layers are alike and numbered from 0."""
+    by_layer: dict[int, list[Entry]] = {}
+    for entry in entries:
+        match = _NUMBER.match(entry.name)
+        assert match is not None
+        number = int(match[2])
+        if number < max(by_layer, default=number):
+            return None
+        star = Entry(f"{stack}.*.{match[3]}", entry.text.replace(f'"{stack}.{number}.', f'"{stack}.*.'), entry.comment)
+        by_layer.setdefault(number, []).append(star)
+    alike = list(by_layer) == list(range(len(by_layer))) and all(one == by_layer[0] for one in by_layer.values())
+    return by_layer[0] if alike and len(by_layer) > 1 else None
+
+
+def table_lines(name: str, entries: Sequence[Entry]) -> list[str]:
+    """The table as text."""
+    lines = [f"{name}: dict[str, Part] = {{"]
+    for entry in entries:
+        lines += wrapped(entry)
+    return [*lines, "}"] if entries else [f"{name}: dict[str, Part] = {{}}"]
+
+
+def wrapped(entry: Entry) -> list[str]:
+    """One entry, broken if it does not fit."""
+    line = f'    "{entry.name}": {entry.text},'
+    if len(line) <= 120:
+        return [line]
+    inside = entry.text.removeprefix("Part(").removesuffix(")")
+    return [f'    "{entry.name}": Part(', f"        {inside}", "    ),"]
+
+
+Layers = Mapping[str, int]
