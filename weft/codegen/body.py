@@ -18,7 +18,7 @@ from weft.codegen.cells import DrawPattern, Pattern, Varying
 from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.names import Names
 from weft.codegen.operators import Written, expression
-from weft.codegen.reads import INPUT, from_outside, last_reads, makes_of, reads_of
+from weft.codegen.reads import INPUT, Stack, from_outside, last_reads, makes_of, reads_of
 from weft.codegen.sheet import Layer, Sheet
 from weft.codegen.spread import describe
 from weft.codegen.text import TAB, WIDTH, assign, literal, tuple_of
@@ -51,7 +51,7 @@ class Body:
     def __init__(
         self,
         sheet: Sheet,
-        steps: Sequence[Step],
+        steps: Sequence[Step | Stack],
         arguments: Sequence[str],
         returned: Sequence[str],
         *,
@@ -78,7 +78,7 @@ class Body:
             self.step(step)
         return self.lines()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step | Stack) -> None:
         match step:
             case Use():
                 self.use(step)
@@ -92,6 +92,8 @@ class Body:
                 self.chunks(step)
             case Recompute():
                 self.recompute(step)
+            case Stack():
+                self.stack(step)
             case Give() | Sync():
                 pass
 
@@ -448,6 +450,38 @@ class Body:
         names = ", ".join(self.name(name) for name in leaving)
         self.say(names, f"self.recompute({', '.join(words)})", self.sheet.shape(leaving[0]) if len(leaving) == 1 else "")
 
+    def stack(self, step: Stack) -> None:
+        """Like layers: the first one's steps as a method, called in a loop."""
+        *way, last = step.stack.split(".")
+        single = last[:-1] if last.endswith("s") and len(last) > 2 else last
+        layer = Layer(f"{step.stack}.{step.start}.", "layer" if single == last and len(last) < 2 else single, step.draw)
+        outside = [name for name in step.outside if name in self.env]
+        method, extra = self.sheet.method(
+            "layer", step.iterations[0], [*step.initial, *outside], step.given, layer=layer, chunked=False, name="block"
+        )
+        results = []
+        for i, value in enumerate(step.made):
+            start = step.initial[i] if i < len(step.initial) else ""
+            dead = start and self.names.is_dead(start, self.now)
+            base = self.env[start] if dead else self.sheet.base(value)
+            self.env[value] = self.names.give(value, base, self.now)
+            results.append(self.env[value])
+            if start and self.env[value] != self.env[start]:
+                self.say(self.env[value], self.env[start])
+        draw = _draw_text(step)
+        words = [layer.variable if word == layer.variable else draw for word in extra]
+        words += [*results[: len(step.initial)], *(self.env[name] for name in outside)]
+        home = "self" + "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in (*way, last))
+        counted = "draw" in extra
+        count = len(step.iterations)
+        if step.start == 0 and self.sheet.num_layers(step.stack) == count:
+            head = f"for i, {layer.variable} in enumerate({home}):" if counted else f"for {layer.variable} in {home}:"
+        else:
+            head = f"for i in range({step.start}, {step.start + count}):"
+            words = [f"{home}[i]" if word == layer.variable else word for word in words]
+        self.say("", head)
+        self.say(", ".join(results), f"self.{method}({', '.join(words)})", depth=1)
+
     def _extra(self, extra: Sequence[str]) -> list[str]:
         self.needs_layer = self.needs_layer or (self.layer is not None and self.layer.variable in extra)
         self.needs_draw = self.needs_draw or "draw" in extra
@@ -475,6 +509,13 @@ class Body:
             else:
                 out += assign(statement.targets, statement.expression, inner + statement.depth, statement.comment)
         return out
+
+
+def _draw_text(step: Stack) -> str:
+    """The number of a layer's first draw."""
+    base = step.draw - step.start * step.stride
+    times = f"{step.stride} * i" if step.stride != 1 else "i"
+    return f"{base} + {times}" if base else times
 
 
 def _levels(context: Context) -> int:

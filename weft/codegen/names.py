@@ -96,3 +96,7 @@ class Names:
     def alias(self, name: str, value: str) -> None:
         """The name also stands for this value, until that is dead."""
         self._holders.setdefault(name, []).append(value)
+
+    def is_dead(self, value: str, now: int) -> bool:
+        """True if nothing reads the value after `now`."""
+        return self._last.get(value, now + 1) <= now

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.codegen.body import Body, free_of
+from weft.codegen.layers import Folder
 from weft.codegen.names import legal
 from weft.codegen.reads import INPUT
 from weft.codegen.sheet import Layer, Sheet
@@ -94,7 +95,7 @@ def _forward(sheet: Sheet) -> list[str]:
     inputs = [INPUT + one.tensor for one in program.graph.inputs]
     kept = [*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])]
     steps = [step for step in program.steps if not isinstance(step, Sync)]
-    body = Body(sheet, steps, inputs, kept)
+    body = Body(sheet, Folder(sheet).fold(steps), inputs, kept)
     arguments = [f"{body.env[name]}: Tensor" for name in inputs]
     lines = body.write()
     for buffer, value in program.updates.items():

@@ -7,13 +7,39 @@ arguments of `forward`, named `input:NAME` here until something is made of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
 
 INPUT = "input:"
 
 
-def reads_of(step: Step, program: Program) -> list[str]:
+@dataclass(frozen=True)
+class Stack:
+    """Like layers, one after the other.
+
+    Args:
+        iterations: the steps of each.
+        stack, start: dotted name of the container, number of the first layer.
+        initial: values that the first layer reads where later ones read what the one before left.
+        given: values of the first layer that layers hand on: in place of `initial`, then what only the last one leaves.
+        made: the same of the last layer.
+        draw, stride: the first layer's first random draw, and how many draws a layer makes.
+        outside: values that every layer reads.
+    """
+
+    iterations: tuple[tuple[Step, ...], ...]
+    stack: str
+    start: int
+    initial: tuple[str, ...]
+    given: tuple[str, ...]
+    made: tuple[str, ...]
+    draw: int
+    stride: int
+    outside: tuple[str, ...]
+
+
+def reads_of(step: Step | Stack, program: Program) -> list[str]:
     """Values that a step reads, those of its body included; inputs of the model as `input:NAME`."""
     match step:
         case Use():
@@ -25,11 +51,13 @@ def reads_of(step: Step, program: Program) -> list[str]:
             return [step.source]
         case Chunks() | Recompute():
             return [name for inner in step.body for name in reads_of(inner, program)]
+        case Stack():
+            return [*step.initial, *step.outside]
         case Sync():
             return []
 
 
-def makes_of(step: Step) -> tuple[str, ...]:
+def makes_of(step: Step | Stack) -> tuple[str, ...]:
     """Values that a step makes, those inside of it not included."""
     match step:
         case Use():
@@ -42,11 +70,13 @@ def makes_of(step: Step) -> tuple[str, ...]:
             return tuple(inner.target for inner in step.body if isinstance(inner, Give))
         case Recompute():
             return tuple(name for inner in step.body for name in makes_of(inner))
+        case Stack():
+            return step.made
         case Sync():
             return ()
 
 
-def last_reads(steps: Sequence[Step], program: Program, kept: Sequence[str]) -> dict[str, int]:
+def last_reads(steps: Sequence[Step | Stack], program: Program, kept: Sequence[str]) -> dict[str, int]:
     """For each value the position of the step that reads it last; kept ones are read after the end."""
     last: dict[str, int] = {}
     for at, step in enumerate(steps):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
@@ -21,12 +23,13 @@ from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
 from weft.codegen.text import statement
 from weft.errors import WeftError
-from weft.ir.graph import Op
+from weft.ir.graph import Graph, Op
 from weft.ir.layout import Layout
 from weft.ir.program import Compute, Give, Move, Program, Recompute, Step, Take, Use
 from weft.ir.ranges import count
 from weft.lower.script import Writer
 from weft.ops.book import RuleBook
+from weft.ops.rule import Rule
 from weft.runtime import script as rt
 from weft.runtime.calls import FUNCTIONS
 from weft.runtime.module import ParallelModule
@@ -69,6 +72,8 @@ class Sheet:
             for sync in program.syncs
             for source, moves in zip(sync.sources, sync.moves, strict=True)
         }
+        self._dotted = {one.tensor: one.names[0] for one in (*self.graph.parameters, *self.graph.buffers)}
+        self._constants = _equal_constants(self.graph)
         self._writers: dict[int, Writer] = {}
         self.inputs = input_names(program)
         self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
@@ -119,10 +124,9 @@ class Sheet:
 
     def home(self, tensor: str, layer: Layer | None) -> tuple[str, bool]:
         """Where a parameter, buffer or constant stands, and whether it is the layer's own."""
-        named = next((one for one in (*self.graph.parameters, *self.graph.buffers) if one.tensor == tensor), None)
-        if named is None:
-            return f'self.constants["{tensor}"]', False
-        name = named.names[0]
+        name = self.stored_name(tensor)
+        if tensor not in self._dotted:
+            return f'self.constants["{name}"]', False
         if layer is not None and name.startswith(layer.prefix) and _plain(name.removeprefix(layer.prefix)):
             return f"{layer.variable}{_attribute(name.removeprefix(layer.prefix))}", True
         if not _plain(name) or _clashes(name.split(".")[0]):
@@ -142,6 +146,27 @@ class Sheet:
     def used_as_stored(self, value: str) -> bool:
         """True if a Use brings the value without moving anything."""
         return value in self._direct
+
+    def stored_name(self, tensor: str) -> str:
+        """The dotted name of a stored tensor; equal constants have one name."""
+        if tensor in self.graph.constants:
+            return self._constants[tensor]
+        return self._dotted.get(tensor, tensor)
+
+    def num_layers(self, stack: str) -> int:
+        """How many numbered children a container has."""
+        names = [name for one in (*self.graph.parameters, *self.graph.buffers) for name in one.names]
+        start = f"{stack}."
+        words = {name.removeprefix(start).split(".")[0] for name in names if name.startswith(start)}
+        return sum(word.isdigit() for word in words)
+
+    def rule(self, op: Op) -> Rule:
+        return self._book.rule(op)
+
+    def form(self, op: Op) -> Hashable:
+        """Equal for ops that make the same call, but for the number of a random draw."""
+        *form, draw = self._book.form(op)  # type: ignore[misc]
+        return *form, draw is None, op.function
 
     # What steps mean.
 
@@ -203,6 +228,7 @@ class Sheet:
         *,
         layer: Layer | None,
         chunked: bool,
+        name: str = "",
     ) -> tuple[str, list[str]]:
         """Print steps as a method; its name, and the arguments it takes before the values."""
         assert self.body is not None
@@ -218,7 +244,8 @@ class Sheet:
         key = "\n".join([*typed, *lines])
         if key in self._texts:
             return self._texts[key], extra
-        name = self.method_name(f"{self._path(steps)}_{kind}" if self._path(steps) else kind)
+        path = self._path(steps)
+        name = self.method_name(name or (f"{path}_{kind}" if path else kind))
         self._texts[key] = name
         self.methods.append([*statement(f"def {name}(", typed, f") -> {kinds}:", 1), *lines])
         return name, extra
@@ -250,6 +277,17 @@ class Sheet:
         common = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
         named = [word for word in common if word and not word.isdigit()]
         return named[-1] if named else ""
+
+
+def _equal_constants(graph: Graph) -> dict[str, str]:
+    """For each constant the first one that is equal to it."""
+    seen: dict[Hashable, str] = {}
+    return {
+        name: seen.setdefault((str(value.dtype), tuple(value.shape), value.detach().cpu().numpy().tobytes()), name)
+        if value.dtype not in (torch.bfloat16,)
+        else name
+        for name, value in graph.constants.items()
+    }
 
 
 def _made(step: Step) -> tuple[str, ...]:
