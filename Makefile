@@ -36,8 +36,10 @@ smoke: $(READY)  ## under a minute
 test-full: check  ## everything, with ten times the random examples
 	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=full
 
-bench: $(READY)  ## time of each pass of the compiler
+bench: $(READY)  ## time of each pass of the compiler, of compiling Llama-3-8B, of a step against eager and DDP
 	$(BIN)/python bench/passes.py
+	PYTHONPATH=. $(BIN)/python bench/compile.py
+	PYTHONPATH=. $(BIN)/python bench/overhead.py
 
 golden: $(READY)  ## rewrite the expected texts under tests/golden
 	$(BIN)/python -m pytest -m "not full" --golden tests

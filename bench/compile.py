@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -19,15 +20,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import weft
+from weft.compile import compile_program
+
 ROOT = Path(__file__).parents[1]
+LIMIT = 240
+"""Seconds after which a measurement is given up; that is told, too."""
 RESULT = ROOT / "bench" / "results" / "compile.json"
 
 
 def llama(layers: int, batch: int) -> tuple[Any, Any]:
     """The module without weights, and an example."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -47,8 +54,6 @@ def llama(layers: int, batch: int) -> tuple[Any, Any]:
 
 def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
     """Compile once, in this process."""
-    from weft.compile import compile_program
-
     start = time.perf_counter()
     module, example = llama(layers, batch)
     built = time.perf_counter() - start
@@ -57,15 +62,15 @@ def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
     return {
         "layers": layers,
         "plan": plan,
-        "devices": compiled.program.devices,
+        "devices": compiled.devices,
         "operators": len(compiled.graph.ops),
         "seconds": dict(compiled.timings),
         "total": sum(compiled.timings.values()),
         "build": built,
         "peak_memory": peak_memory(),
         "memory_before": before,
-        "files": len(getattr(compiled, "files", {})),
-        "lines": sum(text.count("\n") for name, text in getattr(compiled, "files", {}).items() if name.endswith(".py")),
+        "files": len(compiled.files),
+        "lines": sum(text.count(b"\n") for name, text in compiled.files.items() if name.endswith(".py")),
     }
 
 
@@ -76,7 +81,11 @@ def peak_memory() -> int:
 
 def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
     argv = [sys.executable, __file__, "--one", str(layers), plan, str(batch)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        print(f"{layers:3d} layers, {plan:12s} more than {LIMIT} s", flush=True)
+        return {"layers": layers, "plan": plan, "longer_than": LIMIT}
     if done.returncode:
         raise SystemExit(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -91,13 +100,6 @@ def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
-    import os
-
-    import torch
-    import transformers
-
-    import weft
-
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -120,8 +122,8 @@ def main() -> None:
         return
     runs = [in_own_process(layers, "tp=8", 1) for layers in options.layers]
     runs.append(in_own_process(max(options.layers), "dp=128,tp=8", 128))
-    ratio = runs[-1]["total"] / runs[-2]["total"]
-    print(f"1024 devices against 8: {ratio:.2f} times the seconds")
+    ratio = runs[-1]["total"] / runs[-2]["total"] if "total" in runs[-1] else None
+    print(f"1024 devices against 8: {'unknown' if ratio is None else f'{ratio:.2f} times the seconds'}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": machine(), "runs": runs, "ratio_1024_devices": ratio}
     options.out.write_text(json.dumps(content, indent=1) + "\n")

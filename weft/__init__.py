@@ -27,20 +27,24 @@ if TYPE_CHECKING:
     from weft.plan import copy as copy
     from weft.plan import cut as cut
     from weft.plan import f as f
+    from weft.plan import load_plan as load_plan
     from weft.plan import match as match
     from weft.plan import recompute as recompute
+    from weft.plan import save_plan as save_plan
     from weft.plan import w as w
     from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
 
 __version__ = "0.1.0"
 
-_PLAN = ("Plan", "match", "cut", "copy", "algorithm", "recompute", "before", "f", "b", "w")
+_PLAN = ("Plan", "match", "cut", "copy", "algorithm", "recompute", "before", "save_plan", "load_plan")
+_EVENTS = ("f", "b", "w")
+"""Reachable as `weft.f`, but no names for `from weft import *` to scatter."""
 _HOMES = {
     "Graph": "weft.ir.graph",
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
-    **dict.fromkeys(_PLAN, "weft.plan"),
+    **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
     "parallelize": "weft.train",
 }
 _ROOMS = ("capture", "verify", "errors")
@@ -58,9 +62,8 @@ __all__ = [
     "algorithm",
     "recompute",
     "before",
-    "f",
-    "b",
-    "w",
+    "save_plan",
+    "load_plan",
     "Graph",
     "Layout",
     "Program",

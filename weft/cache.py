@@ -1,15 +1,14 @@
 """The cache of emitted programs: a directory each, named by a hash of all that it was made from.
 
-In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them, with `seal.json`: the key and the
-hash of each file. Promised: what is found under a key was made from the same graph, plan, torch and weft, sources
-included; a program that somebody has edited, or that is incomplete, is recognised as such and neither replaced nor used
-without a word; a directory appears whole or not at all, whatever else is writing there.
+In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them tells the
+key and the hash of the files. Promised: what is found under a key was made from the same graph, plan, torch and weft,
+sources included; a program that somebody has edited, or that is incomplete, is recognised as such and neither replaced
+nor used without a word; a directory appears whole or not at all, whatever else is writing there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,36 +19,38 @@ from pathlib import Path
 
 import torch
 
-import weft
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
 from weft.plan.plan import Plan
+from weft.runtime.program_files import read_meta, status
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
-SEAL = "seal.json"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A program in the cache. `edited`: files whose content is no longer what was emitted, or that are gone."""
+    """A program in the cache. `edited`: its files are no longer what was emitted."""
 
     directory: Path
-    key: str
-    edited: tuple[str, ...] = ()
+    edited: bool = False
+
+    def files(self) -> dict[str, bytes]:
+        """All of its files."""
+        return {path.name: path.read_bytes() for path in sorted(self.directory.iterdir()) if path.is_file()}
 
 
-def program_key(graph: Graph, plan: Plan) -> str:
+def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
     """A hash of all that the emitted text depends on."""
     digest = hashlib.sha256()
-    for text in _ingredients(graph, plan):
+    for text in (*_ingredients(graph, plan), more):
         digest.update(f"{len(text)}:{text}".encode())
     return digest.hexdigest()
 
 
 def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
-    yield f"torch {torch.__version__}, weft {weft.__version__}, sources {source_hash()}"
+    yield f"torch {torch.__version__}, weft {source_hash()}"
     yield show_graph(graph)
     yield f"{graph.in_spec} {graph.out_spec} {graph.leaves}"
     yield f"{plan.devices}"
@@ -66,8 +67,8 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 def source_hash() -> str:
-    """A hash of weft's own sources."""
-    root = Path(weft.__file__).parent
+    """A hash of weft's own sources, its version among them."""
+    root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -84,41 +85,29 @@ def look_up(directory: Path, key: str) -> Found | None:
     """The program made under this key, if there is one."""
     if not directory.exists():
         return None
-    found = read_seal(directory)
-    if found.key != key:
+    try:
+        made, found = str(read_meta(directory)["key"]), status(directory)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{directory} is no program of weft's: its meta.json cannot be read ({type(error).__name__})",
+            place=str(directory),
+            remedy="move the directory away, and the program is made anew",
+        ) from None
+    if made != key:
         raise RunError(
             f"the program in {directory} was made from another model, plan or version of weft",
             place=str(directory),
             remedy="move it away or delete it, and it is made anew",
         )
-    return found
+    return Found(directory, edited=found != "as made")
 
 
-def read_seal(directory: Path) -> Found:
-    """What a program directory was made from, and which of its files are no longer as they were made."""
-    path = directory / SEAL
-    try:
-        seal = json.loads(path.read_text(encoding="utf-8"))
-        key, files = str(seal["key"]), dict(seal["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{directory} is no program of weft's: {SEAL} cannot be read ({type(error).__name__})",
-            place=str(path),
-            remedy="move the directory away, and the program is made anew",
-        ) from None
-    edited = tuple(name for name, expected in files.items() if _hash_of(directory / name) != expected)
-    return Found(directory, key, edited)
-
-
-def write(directory: Path, key: str, files: Mapping[str, str]) -> Found:
+def write(directory: Path, key: str, files: Mapping[str, bytes]) -> Found:
     """Store a program. If another process has stored it meanwhile, that one stays."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        for name, text in files.items():
-            (fresh / name).write_text(text, encoding="utf-8")
-        hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-        (fresh / SEAL).write_text(json.dumps({"key": key, "files": hashes}, indent=1) + "\n", encoding="utf-8")
+        write_files(fresh, files)
         fresh.chmod(0o777 & ~_umask())
         _rename(fresh, directory)
     finally:
@@ -126,6 +115,12 @@ def write(directory: Path, key: str, files: Mapping[str, str]) -> Found:
     found = look_up(directory, key)
     assert found is not None, f"{directory} is gone right after it was written"
     return found
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """The files of a program, into a directory that is there."""
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def _rename(fresh: Path, directory: Path) -> None:
@@ -141,7 +136,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -1,22 +1,26 @@
 """The `weft` command.
 
 In: the command line. Out: text for people on stdout, progress on stderr, with `--json` one JSON object as the last line
-of stdout, and an exit code: 0 if all is well, 1 if verification finds a difference, 2 on any error. Errors are told in
-three lines (what, where, what to do); `--debug` shows the stack trace. torch is loaded when a command runs, not before.
+of stdout (an error too: error, at, try), and an exit code: 0 if all is well, 1 if verification finds a difference, 2 on
+any error, 130 after Ctrl-C. Errors are told in three lines (what, where, what to do); `--debug` shows the stack trace.
+torch is loaded when a command runs, not before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 
 from weft.errors import WeftError
 
@@ -24,18 +28,31 @@ if TYPE_CHECKING:
     from weft.verify import Result
     from weft.verify.compare import Processes
 
-OK, DIFFERENT, FAILED = 0, 1, 2
+OK, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
+MAX_LINES = 6
+"""Of operators that run whole."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    options = make_parser().parse_args(argv)
+    with _Usage(sys.argv[1:] if argv is None else argv):
+        options = make_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     if options.debug:
         return command(options)
-    with _Told() as told:
+    with _Told(json=options.json) as told:
         told.code = command(options)
+    if told.code == INTERRUPTED:
+        _leave()
     return told.code
+
+
+def _leave() -> None:
+    """Leave at once if a rank is still inside an operator: Python cannot end its thread, and might crash over it."""
+    if any(thread.daemon and thread.name.startswith("rank ") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--devices", type=_positive, metavar="N", help="processes; k times as many as the plan needs train k replicas"
     )
     train.add_argument("--steps", type=_positive, default=10, metavar="K", help="optimizer steps (default 10)")
+    train.add_argument("--cache", default=".weft", metavar="DIR", help="where programs are kept (default .weft)")
     train.add_argument("--lr", type=float, metavar="X", help="of AdamW, instead of the optimizer of the file")
     train.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
     for command in (verify, profile, train):
@@ -100,7 +118,7 @@ def _positive(text: str) -> int:
 def run_verify(options: argparse.Namespace) -> int:
     """`weft verify FILE --plan P`."""
     console = Console(stderr=True)
-    with console.status("starting") as status:
+    with _aside(options), console.status("starting") as status:
         # Loading torch takes seconds: the spinner should be seen by then.
         from weft.verify import verify
 
@@ -119,18 +137,26 @@ def run_verify(options: argparse.Namespace) -> int:
     return OK if result.equal else DIFFERENT
 
 
+def _aside(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """With --json what the user's code prints goes to stderr: the last line of stdout is ours."""
+    return redirect_stdout(sys.stderr) if options.json else nullcontext()
+
+
 def run_profile(options: argparse.Namespace) -> int:
     """`weft profile -o links.json`."""
-    with Console(stderr=True).status(f"timing collectives between {options.processes} processes"):
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"timing collectives between {options.processes} processes", total=None)
         from weft.cost.measure import measure_links
 
-        links = measure_links(options.backend, processes=options.processes)
+        links = measure_links(
+            options.backend,
+            processes=options.processes,
+            done=lambda count, total: progress.update(bar, completed=count, total=total),
+        )
         links.save(options.output)
-    table = Table("collective", "seconds for 16 MiB", box=None, pad_edge=False)
-    for kind in links.rates:
-        table.add_row(kind, f"{links.seconds(kind, options.processes, 16 << 20):.4f}")
+    rows = [(kind, f"{links.seconds(kind, options.processes, 16 << 20):.4f}") for kind in links.rates]
     console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    console.print(_table(("collective", "seconds for 16 MiB"), rows), markup=False)
     console.print(f"written to {options.output}", markup=False)
     if options.json:
         print(json.dumps(json.loads(links.to_json())))
@@ -154,53 +180,101 @@ def show_result(result: Result, *, title: str) -> None:
     for name, axis in axes.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
         console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
+    _show_whole(console, result)
     if proven := summary.get("proven"):
         console.print(f"proven before running: {proven}", markup=False)
-    console.print(_table(result))
+    rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
+    console.print(_table(("compared", "largest difference", "in"), rows), markup=False)
+    if result.silenced:
+        some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
+        console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
     if result.rounding:
-        rounding = ", ".join(f"{found.kind} {found.value:.0e}" for found in result.rounding)
+        rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
         console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
     if result.processes is not None:
         console.print(_compared_with_emulator(result.processes), markup=False)
     _show_verdict(console, result)
 
 
+def _show_whole(console: Console, result: Result) -> None:
+    """Name what no axis cuts."""
+    if result.devices == 1:
+        return
+    axes, whole = result.summary.get("axes"), result.summary.get("whole", [])
+    if axes is not None and not any(axis["cut"] for axis in axes.values()):
+        console.print(
+            f"warning: this plan cuts nothing: all {result.devices} devices do the same work",
+            style="yellow",
+            markup=False,
+        )
+    lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
+    if light := [_describe(group) for group in whole if not (group["heavy"] or group["reason"])]:
+        some = ", ".join(light[:MAX_LINES])
+        lines.append(some + (f" and {len(light) - MAX_LINES} more kinds" if len(light) > MAX_LINES else ""))
+    if len(lines) == 1:
+        console.print(f"runs whole on every device: {lines[0]}", markup=False)
+    elif lines:
+        console.print("runs whole on every device:", markup=False)
+        hidden = len(lines) - MAX_LINES
+        lines = [*lines[: MAX_LINES - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+
+
+def _describe(group: Mapping[str, Any]) -> str:
+    """`2 linear (out_proj/linear; model.py:7)`, and why, if there is a reason."""
+    text = f"{group['count']} {group['kind']}"
+    if not (group["heavy"] or group["reason"]):
+        return text
+    return f"{text} ({'; '.join(str(group[key]) for key in ('first', 'source', 'reason') if group[key])})"
+
+
 def _compared_with_emulator(found: Processes) -> str:
     text = f"on {found.backend} processes: "
     if found.equal_bits:
         return text + "equal to the emulator bit for bit"
-    return text + f"{found.difference:.1e} from the emulator in {found.tensor} ({found.why})"
+    return text + f"{_number(found.difference)} from the emulator in {found.tensor} ({found.why})"
 
 
-def _table(result: Result) -> Table:
-    table = Table("compared", "largest difference", "in", box=None, pad_edge=False)
-    for found in result.differences:
-        table.add_row(found.kind, f"{found.value:.1e}", found.tensor)
-    return table
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, however wide: a tensor's name is never shortened."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    )
+
+
+def _number(value: float, digits: int = 1) -> str:
+    from weft.verify.compare import show
+
+    return show(value, digits)
 
 
 def _show_verdict(console: Console, result: Result) -> None:
     if result.equal:
         console.print(f"equal to one device (every difference below {result.tolerance:.0e})", style="green")
         return
-    console.print(f"different from one device: {result.largest_difference:.1e}", style="red")
+    console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
     for text in result.disagreements:
         console.print(f"  copies differ: {text}", markup=False)
     first = result.first_difference
     if first is not None:
-        console.print(f"  first difference: {first.difference:.1e} in {first.tensor}", markup=False)
+        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}", markup=False)
         if first.op:
             console.print(f"  operator: {first.op}", markup=False)
         if first.source:
             console.print(f"  at: {first.source}", markup=False)
         if first.note:
             console.print(f"  {first.note}", markup=False)
+        if first.remedy:
+            console.print(f"  try: {first.remedy}", markup=False)
 
 
 @dataclass
 class _Told:
     """Tells errors to the user instead of letting a stack trace out."""
 
+    json: bool = False
     code: int = FAILED
     console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
 
@@ -213,12 +287,42 @@ class _Told:
         if isinstance(error, WeftError):
             self.code = error.exit_code
             self.console.print(f"error: {error}", markup=False, style="red")
+            self._tell_json(error.message, error.place, error.remedy)
             return True
         if isinstance(error, Exception):
+            remedy = "this is a fault in Weft: please report it with the trace that --debug shows"
             self.console.print(f"error: {type(error).__name__}: {error}", markup=False, style="red")
-            self.console.print("  this is a fault in Weft: please report it with the trace that --debug shows")
+            self.console.print(f"  {remedy}", markup=False)
+            self._tell_json(f"{type(error).__name__}: {error}", "", remedy)
+            return True
+        if isinstance(error, KeyboardInterrupt):
+            self.code = INTERRUPTED
+            self.console.print("interrupted", markup=False)
+            self._tell_json("interrupted", "", "")
             return True
         return False
+
+    def _tell_json(self, error: str, place: str, remedy: str) -> None:
+        if self.json:
+            print(_error_json(error, place, remedy))
+
+
+def _error_json(error: str, place: str, remedy: str) -> str:
+    return json.dumps({"error": error, "at": place, "try": remedy})
+
+
+class _Usage:
+    """A command line that is not understood is told on stderr by argparse; with --json on stdout too."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SystemExit) and error.code == FAILED and "--json" in self._argv:
+            print(_error_json("the command line is not understood", f"weft {' '.join(self._argv)}", "weft --help"))
 
 
 if __name__ == "__main__":

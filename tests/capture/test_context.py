@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.capture.compare import assert_same
@@ -38,6 +39,62 @@ def test_no_grad_region() -> None:
     calls = [(op.name, op.grad) for op in graph.ops if op.kind == "linear"]
     assert calls == [("step/linear", False), ("step@2/linear", False), ("step@3/linear", True), ("step@4/linear", True)]
     assert all(op.path == "step" and op.call == int(op.name[5] if "@" in op.name else 0) for op in graph.ops if op.path)
+
+
+class Looks(nn.Module):
+    """Looks at tensors without grad mode and goes on with what it saw."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.look = nn.Linear(6, 8), nn.Linear(8, 6), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            seen = self.look(y, self.a.weight)
+        return (self.b(F.gelu(y)) * seen.mean()).square().mean() + (seen * 2).sum()
+
+
+class Shows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise AssertionError("no gradient is asked for")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda y, w: w.T,
+        lambda y, w: w.view(-1),
+        lambda y, w: w.mH,
+        lambda y, w: y.flatten(0, 1),
+        lambda y, w: w.view(-1).view(2, -1)[0],
+        lambda y, w: y.split(2)[1],
+        lambda y, w: y.detach(),
+        lambda y, w: y.T.contiguous(),
+        lambda y, w: Shows.apply(y),
+        lambda y, w: w.T.chunk(2, 1)[1].exp(),
+    ],
+)
+def test_view_without_grad_mode(look: Any) -> None:
+    graph = assert_same(Looks(look).double(), X)
+    assert not any(graph.tensors[name].needs_grad for op in graph.ops if not op.grad for name in op.outputs)
+
+
+@pytest.mark.parametrize("look", [lambda y, w: w.contiguous(), lambda y, w: y.to(y.dtype), lambda y, w: w.flatten(1)])
+def test_the_same_tensor_without_grad_mode_keeps_its_gradient(look: Any) -> None:
+    graph = assert_same(Looks(look).double(), X)
+    assert all(op.grad for op in graph.ops)
+
+
+def test_spectral_norm() -> None:
+    module = Looks(lambda y, w: w.T)
+    module.a = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+    assert_same(module.double(), X)
 
 
 class Casts(nn.Module):

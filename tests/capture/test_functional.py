@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -150,6 +151,28 @@ class Norms(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.images(self.quiet(self.rows(x)).view(2, 3, 2, 2))
         return (y**3).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.BatchNorm2d(3, momentum=None), (4, 3, 5, 5)),
+        (nn.BatchNorm1d(3, momentum=None, affine=False), (4, 3)),
+        (nn.InstanceNorm2d(3, track_running_stats=True, affine=True), (4, 3, 5, 5)),
+        (nn.InstanceNorm1d(3, track_running_stats=True, momentum=0.3), (3, 5)),
+        (nn.InstanceNorm1d(3, track_running_stats=True, momentum=None), (4, 3, 5)),
+    ],
+)
+def test_running_statistics(norm: nn.Module, shape: tuple[int, ...], training: bool) -> None:
+    module = nn.Sequential(copy.deepcopy(norm)).double()
+    for _ in range(3):
+        module(torch.randn(shape, dtype=torch.float64))
+    module.train(training)
+    x = torch.randn(shape, dtype=torch.float64)
+    graph = assert_same(module, x)
+    updated = {buffer.names[0] for buffer in graph.buffers if buffer.update is not None}
+    assert ({"0.running_mean", "0.running_var"} <= updated) == training
 
 
 @pytest.mark.parametrize("training", [True, False])

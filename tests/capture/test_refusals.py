@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.capture.compare import assert_untouched, state_of
@@ -87,6 +90,41 @@ class Does(nn.Module):
         self.fresh = 3
         return y
 
+    def logs(self, y: Tensor) -> Tensor:
+        self.last = y.mean().item()
+        return y
+
+    def collects(self, y: Tensor) -> Tensor:
+        self.seen.append(y.mean().item())
+        return y
+
+    def prints(self, y: Tensor) -> Tensor:
+        print(f"{y.mean().item():.3f}")
+        return y
+
+    def floats(self, y: Tensor) -> Tensor:
+        return y * float(y.max())
+
+    def to_numpy(self, y: Tensor) -> Tensor:
+        return y * float(y.detach().numpy().max())
+
+    def compares(self, y: Tensor) -> Tensor:
+        return y if torch.allclose(y, y * 2) else y * 2
+
+    def vectorises(self, y: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.linear(row).square())(y)
+
+    def names_a_device(self, y: Tensor) -> Tensor:
+        return y + torch.ones(6, device="cuda")
+
+    def moves(self, y: Tensor) -> Tensor:
+        return y.cuda()
+
+    def averages(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9).add_(1.0, alpha=0.1)
+        return y
+
     def fails(self, y: Tensor) -> Tensor:
         raise KeyError("no such thing")
 
@@ -107,6 +145,16 @@ CASES = [
     ("steps", "attribute state", "self.state.steps += 1"),
     ("keeps", "attribute last", "self.last = y"),
     ("creates", "attribute fresh", "self.fresh = 3"),
+    ("logs", "number from the values .* attribute last", "self.last = y.mean().item()"),
+    ("collects", "number from the values .* attribute seen", "self.seen.append(y.mean().item())"),
+    ("prints", "taken from the values", 'print(f"{y.mean().item():.3f}")'),
+    ("floats", "taken from the values", "float(y.max())"),
+    ("to_numpy", "taken from the values", ".numpy()"),
+    ("compares", "depends on the values .*aten.allclose", "torch.allclose"),
+    ("vectorises", "torch.vmap", "torch.vmap(lambda row"),
+    ("names_a_device", "device of its own choice", 'device="cuda"'),
+    ("moves", "device of its own choice", "y.cuda()"),
+    ("averages", "parameter linear.weight is changed", "self.linear.weight.mul_(0.9)"),
     ("fails", "KeyError", "raise KeyError"),
 ]
 
@@ -122,6 +170,52 @@ def test_refused(what: str, words: str, line: str) -> None:
     assert error.remedy
     assert_untouched(module, before)
     assert module.calls == 0 and not module.seen and module.table == {}
+
+
+def test_remedies_fit() -> None:
+    for what, words in [
+        *((what, "return it as an output") for what in ("logs", "collects", "prints", "floats", "item")),
+        ("names_a_device", "x.device"),
+        ("moves", "x.device"),
+        ("averages", "make it a buffer"),
+    ]:
+        with pytest.raises(CaptureError) as caught:
+            capture(Does(what), X)
+        assert words in caught.value.remedy
+
+
+def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    for what in ("branch", "loop", "floats"):
+        with pytest.raises(CaptureError) as caught:
+            capture(Does(what), X)
+        assert len(str(caught.value).split("\n")) == 3
+        assert not any(word in str(caught.value) for word in ("u0", "Eq(", "unhinted", "data-dependent"))
+    assert capfd.readouterr() == ("", "")
+    assert not logger.disabled
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "remedy"),
+    [
+        (nn.utils.weight_norm, "weight_norm", "parametrizations.weight_norm"),
+        (nn.utils.spectral_norm, "spectral_norm", "parametrizations.spectral_norm"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "prune", "prune.remove"),
+        (torch.jit.script, "torch.jit", "the plain module"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_refuses_modules(spoil: Any, words: str, remedy: str) -> None:
+    module = Does("branch")
+    module.linear = spoil(module.linear)
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(module, X)
+    assert remedy in caught.value.remedy and caught.value.place == "module linear"
+
+
+def test_refuses_embedding_that_shrinks_its_rows() -> None:
+    with pytest.raises(CaptureError, match=r"max_norm changes its weight 0\.weight"):
+        capture(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0)), torch.tensor([1, 2]))
 
 
 class Grows(nn.Module):
@@ -213,8 +307,9 @@ def test_refuses_meddling(what: str, words: str, line: str) -> None:
 def test_refuses_hooks() -> None:
     module = nn.Sequential(nn.Linear(6, 6))
     handle = module[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="the module 0 has backward hooks"):
+    with pytest.raises(CaptureError, match=r"the module 0 \(Linear\) has backward hooks") as caught:
         capture(module, X)
+    assert caught.value.place == "module 0" and "handle.remove()" in caught.value.remedy
     handle.remove()
     module[0].weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(CaptureError, match=r"the parameter 0\.weight has gradient hooks"):

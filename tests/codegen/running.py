@@ -81,7 +81,7 @@ def generated(program: Program, subject: Subject, directory: Path) -> list[Resul
             parts = parts_of(whole.state, mine)
             state = {one.names[0]: parts[one.tensor] for one in stored if one.tensor in parts}
             module = load_program(directory, transport, state)
-            assert {name for name in state} == {one.names[0] for one in stored if one.names[0] in module.stored}
+            assert set(state) == {one.names[0] for one in stored if one.names[0] in module.stored}
             inputs = [whole.inputs[one.tensor] for one in graph.inputs]
             for step in range(STEPS):
                 module.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from tests.train.eager import mlp
 from weft import cache
 from weft.capture import capture
 from weft.errors import RunError
+from weft.ir.graph import Tensor
 from weft.plan import Plan, cut
 from weft.plan.load import load_plan
-
-FILES = {"program.py": "x = 1\n", "parts.json": "{}\n"}
+from weft.runtime.program_files import META, PARTS, content_hash
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,11 @@ def test_equal_content_has_an_equal_key(graph) -> None:
     assert cache.program_key(graph, load_plan("dp=2", graph)) == cache.program_key(again, load_plan("dp=2", again))
 
 
+def with_constant(graph, value: float):
+    tensors = {**graph.tensors, "c": Tensor("c", (2,), torch.float32)}
+    return replace(graph, constants={"c": torch.full((2,), value)}, tensors=tensors)
+
+
 def test_other_content_has_another_key(graph) -> None:
     plan = load_plan("dp=2", graph)
     keys = {
@@ -36,8 +42,8 @@ def test_other_content_has_another_key(graph) -> None:
         cache.program_key(graph, Plan(graph, 2)),
         cache.program_key(graph, Plan(graph, 3)),
         cache.program_key(graph, Plan(graph, 2).trans("up", cut("n", 2, axis="a"))),
-        cache.program_key(replace(graph, constants={"c": torch.zeros(2)}), plan),
-        cache.program_key(replace(graph, constants={"c": torch.ones(2)}), plan),
+        cache.program_key(with_constant(graph, 0.0), plan),
+        cache.program_key(with_constant(graph, 1.0), plan),
         cache.program_key(replace(graph, name="other"), plan),
     }
     assert len(keys) == 8
@@ -50,32 +56,38 @@ def test_weft_itself_is_part_of_the_key(graph, monkeypatch: pytest.MonkeyPatch) 
     assert cache.program_key(graph, plan) != before
 
 
+def files_of(key: str = "k") -> dict[str, bytes]:
+    files = {"program.py": b"x = 1\n", PARTS: b"{}\n"}
+    meta = {"key": key, "files": ["program.py"], "hash": content_hash(files)}
+    return {**files, META: json.dumps(meta).encode()}
+
+
 def test_written_and_found(graph, tmp_path: Path) -> None:
     directory = cache.directory_of(tmp_path / "deep" / "er", graph, "0123456789abcdef00")
     assert cache.look_up(directory, "k") is None
-    assert cache.write(directory, "k", FILES).edited == ()
-    assert {path.name for path in directory.iterdir()} == {*FILES, cache.SEAL}
+    assert not cache.write(directory, "k", files_of()).edited
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
     found = cache.look_up(directory, "k")
-    assert found is not None and found.edited == ()
+    assert found is not None and not found.edited and found.files() == files_of()
 
 
-def test_edits_are_noticed_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("edit", ["change", "remove"])
+def test_edits_are_noticed_and_kept(tmp_path: Path, edit: str) -> None:
     directory = tmp_path / "program"
-    cache.write(directory, "k", FILES)
-    (directory / "program.py").write_text("x = 2\n")
-    (directory / "parts.json").unlink()
+    cache.write(directory, "k", files_of())
+    path = directory / "program.py"
+    path.write_text("x = 2\n") if edit == "change" else path.unlink()
     found = cache.look_up(directory, "k")
-    assert found is not None and found.edited == ("program.py", "parts.json")
-    assert cache.write(directory, "k", FILES).edited == ("program.py", "parts.json")
-    assert (directory / "program.py").read_text() == "x = 2\n"
+    assert found is not None and found.edited
+    assert cache.write(directory, "k", files_of()).edited
+    assert path.exists() == (edit == "change") and (not path.exists() or path.read_text() == "x = 2\n")
 
 
 def test_strangers_are_refused(tmp_path: Path) -> None:
     directory = tmp_path / "program"
-    cache.write(directory, "k", FILES)
+    cache.write(directory, "k", files_of())
     with pytest.raises(RunError, match="another model, plan or version"):
         cache.look_up(directory, "other")
-    (directory / cache.SEAL).write_text("{")
+    (directory / META).write_text("{")
     with pytest.raises(RunError, match="no program of weft's"):
         cache.look_up(directory, "k")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.train.eager import mlp
@@ -14,9 +16,10 @@ def test_passes_are_named_and_timed() -> None:
     module, batch = mlp()
     said: list[str] = []
     compiled = compile_program(module, batch, "dp=2", say=said.append)
-    assert list(compiled.timings) == said == ["capture", "plan", "lower", "check"]
+    assert list(compiled.timings) == said == ["capture", "plan", "lower", "check", "emit"]
     assert all(seconds > 0 for seconds in compiled.timings.values())
-    assert compiled.program.devices == compiled.plan.devices == 2
+    assert compiled.program is not None and compiled.report is not None
+    assert compiled.program.devices == compiled.devices == 2 and "program.py" in compiled.files
     assert compiled.program.graph is compiled.graph is compiled.plan.graph
     assert "capture" in str(compiled) and "2 devices" in str(compiled)
 
@@ -25,7 +28,19 @@ def test_a_plan_brings_its_own_graph() -> None:
     module, batch = mlp()
     first = compile_program(module, batch, lambda graph: Plan(graph, 2))
     second = compile_program(module, batch, first.plan)
-    assert second.graph is first.graph and second.program.devices == 2
+    assert second.graph is first.graph and second.files == first.files
+
+
+def test_the_second_time_it_is_in_the_cache(tmp_path: Path) -> None:
+    module, batch = mlp()
+    first = compile_program(module, batch, "dp=2", folder=tmp_path)
+    second = compile_program(module, batch, "dp=2", folder=tmp_path)
+    assert list(second.timings) == ["capture", "plan"] and second.program is None
+    assert second.files == first.files and second.directory == first.directory and not second.edited
+    assert compile_program(module, batch, "tp=2", folder=tmp_path).directory != first.directory
+    module.drop.p = 0.2
+    assert compile_program(module, batch, "dp=2", folder=tmp_path).directory != first.directory
+    assert "from the cache" in str(second)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -21,6 +21,11 @@ def test_every_public_name_resolves() -> None:
         _ = weft.nonsense
 
 
+def test_plans_can_be_kept_and_no_single_letters_are_scattered() -> None:
+    assert {"save_plan", "load_plan", "match"} <= set(weft.__all__)
+    assert not {"f", "b", "w"} & set(weft.__all__) and callable(weft.f) and callable(weft.b) and callable(weft.w)
+
+
 def test_rooms_are_functions_too_however_they_were_imported() -> None:
     """A sub-module import makes `weft.verify` an attribute of the package before anybody asked for it."""
     code = (

@@ -24,6 +24,22 @@ def test_recipe_strings() -> None:
     assert load_plan("tp=2", GRAPH, 2) == tp(Plan(GRAPH, 2), 2)
 
 
+def test_field_of_the_wrong_kind(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    save_plan(tp(Plan(GRAPH, 2), 2), file)
+    content = yaml.safe_load(file.read_text())
+    for key, value, kind in (("devices", "two", "whole number"), ("lines", 3, "list")):
+        file.write_text(yaml.safe_dump(content | {key: value}))
+        with pytest.raises(PlanError, match=f"'{key}' is {value!r}, which is no {kind}"):
+            load_plan(str(file), GRAPH)
+
+
+def test_recipe_that_recomputes_nothing_says_where() -> None:
+    with pytest.raises(PlanError, match="matches no op") as caught:
+        load_plan("tp=2,recompute=block", GRAPH)
+    assert caught.value.place == "recipe setting recompute=block"
+
+
 @pytest.mark.parametrize(
     ("text", "message", "remedy"),
     [

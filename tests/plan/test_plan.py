@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import numpy
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.plan.graphs import gpt_graph, layers, odd_graph
+from weft.capture import capture
 from weft.errors import PlanError
 from weft.ir.oplayout import Copied, Cut, cut_table
 from weft.plan import AxisUse, Micro, Plan, Selection, algorithm, b, before, copy, cut, f, recompute, w
@@ -41,6 +44,31 @@ def test_plans_with_equal_lines_are_equal() -> None:
     assert one == same and hash(one) == hash(same) and one != PLAN and one != Plan(GRAPH, 2, one.lines)
     replayed = Plan(GRAPH, 4, one.lines)
     assert replayed == one and replayed.decisions == one.decisions
+
+
+def test_impossible_parts_say_where() -> None:
+    for make, place in [
+        (lambda: cut("n", [-1, 2]), "cut('n', [-1, 2])"),
+        (lambda: cut("n", 0), "cut('n', 0)"),
+        (lambda: copy(0), "copy(0)"),
+        (lambda: algorithm("default", "n", []), "algorithm('default', 'n', [])"),
+    ]:
+        with pytest.raises(PlanError) as caught:
+            make()
+        assert caught.value.place == place
+
+
+def test_a_single_number_has_no_dims_to_store_cut() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).mean()
+
+    with pytest.raises(PlanError, match="scale is a single number: it has no dims to cut"):
+        Plan(capture(Scales(), torch.zeros(4)), 2).store("scale", cut(0, 2, "dp"))
 
 
 def test_groups_units_and_shares() -> None:

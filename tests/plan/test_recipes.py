@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.plan.graphs import gpt_graph, grouped_graph, layers, mlp_graph, odd_graph
+from weft.capture import capture
 from weft.errors import PlanError
 from weft.ir.oplayout import Copied, Cut
 from weft.ops.book import RuleBook
@@ -106,9 +109,37 @@ def test_tp_cuts_something_however_small() -> None:
     assert cuts(tp(Plan(layers(width=2, num_layers=1), 2), 2), "tp")["layers.0.fc/linear"] == "n"
 
 
+def test_tp_with_a_batch_of_one() -> None:
+    assert cuts(tp(Plan(layers(batch=1, num_layers=2), 2), 2), "tp") == {
+        "layers.0.fc/linear": "n",
+        "layers.0/relu": "d1",
+        "layers.1.fc/linear": "k",
+    }
+    with pytest.raises(PlanError, match="batch of 1 into 2 parts") as caught:
+        dp(Plan(layers(batch=1), 2), 2)
+    assert caught.value.remedy == "leave out dp, or give a larger example batch"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(6, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("recipe", [dp, tp, coshard])
+def test_operator_without_rule_is_named(recipe) -> None:
+    with pytest.raises(PlanError, match="gru has no rule") as caught:
+        recipe(Plan(capture(Recurrent(), torch.zeros(4, 5, 6)), 2), 2)
+    assert "test_recipes.py" in caught.value.place and "self.gru(x)" in caught.value.place
+    assert "plain operators" in caught.value.remedy
+
+
 @pytest.mark.parametrize("recipe", [tp, coshard])
 def test_nothing_to_cut(recipe) -> None:
-    with pytest.raises(PlanError, match="=9: no dim of Layers"):
+    with pytest.raises(PlanError, match=r"=9: Layers has no inner dim .* 9 parts"):
         recipe(Plan(layers(), 9), 9)
     with pytest.raises(PlanError, match="is no number of parts"):
         recipe(Plan(layers(), 1), -1)

@@ -15,6 +15,9 @@ from weft.runtime.transport import Doing, GroupComm, Transport
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
+SIZES = (3, 40000, 2200001)
+"""Numbers of float64: one round, two rounds, several blocks of which the last is short."""
+
 
 def values(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Some numbers of a rank: sums of them in floats depend on the order."""
@@ -75,9 +78,12 @@ def many_groups(transport: Transport, payload: Any) -> list[Tensor]:
 def aside(transport: ProcessTransport, payload: Any) -> list[Tensor]:
     """Sums begun and waited for later, past other calls in the same group, in the order of their beginning."""
     group = tuple(range(transport.num_ranks))
-    handles = [transport.start_all_reduce(values(transport.rank, torch.float64, (size,)), group) for size in (3, 40000)]
+    mine = [values(transport.rank, torch.float64, (size,)) for size in SIZES]
+    handles = [transport.start_all_reduce(tensor, group, in_place=len(tensor) > 3) for tensor in mine]
     between = transport.all_reduce(torch.tensor(float(transport.rank)), group)
-    return [*(handle.wait() for handle in handles), between]
+    found = [handle.wait() for handle in handles]
+    assert found[0] is not mine[0] and found[1].data_ptr() == mine[1].data_ptr()
+    return [*found, between]
 
 
 def scattered(transport: ProcessTransport, payload: Any) -> Tensor:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,12 @@ def ready(pools: Pools) -> Callable[[int], Pool]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_left(ready: Callable[[int], Pool]) -> Iterator[None]:
-    before = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_worker(pid)}
+def nobody_left() -> Iterator[None]:
     yield
-    after = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_worker(pid)}
-    assert not {pid for pid in after - before if not _is_alive(pid)}, "a dead process was not waited for"
-
-
-def _is_worker(pid: int) -> bool:
-    return _status(pid, "PPid") in (str(os.getpid()), str(_server()))
-
-
-def _server() -> int:
-    """The process that the workers are forked off."""
-    from multiprocessing.forkserver import _forkserver
-
-    return _forkserver._forkserver_pid or -1
+    ours = {str(os.getpid()), str(_forkserver._forkserver_pid)}
+    everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    dead = [pid for pid in everyone if _status(pid, "PPid") in ours and _status(pid, "State") == "Z"]
+    assert not dead, "a dead process was not waited for"
 
 
 def _status(pid: int, key: str) -> str:
@@ -157,7 +148,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_the_launcher_ends_and_takes_its_processes_along(tmp_path: Path, signal_number: int) -> None:
     """Ctrl-C ends cleanly; and if the launcher is killed the processes notice."""
     script = tmp_path / "launcher.py"

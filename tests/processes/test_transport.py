@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.processes import bodies
 from tests.processes.conftest import Pools
+from weft.runtime.backend import GLOO
+from weft.runtime.channel import Channel
 from weft.runtime.emulator import run_ranks
 from weft.runtime.launch import Pool, entry_name, run_processes
+from weft.runtime.watch import PeerLost
 from weft.verify.parallel import same_bits
 
 
@@ -57,8 +62,8 @@ def test_groups_need_no_common_history(pools: Pools, known: tuple[tuple[int, ...
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sums_begun_early(pools: Pools, num_ranks: int) -> None:
     found = pools(num_ranks).run(bodies.aside)
-    for small, large, between in found:
-        for total, size in ((small, 3), (large, 40000)):
+    for *totals, between in found:
+        for total, size in zip(totals, bodies.SIZES, strict=True):
             assert torch.equal(total, in_order([bodies.values(r, torch.float64, (size,)) for r in range(num_ranks)]))
         assert between == sum(range(num_ranks))
 
@@ -71,6 +76,33 @@ def test_reduce_scatter(pools: Pools) -> None:
 def test_unchecked_calls(pools: Pools) -> None:
     wanted = in_order([bodies.values(r, torch.float32, (9,)) for r in range(2)])
     assert all(torch.equal(found, wanted) for found in pools(2).run(bodies.unchecked))
+
+
+class Late:
+    """Work of a backend that ends, well or not, just after a look at it has timed out."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.looks = fails, 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.looks += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.fails:
+            raise RuntimeError("Connection closed by peer. This is typically caused by a crash")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_work_that_ends_between_two_looks() -> None:
+    groups = SimpleNamespace(rank=0, backend=GLOO)
+    channel = Channel(groups, SimpleNamespace(), torch.device("cpu"), lane="main", timeout=1.0, check=False)  # type: ignore[arg-type]
+    work = Late(fails=False)
+    channel.finish(work)
+    assert work.looks == 2
+    with pytest.raises(PeerLost, match=r"^Connection closed by peer$"):
+        channel.finish(Late(fails=True))
 
 
 def in_order(tensors: list[Tensor]) -> Tensor:

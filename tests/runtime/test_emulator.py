@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 
 import pytest
@@ -225,3 +227,43 @@ def test_a_slow_rank_is_a_timeout() -> None:
 def test_a_foreign_group_is_refused() -> None:
     with pytest.raises(CollectiveMismatch, match="which it is not in"):
         run_ranks(2, lambda transport: transport.barrier((0,)))
+
+
+def test_an_interrupt_ends_the_ranks_at_once() -> None:
+    """Ctrl-C comes to the main thread while ranks compute and wait."""
+    begun, ended = threading.Event(), []
+
+    def body(transport: Transport) -> None:
+        try:
+            if transport.rank == 0:
+                transport.barrier((0, 1))
+            begun.set()
+            while True:
+                transport.doing = Doing("mlp/linear")
+                time.sleep(0.01)
+        finally:
+            ended.append(transport.rank)
+
+    def interrupt() -> None:
+        begun.wait(QUICK)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(2, body)
+    assert time.monotonic() - start < 1.0 and sorted(ended) == [0, 1]
+
+
+def test_an_interrupt_does_not_wait_for_a_long_operator() -> None:
+    free = threading.Event()
+
+    def body(transport: Transport) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        free.wait(QUICK)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(1, body)
+    assert time.monotonic() - start < 2.0
+    free.set()

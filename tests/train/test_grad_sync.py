@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.train.toys import eager, shares, state, tower
 from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync, Summed, make_buckets
+from weft.runtime.grad_sync import BucketSync, Summed, is_private, make_buckets
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.replicas import Replica
@@ -60,9 +60,9 @@ def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradient
     started: list[str] = []
     plain = transport.start_all_reduce
 
-    def start(tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Any:
+    def start(tensor: Tensor, group: tuple[int, ...], op: str = "sum", *, in_place: bool = False) -> Any:
         started.append(transport.doing.what)
-        return plain(tensor, group, op)
+        return plain(tensor, group, op, in_place=in_place)
 
     for step in range(3):
         if step == 2:
@@ -130,3 +130,15 @@ def test_buckets_are_started_where_their_last_parameter_is() -> None:
     names = [[one.name for one in bucket.members] for bucket in make_buckets(summed, 400)]
     assert names == [["1"], ["2"], ["0", "3"]]
     assert [len(bucket.members) for bucket in make_buckets(summed, 4)] == [1, 1, 1, 1]
+
+
+def test_memory_that_others_see_is_not_private() -> None:
+    weight, a, b = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+    seen: dict[str, bool] = {}
+    for name, parameter in {"weight": weight, "a": a, "b": b}.items():
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: is_private(p.grad)}))
+    ((torch.ones(3, 4) @ weight.t()).sum() + (a.view(16) + b.view(16)).sin().sum()).backward()
+    # the gradients of a and b are views of one tensor
+    assert seen == {"weight": True, "a": False, "b": False}
+    whole = torch.ones(4)
+    assert is_private(whole) and not is_private(whole[:2])

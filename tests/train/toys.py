@@ -34,9 +34,7 @@ def tower(num_ranks: int, recompute: bool = False) -> type[ParallelModule]:
 
 def state() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(part.shape, generator=generator, dtype=torch.float64) for name, part in LAYERS.items()
-    }
+    return {name: torch.randn(part.shape, generator=generator, dtype=torch.float64) for name, part in LAYERS.items()}
 
 
 def batch() -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from weft import verify as verify_room
 from weft.cli import main
 from weft.errors import PlanError
-from weft.verify.compare import Difference, FirstDifference, Result
+from weft.verify.compare import LARGEST, Difference, FirstDifference, Result
 
 EQUAL = Result(
     equal=True,
@@ -40,9 +41,9 @@ DIFFERENT = Result(
 def answers(monkeypatch: pytest.MonkeyPatch):
     """Makes `weft.verify.verify` return or raise what it is given."""
 
-    def answer(with_what: Result | Exception) -> None:
+    def answer(with_what: Result | BaseException) -> None:
         def fake(*args: object, **kwargs: object) -> Result:
-            if isinstance(with_what, Exception):
+            if isinstance(with_what, BaseException):
                 raise with_what
             return with_what
 
@@ -109,3 +110,56 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(argv)
     assert caught.value.code == 2
     assert "usage: weft" in capsys.readouterr().err
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_errors_are_json_too(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(PlanError("no name 'q' in [up]", place="net.py:7", remedy="cut 'k'"))
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 2
+    assert last_line(capsys) == {"error": "no name 'q' in [up]", "at": "net.py:7", "try": "cut 'k'"}
+    answers(AssertionError("two parts overlap"))
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 2
+    assert last_line(capsys)["error"] == "AssertionError: two parts overlap"
+    with pytest.raises(SystemExit):
+        main(["verify", "net.py", "--json"])
+    assert "not understood" in str(last_line(capsys)["error"])
+
+
+def test_what_the_user_prints_does_not_break_json(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fake(*args: object, **kwargs: object) -> Result:
+        print("in forward", end="")
+        return EQUAL
+
+    monkeypatch.setattr(verify_room, "verify", fake)
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["equal"] is True
+    assert "in forward" in told.err and "in forward" not in told.out
+
+
+def test_interrupted(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(KeyboardInterrupt())
+    assert main(["verify", "net.py", "--plan", "dp=2"]) == 130
+    told = capsys.readouterr()
+    assert told.err.strip().splitlines()[-1] == "interrupted" and "Traceback" not in told.err and not told.out
+
+
+def test_long_names_stay_whole_and_infinity_has_a_name(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "encoder.layers." + "very_long_module_name." * 20 + "weight"
+    found = replace(
+        DIFFERENT,
+        largest_difference=LARGEST,
+        differences=(Difference("gradients", LARGEST, name),),
+        first_difference=FirstDifference("", name, "", LARGEST, "a note", "a remedy"),
+    )
+    answers(found)
+    assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 1
+    out = capsys.readouterr().out
+    assert f"gradients  infinite            {name}\n" in out and "…" not in out and "e+308" not in out
+    assert "try: a remedy" in out and all(line == line.rstrip() for line in out.splitlines())
+    said = json.loads(out.splitlines()[-1])
+    assert said["largest_difference"] == "infinite" == said["differences"]["gradients"]["value"]
+    assert said["first_difference"]["difference"] == "infinite"

@@ -61,7 +61,7 @@ def test_a_fault_in_the_scripts_is_seen(fault: Fault) -> None:
         def tamper(_: list[Script], wrong: list[Script] = wrong) -> list[Script]:
             return wrong
 
-        ours = run_parallel(program, prepared(name)[0], seed=7, wide=True, tamper=tamper)
+        ours = run_parallel(program, prepared(name)[0], seed=7, wide=True, reference=prepared(name)[2], tamper=tamper)
         assert worst(name, ours) > 1e-9 or ours.disagreements, f"{fault.name} went unseen"
         return
     pytest.fail(f"no scene has a place for {fault.name!r}")
@@ -95,6 +95,7 @@ def test_a_fault_in_the_transport_is_seen(fault: str) -> None:
         prepared(name)[0],
         seed=7,
         wide=True,
+        reference=prepared(name)[2],
         through=lambda transport: Tampered(transport, RUNTIME_FAULTS[fault]),
     )
     assert worst(name, ours) > 1e-9 or ours.disagreements
@@ -102,6 +103,6 @@ def test_a_fault_in_the_transport_is_seen(fault: str) -> None:
 
 def test_without_a_fault_the_scenes_are_equal() -> None:
     for name, plan in SCENES:
-        ours = run_parallel(lowered(name, plan), prepared(name)[0], seed=7, wide=True)
+        ours = run_parallel(lowered(name, plan), prepared(name)[0], seed=7, wide=True, reference=prepared(name)[2])
         assert worst(name, ours) < 1e-9
         assert not ours.disagreements

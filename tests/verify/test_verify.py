@@ -118,6 +118,7 @@ def test_a_graph_unlike_the_model_is_told_as_such(mlp: Subject) -> None:
     result = judge(program, mlp, seed=0, tolerance=1e-9)
     assert not result.equal and result.first_difference is not None
     assert "differs from the eager model" in result.first_difference.note
+    assert "outside its inputs and parameters" in result.first_difference.remedy
 
 
 def test_a_rank_that_raises_is_a_run_error(mlp: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

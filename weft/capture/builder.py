@@ -65,16 +65,35 @@ class Builder:
         draw: int | None = None,
     ) -> list[str]:
         """Append one call; the working names of its output tensors."""
+        if not context.grad and may_alias(target) and target is not torch.ops.aten.detach.default:
+            args, kwargs = pytree.tree_map(lambda leaf: self._detached(leaf, context), (args, dict(kwargs or {})))
         return self._append(str(target), target, args, kwargs or {}, context, draw=draw)
+
+    def returns_itself(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
+    ) -> bool:
+        """Whether the call gives back the very tensor that is its first argument (`.to` of its own dtype)."""
+        return may_alias(target) and self._run(target, args, kwargs, context)[0] is self.fakes[args[0].name]
 
     def emit_function(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context
     ) -> list[str]:
         """Append one call of an opaque function."""
+        if not context.grad:
+            args = tuple(self._detached(leaf, context) for leaf in args)
         return self._append(f"function:{name}", function, args, {}, context, function=function)
 
     def needs_grad(self, name: str) -> bool:
         return self.tensors[name].needs_grad
+
+    def _detached(self, leaf: Any, context: Context) -> Any:
+        """A view made without grad mode still says that it requires a gradient, although none flows through it.
+
+        And `.contiguous()` may copy here and return its argument on a part. Viewing a detached tensor settles both.
+        """
+        if not isinstance(leaf, Ref) or not self.needs_grad(leaf.name):
+            return leaf
+        return Ref(self._append("aten.detach.default", torch.ops.aten.detach.default, (leaf,), {}, context)[0])
 
     def _append(
         self,
@@ -122,8 +141,23 @@ class Builder:
             if context.autocast is not None:
                 cast = context.autocast
                 stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled, cache_enabled=False))
-            result = call(*live_args, **live_kwargs)
+            result = self._try(call, live_args, live_kwargs, context)
         leaves = pytree.tree_leaves(result)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise CaptureError(f"{call} returns something that is no tensor: {result}", place=context.place)
         return leaves
+
+    def _try(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Context) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise CaptureError(
+                f"{call} could not be taken out of forward: {str(error).strip().splitlines()[0]}",
+                place=context.place,
+                remedy="write this line with other operators",
+            ) from error
+
+
+def may_alias(target: OpOverload) -> bool:
+    """Whether an operator may return a view of its argument, or the argument itself."""
+    return any(result.alias_info is not None for result in target._schema.returns)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
 from weft.capture.builder import Builder, Context
-from weft.capture.draws import drops_nothing, is_random, name_of
+from weft.capture.draws import bound, drops_nothing, is_random, name_of
 from weft.capture.functional import RESHAPING, Cell, Handle, check_writable, read, result_of, twin_of, write
 from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
+from weft.capture.refuse import NUMBER, NUMBER_REMEDY
 from weft.capture.running import update_statistics, updates_statistics
 from weft.capture.sizes import is_data_dependent
 from weft.capture.source import source_of_trace
@@ -77,6 +79,12 @@ class Converter:
             return args[0][args[1]]
         if isinstance(target, HigherOrderOperator):
             return self.region(target, args, context)
+        if is_transform(target):
+            raise CaptureError(
+                "forward calls torch.vmap or another transform of torch.func, which cannot be taken apart",
+                place=context.place,
+                remedy="write the computation for the whole batch: most operators take leading batch dims as they are",
+            )
         if not isinstance(target, OpOverload) or is_number(node.meta.get("val")):
             return self.number(node, context)
         if str(target) in (ENTER, LEAVE):
@@ -107,9 +115,9 @@ class Converter:
         value = node.meta.get("val")
         if is_data_dependent(value) and any(not is_assertion(user) for user in node.users):
             raise CaptureError(
-                "a Python number is taken from the values in a tensor",
+                NUMBER,
                 place=context.place,
-                remedy="keep it a tensor (no .item(), int(), float(), .tolist())",
+                remedy=NUMBER_REMEDY,
             )
         return value
 
@@ -168,9 +176,13 @@ class Converter:
                 "op" if is_cat_of_one(target, args) else "constant",
             )
         refs, named = self.resolve(args, context), self.resolve(kwargs, context)
-        if updates_statistics(target, refs, named, context.place):
-            handles = [args[position] for position in (3, 4)]
-            name, means = update_statistics(refs, named, self.builder, context)
+        is_viewing = not context.grad and not target._schema.is_mutable and args and isinstance(args[0], Handle)
+        if is_viewing and self.builder.returns_itself(target, refs, named, context):
+            return args[0]
+        if updates_statistics(target, refs, named):
+            values = bound(target, args, kwargs)
+            handles = [values["running_mean"], values["running_var"]]
+            name, means = update_statistics(target, refs, named, self.builder, context)
             for handle, value in zip(handles, means, strict=True):
                 write(handle, value, self.builder, context)
             return fresh(name, node.meta["val"])
@@ -216,6 +228,13 @@ class Converter:
             return self.reshape_in_place(target, args, node, context)
         if "out" in kwargs:
             return self.write_out(target, args, kwargs, context, draw)
+        if name_of(target) == "embedding_renorm_":
+            raise CaptureError(
+                f"an embedding with max_norm changes its weight {args[0].cell.label} in forward",
+                place=context.place,
+                remedy="leave out max_norm; shrink the rows that are too long outside forward, after the "
+                "optimizer's step, or divide the looked-up rows by their norm",
+            )
         check_writable(args[0], self.builder, context)
         refs, named = self.resolve(args, context), self.resolve(kwargs, context)
         value = result_of(target, refs, named, self.builder, context, draw)
@@ -277,6 +296,11 @@ def inner_autocast(context: Context, device: str, dtype: torch.dtype | None, ena
 def is_number(value: Any) -> bool:
     """Whether a node's value is a size or a number, not a tensor."""
     return isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_transform(target: Any) -> bool:
+    """Whether a node opens or closes a transform of torch.func."""
+    return isinstance(target, FunctionType) and target.__module__.startswith("torch._functorch")
 
 
 def is_assertion(node: fx.Node) -> bool:

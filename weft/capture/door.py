@@ -13,6 +13,7 @@ from weft.capture.builder import Builder, Context
 from weft.capture.convert import Converter
 from weft.capture.example import Example, flatten_example
 from weft.capture.functional import read
+from weft.capture.modules import refuse_modules
 from weft.capture.sizes import Sizes
 from weft.capture.state import bind_state
 from weft.capture.trace import Trace, trace
@@ -38,6 +39,7 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
         >>> [op.target for op in graph.ops]
         ['aten.linear.default']
     """
+    refuse_modules(module)
     flat = flatten_example(module, example)
     watch = Watch(module)
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from weft.capture.source import relative
+from weft.capture.source import is_users, relative
 from weft.errors import CaptureError
 
 
@@ -106,10 +106,17 @@ def argument_names(
 
 
 def forward_place(module: nn.Module) -> str:
-    """Where a module's forward is written."""
-    function = inspect.unwrap(module.forward)
-    code = getattr(function, "__code__", None)
-    return f"{relative(code.co_filename)}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
+    """Where a module's forward is written; the name of its class if that is torch's."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return type(module).__qualname__
+    return f"{relative(code.co_filename)}:{code.co_firstlineno}"
+
+
+def forward_file(module: nn.Module) -> str:
+    """The file that a module's forward is written in; "" if it is not written in Python."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return "" if code is None else str(code.co_filename)
 
 
 def key_name(key: Any) -> str:

@@ -34,6 +34,14 @@ TWINS = {
 RESHAPING = frozenset(["unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_"])
 """In-place operators that change how a tensor is seen, not its values."""
 
+FIXED = {
+    "input": "work on a copy: x = x.clone()",
+    "attribute": "make it a buffer (register_buffer), or compute a new tensor",
+    "parameter": "only buffers may change in forward: if it is not trained (a moving average of another), make it a "
+    "buffer (register_buffer); else change it outside forward, after the optimizer's step",
+}
+"""Memory that forward may not change, with the remedy."""
+
 
 @dataclass(eq=False)
 class Cell:
@@ -87,13 +95,9 @@ def check_writable(handle: Handle, builder: Builder, context: Context) -> None:
     while root.parent is not None:
         follows = follows and (root.step is None or root.step.keeps_gradient)
         root = root.parent
-    if cell.kind in ("input", "parameter", "attribute"):
+    if cell.kind in FIXED:
         raise CaptureError(
-            f"the {cell.kind} {cell.label} is changed in place",
-            place=context.place,
-            remedy="work on a copy: x = x.clone()"
-            if cell.kind == "input"
-            else "make it a buffer, or compute a new tensor",
+            f"the {cell.kind} {cell.label} is changed in place", place=context.place, remedy=FIXED[cell.kind]
         )
     if builder.needs_grad(read(root, builder, context)) and not follows:
         raise CaptureError(

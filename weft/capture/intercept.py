@@ -15,7 +15,7 @@ Promised: everything patched is put back, also after an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.capture.refuse import READS, Reading
 from weft.capture.source import place_here
 from weft.errors import CaptureError
 
@@ -180,7 +181,8 @@ class Listener(TorchFunctionMode):
             return False
         if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
             self.found.requires = place_here()
-        result = func(*args, **kwargs)
+        with Reading() if func in READS else nullcontext():
+            result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)
         return result

@@ -6,6 +6,7 @@ change. Interrupts pass through.
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 
 import torch
@@ -15,12 +16,31 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from weft.capture.example import forward_place
-from weft.capture.source import source_of_error
+from weft.capture.source import place_here, source_of_error
 from weft.errors import CaptureError
 
 BRANCH_REMEDY = (
     "compute both sides and choose with torch.where, decide outside forward, or make the choice a constructor argument"
 )
+NUMBER = "a Python number is taken from the values in a tensor"
+NUMBER_REMEDY = (
+    "to log it, return it as an output instead of reading it in forward; to compute with it, keep it a tensor "
+    "(no .item(), int(), float(), .tolist(), .numpy())"
+)
+READS = (
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__float__,
+    torch.Tensor.__int__,
+    torch.Tensor.__index__,
+    torch.Tensor.__complex__,
+    torch.Tensor.__format__,
+)
+"""What takes Python numbers out of a tensor."""
+OPERATOR = re.compile(r"aten\.(?!_local_scalar_dense)\w+\.\w+")
+DEVICE = re.compile(r"same device, but found|support for \w+ devices|not compiled with|No HIP GPUs|Found no NVIDIA")
 
 
 class Translating:
@@ -37,16 +57,36 @@ class Translating:
             raise translate(error, self.module) from error
 
 
+class Reading:
+    """While this is entered, a number is taken out of a tensor: errors leave as a `CaptureError` that says so."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError) and (is_data_dependent(error) or ".numpy()" in str(error)):
+            raise CaptureError(NUMBER, place=place_here(), remedy=NUMBER_REMEDY) from error
+
+
 def translate(error: Exception, module: nn.Module) -> CaptureError:
     """The same fact as a user error."""
     source = source_of_error(error.__traceback__)
     place = str(source) if source.line else forward_place(module)
     first = str(error).strip().split("\n")[0]
     if is_data_dependent(error):
+        operator = f" ({first})" if OPERATOR.fullmatch(first) else ""
         return CaptureError(
-            f"what happens here depends on the values in a tensor, not only on shapes: {first}",
+            f"what happens here depends on the values in a tensor, not only on shapes{operator}",
             place=place,
             remedy=BRANCH_REMEDY,
+        )
+    if isinstance(error, TypeError) and any(word in first for word in ("SymFloat", "SymInt", "SymBool")):
+        return CaptureError(NUMBER, place=place, remedy=NUMBER_REMEDY)
+    if DEVICE.search(first):
+        return CaptureError(
+            f"forward puts a tensor on a device of its own choice: {first}",
+            place=place,
+            remedy="take the device from an input or a parameter (device=x.device) instead of naming one",
         )
     if isinstance(error, ConstraintViolationError) or is_constraint(error):
         return CaptureError(

@@ -8,9 +8,10 @@ as before, also after an error; an error names the user's line.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +19,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
+from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.intercept import Interception, Listener, intercept, patched
 from weft.capture.refuse import Translating
+from weft.capture.running import forward_of_batch_norm
 from weft.capture.source import keep_users_frame
 from weft.capture.watch import Watch
-from weft.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Traced(nn.Module):
         args, kwargs = self.example.arguments(tensors)
         watch = Watch(self.module, tolerant=self.tolerant)
         try:
-            with Listener(self.found):
+            # translated here already: torch prints the whole graph beside an error of its own
+            with Translating(self.module), Listener(self.found):
                 result = self.module(*args, **kwargs)
             watch.refuse_changes(lambda: self.module(*args, **kwargs))
             for old, new in watch.updates():
@@ -86,23 +89,40 @@ def trace(
 ) -> Trace:
     """Export the module on fake tensors. If `tolerant`, plain objects that forward changes stay changed."""
     outputs: list[tuple[Output, bool]] = []
-    refuse_hooks(module)
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
         found = stack.enter_context(intercept())
         traced = Traced(module, example, found, outputs.append, tolerant=tolerant)
         stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(quiet_torch())
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
         stack.callback(Watch(module).restore)
         move_to_fake(module)
         warnings.simplefilter("ignore")
         stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
+        stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(Translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     output, settling = outputs[-1]
     return Trace(program, found, output, settling)
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """While this is entered, torch logs nothing: what it would say about an error, the error says in our words."""
+    loggers = [
+        logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.split(".")[0] == "torch"
+    ]
+    saved = [(logger, logger.disabled) for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in saved:
+            logger.disabled = disabled
 
 
 def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
@@ -128,17 +148,3 @@ def move_to_fake(module: nn.Module) -> None:
                     is_parameter = isinstance(value, nn.Parameter)
                     made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
                 stored[name] = made[id(value)]
-
-
-def refuse_hooks(module: nn.Module) -> None:
-    """Hooks that see or change gradients belong to autograd, which runs anew on every device."""
-    for path, sub in module.named_modules():
-        if vars(sub)["_backward_hooks"] or vars(sub)["_backward_pre_hooks"]:
-            raise CaptureError(
-                f"the module {path or 'itself'} has backward hooks",
-                place=forward_place(sub),
-                remedy="remove them before capture",
-            )
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise CaptureError(f"the parameter {name} has gradient hooks", remedy="remove them before capture")

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.capture.example import forward_place
-from weft.capture.source import is_users, place_of_frame
+from weft.capture.example import forward_file, forward_place
+from weft.capture.refuse import NUMBER_REMEDY
+from weft.capture.source import is_users, package_of, place_of_frame
 from weft.errors import CaptureError
 
 DEPTH = 5
@@ -75,7 +76,7 @@ class Watch:
     def refuse_changes(self, rerun: Callable[[], Any]) -> None:
         """Raise if forward left a trace outside the graph. `rerun` runs forward once more, to find the line."""
         if random_states() != self.random:
-            line = blame(rerun, random_states)
+            line = blame(rerun, random_states, self.packages())
             raise CaptureError(
                 "forward draws from Python's or NumPy's random generator: the draw would be frozen into the program",
                 place=line or forward_place(self.module),
@@ -104,16 +105,28 @@ class Watch:
     def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
         path, name = key
         owner = self.module.get_submodule(path)
+        number = holds_symbol(vars(owner).get(name))
         # from the old state once more, so that the same line does it again
         self.restore()
         self.restore_objects()
-        line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)))
+        line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)), self.packages())
         dotted = f"{path}.{name}" if path else name
+        if number:
+            raise CaptureError(
+                f"forward takes a number from the values in a tensor and keeps it in the attribute {dotted}",
+                place=line or forward_place(owner),
+                remedy=NUMBER_REMEDY,
+            )
         raise CaptureError(
             f"forward changes the attribute {dotted}: the change would be lost",
             place=line or forward_place(owner),
             remedy="make it a buffer (register_buffer), return it, or pass it in",
         )
+
+    def packages(self) -> set[str]:
+        """Installed packages that the forwards are written in; "" for the user's own files."""
+        files = {forward_file(sub) for sub in self.module.modules()}
+        return {package_of(file) for file in files if is_users(file)} or {""}
 
     def updates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back."""
@@ -146,6 +159,15 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
 def is_torchs(module: nn.Module, name: str) -> bool:
     """Second references that torch's recurrent modules keep to their own parameters."""
     return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+
+
+def holds_symbol(value: Any) -> bool:
+    """Whether a value is, or a container holds, a number that stands for a value in a tensor."""
+    if isinstance(value, dict):
+        return any(map(holds_symbol, value.values()))
+    if isinstance(value, list | tuple | deque | set):
+        return any(map(holds_symbol, value))
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def is_plain_object(value: Any) -> bool:
@@ -213,8 +235,8 @@ def restore_random(states: tuple[Any, ...]) -> None:
         sys.modules["numpy"].random.set_state(states[1])
 
 
-def blame(run: Callable[[], Any], state: Callable[[], Any]) -> str:
-    """Run again and name the first line of the user's own code after which `state()` differs; "" if none does."""
+def blame(run: Callable[[], Any], state: Callable[[], Any], packages: set[str]) -> str:
+    """Run again and name the first line of these packages after which `state()` differs; "" if none does."""
     before = state()
     lines: list[str] = []
     found: list[str] = []
@@ -230,7 +252,8 @@ def blame(run: Callable[[], Any], state: Callable[[], Any]) -> str:
         return on_line
 
     def on_call(frame: Any, _event: str, _arg: Any) -> Any:
-        return on_line if is_users(frame.f_code.co_filename) and not found else None
+        file = frame.f_code.co_filename
+        return on_line if is_users(file) and package_of(file) in packages and not found else None
 
     previous = sys.gettrace()
     sys.settrace(on_call)

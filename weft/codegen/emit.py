@@ -67,8 +67,7 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
-    rooms = {room: dict(sorted(found.items())) for room, found in tables.rooms.items()}
-    parts = {PARTS: (json.dumps(rooms, indent=1) + "\n").encode()}
+    parts = {PARTS: _tables_text(tables).encode()}
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
     meta = {
@@ -89,7 +88,20 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
 
 def _title(program: Program, team: Team) -> str:
     where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
-    return f"{class_name(program)} for {program.devices} devices{where}. Made by weft; edit freely, then verify it again."
+    return (
+        f"{class_name(program)} for {program.devices} devices{where}. Made by weft; edit freely, then verify it again."
+    )
+
+
+def _tables_text(tables: Tables) -> str:
+    """The tables as JSON, one line a key."""
+    rooms = []
+    for room, found in tables.rooms.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(table)}" for key, table in sorted(found.items())]
+        body = ",\n".join(lines)
+        rooms.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if lines else "{}"))
+    joined = ",\n".join(rooms)
+    return f"{{\n{joined}\n}}\n"
 
 
 def _saved(program: Program) -> bytes:

@@ -159,9 +159,7 @@ class Folder:
         layers = [tuple(steps[begin : begin + length]) for begin in starts]
         keys = [tuple(self._key(step) for step in every_step(layer)) for layer in layers]
         alike = 1
-        while (
-            alike < len(layers) and keys[alike] == keys[0] and starts[alike] == at + alike * length
-        ):
+        while alike < len(layers) and keys[alike] == keys[0] and starts[alike] == at + alike * length:
             alike += 1
         for count in range(alike, 1, -1):
             stack = self._flow(layers[:count], first)
@@ -186,7 +184,8 @@ class Folder:
                 names = tuple(self._sheet.base(name) for name in step.outputs)
                 where = numbered(op.path + "/")
                 path = op.path if where is None else f"{where.stack}.*.{where.rest}"
-                return form, step.layout, outputs, names, path, op.source, op.grad, op.autocast
+                layout = step.layout.grid, step.layout.uses, step.layout.algorithm
+                return form, layout, outputs, names, path, op.source, op.grad, op.autocast
             case Reshard(_, target, forward, backward):
                 return "reshard", values[target].layout, values[target].grad, forward, backward
             case Take(source, target) | Give(source, target):
@@ -276,7 +275,11 @@ class Folder:
         """What the last layer leaves for others; None if an earlier one does."""
         inside = {id(step) for layer in layers for step in every_step(layer)}
         program = self._program
-        readers: set[str] = {*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])}
+        readers: set[str] = {
+            *program.outputs.values(),
+            *program.updates.values(),
+            *([program.loss] if program.loss else []),
+        }
         for step in every_step(program.steps):
             if id(step) not in inside and not isinstance(step, Chunks | Recompute):
                 readers.update(reads_of(step, program))

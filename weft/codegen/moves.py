@@ -1,8 +1,8 @@
 """Moves in words: a change of layout as calls along named axes.
 
 In: the Program's moves. Out: runtime Moves that do the same, or None where no words fit. Whatever is proposed is
-compared with the true transfers before it is printed: on every rank, or, on large grids, at every combination of
-coordinates on the axes that the move concerns, with all others at either end.
+compared with the true transfers before it is printed: on every rank, or, on large grids, at the ends and in the middle
+of every axis. (Where ranges are named, the whole table of ranges is compared in any case.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MoveWords:
         if source is None or target is None:
             return None
         for option in self._options(move, source, target):
-            if all(self._same(option, move, rank) for rank in self._ranks(option)):
+            if all(self._same(option, move, rank) for rank in self._ranks()):
                 return option
         return None
 
@@ -88,11 +88,10 @@ class MoveWords:
                 return found
         return Cut(_short(axes))
 
-    def _ranks(self, option: Sequence[rt.Move]) -> Iterable[int]:
+    def _ranks(self) -> Iterable[int]:
         if self._spreads.devices <= FEW:
             return range(self._spreads.devices)
-        axes = {axis for move in option for axis in move.axes}
-        choices = [range(size) if name in axes else (0, size - 1) for name, size in self._spreads.grid]
+        choices = [sorted({0, 1, size // 2, size - 1}) for _, size in self._spreads.grid]
         return [self._spreads.places[0].rank_at(found) for found in itertools.product(*choices)]
 
     def _same(self, option: Sequence[rt.Move], move: ir.Move, rank: int) -> bool:

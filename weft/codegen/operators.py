@@ -1,4 +1,4 @@
-'''Operators as plain Python.
+"""Operators as plain Python.
 
 In: a target and its arguments, already text or literals. Out: an expression with the same meaning, to the bit. A row
 is a template over the argument names of the operator's schema:
@@ -9,7 +9,7 @@ is a template over the argument names of the operator's schema:
 
 Arguments that a row does not mention must have their defaults; otherwise, and for operators without a row, the call is
 written as `torch.ops.aten.NAME.OVERLOAD(...)`. Tests run every row against its operator.
-'''
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from weft.ops.arguments import overload
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 _BINARY |= {"gt": ">", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
-_UNARY = "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor isfinite isinf isnan log log10 log1p log2 logical_not"
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor isfinite isinf isnan log log10 log1p log2 logical_not"
+)
 _UNARY += " reciprocal round rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc relu"
 _F_UNARY = "softsign logsigmoid tanhshrink"
 
@@ -67,7 +69,7 @@ TEMPLATES: Mapping[str, str] = {
     "aten.layer_norm.default": "F.layer_norm(input, normalized_shape, weight?, bias?, eps?)",
     "aten.rms_norm.default": "F.rms_norm(input, normalized_shape, weight?, eps?)",
     "aten.group_norm.default": "F.group_norm(input, num_groups, weight?, bias?, eps?)",
-    "aten.embedding.default": "F.embedding(indices, weight)",
+    "aten.embedding.default": "F.embedding(indices, weight, padding_idx=?)",
     "aten.cross_entropy_loss.default": "F.cross_entropy(self, target, weight=?, ignore_index=?, label_smoothing=?)",
     "aten.nll_loss_nd.default": "F.nll_loss(self, target, weight=?, ignore_index=?)",
     "aten.mse_loss.default": "F.mse_loss(self, target)",
@@ -109,6 +111,8 @@ TEMPLATES: Mapping[str, str] = {
     "aten.constant_pad_nd.default": "F.pad(self, pad, value=?)",
     # dtypes
     "aten.to.dtype": "self.to(dtype)",
+    "aten.to.device": "self.to(device, dtype)",
+    "aten.to.dtype_layout": "self.to(device=?, dtype=?)",
     "aten.type_as.default": "self.type_as(other)",
     # reductions and lookups
     "aten.sum.default": "self.sum(dtype=?)",

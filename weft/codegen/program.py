@@ -5,41 +5,23 @@ In: a Program and a team of ranks that run the same text. Out: the text of the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
 
-from weft.codegen.body import Body, free_of
+from weft.codegen.body import say_all, write_body
+from weft.codegen.frame import Frame
 from weft.codegen.layers import Folder
 from weft.codegen.names import legal
 from weft.codegen.reads import INPUT
-from weft.codegen.sheet import Layer, Sheet
+from weft.codegen.sheet import Sheet
 from weft.codegen.stored import buffer_entries, folded, parameter_entries, table_lines
 from weft.codegen.text import literal, statement
-from weft.ir.program import Program, Step, Sync
+from weft.ir.program import Program, Sync
 
 
 def class_name(program: Program) -> str:
     """The generated class bears the model's name."""
     name = legal(program.graph.name or "Model")
     return name if name not in ("ParallelModule", "Container", "Tensor", "Part") else f"{name}Program"
-
-
-def write_body(
-    sheet: Sheet,
-    steps: Sequence[Step],
-    arguments: Sequence[str],
-    returned: Sequence[str],
-    *,
-    layer: Layer | None,
-    chunked: bool,
-) -> tuple[list[str], list[str], Mapping[str, str]]:
-    """Lines of a method's body, what it takes beside values, and the names of its arguments and results."""
-    body = Body(sheet, steps, arguments, returned, layer=layer, chunked=chunked)
-    given = {name: body.env[name] for name in arguments}
-    lines = body.write()
-    extra = [layer.variable] if layer is not None and body.needs_layer else []
-    extra += ["draw"] if body.needs_draw else []
-    results = {name: body.read(name) for name in returned}
-    return lines, extra, {**results, **given} if not set(results) & set(given) else {**given, **results}
 
 
 def file_text(sheet: Sheet, title: str) -> str:
@@ -54,7 +36,6 @@ def file_text(sheet: Sheet, title: str) -> str:
     options = ["ParallelModule", "grid=GRID", "parameters=PARAMETERS"]
     options += ["buffers=BUFFERS"] if buffers else []
     options += ["layers=LAYERS"] if layers or more else []
-    lines = ["class_line"]
     tables = [f"GRID = {literal(grid)}"]
     tables += [f"LAYERS = {literal({**more, **layers})}"] if layers or more else []
     tables += table_lines("PARAMETERS", parameters) if parameters else ["PARAMETERS: dict[str, Part] = {}"]
@@ -94,34 +75,40 @@ def _forward(sheet: Sheet) -> list[str]:
     program = sheet.program
     inputs = [INPUT + one.tensor for one in program.graph.inputs]
     kept = [*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])]
-    steps = [step for step in program.steps if not isinstance(step, Sync)]
-    body = Body(sheet, Folder(sheet).fold(steps), inputs, kept)
-    arguments = [f"{body.env[name]}: Tensor" for name in inputs]
-    lines = body.write()
+    steps = Folder(sheet).fold([step for step in program.steps if not isinstance(step, Sync)])
+    frame = Frame(sheet, steps, inputs, kept)
+    arguments = [f"{frame.env[name]}: Tensor" for name in inputs]
+    say_all(frame, steps)
+    lines = frame.lines()
     for buffer, value in program.updates.items():
         name = next(one.names[0] for one in program.graph.buffers if one.tensor == buffer)
-        lines.append(f'        self.update("{name}", {body.read(value)})')
-    lines += _ending(sheet, body)
+        lines.append(f'        self.update("{name}", {frame.read(value)})')
+    lines += _ending(sheet, frame)
     kind = "Tensor" if len(program.outputs) == 1 else "dict[str, Tensor]"
     return [*statement("def forward(", ["self", *arguments], f") -> {kind}:", 1), *lines]
 
 
-def _ending(sheet: Sheet, body: Body) -> list[str]:
+def _ending(sheet: Sheet, frame: Frame) -> list[str]:
     """The last statement: the loss tied to all that was done, or the outputs."""
     program = sheet.program
     loss = program.graph.loss
     roots: list[str] = []
     if program.loss is not None:
-        root = body.read(program.loss) if program.loss in body.env else ""
-        slots = body.slots(program.loss) if root else 0
+        root = frame.read(program.loss) if program.loss in frame.env else ""
+        slots = frame.slots(program.loss) if root else 0
         roots = [f"*{root}"] if slots > 1 else [root] if slots else []
-    if len(program.outputs) == 1 and loss in program.outputs:
-        value = body.read(program.outputs[loss])
+    if loss is not None and len(program.outputs) == 1 and loss in program.outputs:
+        value = frame.read(program.outputs[loss])
         if program.loss is None:
             return [f"        return {value}"]
         return [f"        return self.finish({', '.join([value, *roots])})"]
-    words = {name: body.read(value) for name, value in program.outputs.items()}
-    if program.loss is not None and loss in words:
+    words = {name: frame.read(value) for name, value in program.outputs.items()}
+    if program.loss is not None and loss is not None and loss in words:
         words[loss] = f"self.finish({', '.join([words[loss], *roots])})"
     pairs = [f"{literal(name)}: {text}" for name, text in words.items()]
     return statement("return {", pairs, "}", 2)
+
+
+def free_of(text: str, name: str) -> bool:
+    """True if a text does not mention a name."""
+    return re.search(rf"\b{re.escape(name)}\b", text) is None

@@ -6,6 +6,7 @@ In: a Program and the team whose text this is. `Body` asks it for everything tha
 from __future__ import annotations
 
 import itertools
+import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
@@ -23,17 +25,18 @@ from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
 from weft.codegen.text import statement
 from weft.errors import WeftError
-from weft.ir.graph import Graph, Op
+from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
-from weft.ir.program import Compute, Give, Move, Program, Recompute, Step, Take, Use
+from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
 from weft.ir.ranges import count
 from weft.lower.script import Writer
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime import script as rt
 from weft.runtime.calls import FUNCTIONS
-from weft.runtime.module import ParallelModule
+from weft.runtime.module import Container, ParallelModule
 
+_CONTAINER = Container()
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
 BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
 
@@ -68,11 +71,10 @@ class Sheet:
         self._texts: dict[str, str] = {}
         self._bases = base_names(self.graph)
         self.syncs: Mapping[str, tuple[Move, ...]] = {
-            source: moves
-            for sync in program.syncs
-            for source, moves in zip(sync.sources, sync.moves, strict=True)
+            source: moves for sync in program.syncs for source, moves in zip(sync.sources, sync.moves, strict=True)
         }
-        self._dotted = {one.tensor: one.names[0] for one in (*self.graph.parameters, *self.graph.buffers)}
+        self.named: tuple[Parameter | Buffer, ...] = (*self.graph.parameters, *self.graph.buffers)
+        self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
         self._writers: dict[int, Writer] = {}
         self.inputs = input_names(program)
@@ -82,18 +84,26 @@ class Sheet:
         self._reads.update([*program.outputs.values(), *program.updates.values()])
         self._reads.update([program.loss] if program.loss else [])
         self.body: BodyLines | None = None
-        self._direct = {step.value for step in every_step(program.steps) if isinstance(step, Use) and not step.moves}
+        self._direct = _direct(program)
         for op in self.graph.ops:
             rule_names = self._names_needed(op)
             self.reserved |= rule_names
 
     @staticmethod
     def _names_needed(op: Op) -> set[str]:
-        return {op.function.cls.__name__} if op.function is not None and hasattr(op.function, "cls") else set()
+        if op.function is None:
+            return set()
+        return {getattr(op.function, "cls", op.function).__qualname__.split(".")[0]}
 
     def need(self, module: str, names: Iterable[str]) -> None:
         """Import these names."""
-        self.imports.setdefault(module, set()).update(names)
+        if found := set(names):
+            self.imports.setdefault(module, set()).update(found)
+
+    def need_cut(self, text: str) -> None:
+        """Import Cut if a text says one."""
+        if "Cut(" in text:
+            self.need("weft.runtime.cuts", {"Cut"})
 
     # Names.
 
@@ -127,8 +137,10 @@ class Sheet:
         name = self.stored_name(tensor)
         if tensor not in self._dotted:
             return f'self.constants["{name}"]', False
-        if layer is not None and name.startswith(layer.prefix) and _plain(name.removeprefix(layer.prefix)):
-            return f"{layer.variable}{_attribute(name.removeprefix(layer.prefix))}", True
+        if layer is not None and name.startswith(layer.prefix):
+            rest = name.removeprefix(layer.prefix)
+            way = _attribute(rest) if _plain(rest) else f'.at("{rest}")'
+            return f"{layer.variable}{way}", True
         if not _plain(name) or _clashes(name.split(".")[0]):
             return f'self.part("{name}")', False
         return f"self{_attribute(name)}", False
@@ -144,7 +156,7 @@ class Sheet:
         return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
     def used_as_stored(self, value: str) -> bool:
-        """True if a Use brings the value without moving anything."""
+        """True if the value is the stored tensor itself, whose `.grad` its gradient becomes."""
         return value in self._direct
 
     def stored_name(self, tensor: str) -> str:
@@ -155,7 +167,7 @@ class Sheet:
 
     def num_layers(self, stack: str) -> int:
         """How many numbered children a container has."""
-        names = [name for one in (*self.graph.parameters, *self.graph.buffers) for name in one.names]
+        names = [name for one in self.named for name in one.names]
         start = f"{stack}."
         words = {name.removeprefix(start).split(".")[0] for name in names if name.startswith(start)}
         return sum(word.isdigit() for word in words)
@@ -165,8 +177,8 @@ class Sheet:
 
     def form(self, op: Op) -> Hashable:
         """Equal for ops that make the same call, but for the number of a random draw."""
-        *form, draw = self._book.form(op)  # type: ignore[misc]
-        return *form, draw is None, op.function
+        form: Any = self._book.form(op)
+        return form[:-1], form[-1] is None, op.function
 
     # What steps mean.
 
@@ -176,16 +188,31 @@ class Sheet:
         every = [*layouts, *(one for move in moves for one in (move.source, move.target))]
         return any(rank in layout.grid.cells_on for layout in every)
 
+    def does_something(self, step: Step) -> bool:
+        """True if the team's ranks take part in a step."""
+        match step:
+            case Compute():
+                return self.team.ranks[0] in step.layout.grid.cells_on
+            case Reshard():
+                ends = (self.program.values[name].layout for name in (step.source, step.target))
+                return self.takes_part((*step.forward, *(step.backward or ())), *ends)
+            case Chunks() | Recompute():
+                return any(map(self.does_something, step.body))
+            case _:
+                return False
+
     def writer(self, rank: int) -> Writer:
         if rank not in self._writers:
             self._writers[rank] = Writer(self.program, rank, self._book, self.words.transfers)
         return self._writers[rank]
 
-    def takes(self, step: Take) -> Callable[[int, int], rt.Take]:
-        return lambda rank, chunk: self.writer(rank).take(step, chunk)
+    def take(self, step: Take, rank: int, chunk: int) -> rt.Take:
+        """A Take as one rank does it for one chunk."""
+        return self.writer(rank).take(step, chunk)
 
-    def gives(self, step: Give) -> Callable[[int, int], rt.Give]:
-        return lambda rank, chunk: self.writer(rank).give(step, chunk)
+    def give(self, step: Give, rank: int, chunk: int) -> rt.Give:
+        """A Give as one rank does it for one chunk."""
+        return self.writer(rank).give(step, chunk)
 
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
@@ -206,16 +233,19 @@ class Sheet:
     def opaque(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], show: Callable[[Any], str]) -> str:
         """A call of the user's own autograd.Function."""
         applied: Any = op.function
-        cls = getattr(applied, "cls", None)
-        if cls is None or "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+        function = getattr(applied, "cls", applied)
+        if "<locals>" in function.__qualname__ or function.__module__ == "__main__":
             raise WeftError(
-                f"the autograd.Function behind {op.name} cannot be imported from a generated program",
+                f"the function behind {op.name} cannot be imported from a generated program",
                 place=op.place,
                 remedy="define it at the top of a module that can be imported",
             )
-        self.need(cls.__module__, {cls.__qualname__.split(".")[0]})
-        tree = applied.spec.unflatten(list(args))
-        return f"{cls.__qualname__}.apply({', '.join(show(one) for one in tree)})"
+        self.need(function.__module__, {function.__qualname__.split(".")[0]})
+        if function is applied:
+            words = [*map(show, args), *(f"{name}={show(value)}" for name, value in kwargs.items())]
+            return f"{function.__qualname__}({', '.join(words)})"
+        tree = pytree.tree_unflatten(list(args), applied.spec)
+        return f"{function.__qualname__}.apply({', '.join(show(one) for one in tree)})"
 
     # Methods.
 
@@ -239,8 +269,9 @@ class Sheet:
         if any(word != "draw" for word in extra):
             self.need("weft.runtime.module", {"Container"})
         results = [names[value] for value in returned]
-        lines.append(f"        return {', '.join(results)}")
+        lines += [f"        return {', '.join(results)}"] if results else []
         kinds = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
+        kinds = kinds if returned else "None"
         key = "\n".join([*typed, *lines])
         if key in self._texts:
             return self._texts[key], extra
@@ -261,22 +292,32 @@ class Sheet:
 
     @property
     def _roots(self) -> set[str]:
-        return {name.split(".")[0] for one in (*self.graph.parameters, *self.graph.buffers) for name in one.names}
+        return {name.split(".")[0] for one in self.named for name in one.names}
 
     def _type(self, value: str) -> str:
         if value.startswith(INPUT):
             return "Tensor"
-        parts = len(self.program.values[value].layout.parts_on(self.team.ranks[0]))
+        parts = len(self.program.values[value].layout.grid.cells_on.get(self.team.ranks[0], ()))
         return "tuple[Tensor, ...]" if parts > 1 else "Tensor"
 
     def _path(self, steps: Sequence[Step]) -> str:
         """The module that all ops of some steps have in common, by its last name."""
-        paths = [
-            self.graph.by_name[step.op].path.split(".") for step in every_step(steps) if isinstance(step, Compute)
-        ]
+        paths = [self.graph.by_name[step.op].path.split(".") for step in every_step(steps) if isinstance(step, Compute)]
         common = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
         named = [word for word in common if word and not word.isdigit()]
         return named[-1] if named else ""
+
+
+def _direct(program: Program) -> set[str]:
+    """Values that are stored tensors themselves. Of several uses of a parameter whose gradients go home by different
+    ways only one can be, and of many only the first: gradients are added in the order of the uses."""
+    unmoved = {step.value for step in every_step(program.steps) if isinstance(step, Use) and not step.moves}
+    others: set[str] = set()
+    for sync in program.syncs:
+        found = [source for source in sync.sources if source in unmoved]
+        kept = found[:1] if len(sync.sources) <= 2 or found[:1] == list(sync.sources[:1]) else []
+        others.update(name for name in found if name not in kept)
+    return unmoved - others
 
 
 def _equal_constants(graph: Graph) -> dict[str, str]:
@@ -309,13 +350,28 @@ def input_names(program: Program) -> dict[str, str]:
 
 
 def _plain(name: str) -> bool:
-    """True if every word of a dotted name can stand in the text."""
-    return all(re.fullmatch(r"[A-Za-z_]\w*|\d+", word) and word not in RESERVED - {"i"} for word in name.split("."))
+    """True if every word of a dotted name can stand in the text as an attribute."""
+    return all(
+        re.fullmatch(r"[A-Za-z_]\w*|\d+", word) and word not in keyword.kwlist and not hasattr(_CONTAINER, word)
+        for word in name.split(".")
+    )
 
 
 def _clashes(name: str) -> bool:
     """True if the runtime has another use for the name."""
-    own = {"transport", "device", "place", "here", "constants", "stream", "tape", "comm", "grad_sync", "sinks", "stored"}
+    own = {
+        "transport",
+        "device",
+        "place",
+        "here",
+        "constants",
+        "stream",
+        "tape",
+        "comm",
+        "grad_sync",
+        "sinks",
+        "stored",
+    }
     return name in own or hasattr(ParallelModule, name) or name.isdigit()
 
 

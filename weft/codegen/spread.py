@@ -98,9 +98,7 @@ class Spreads:
         used = [i for i, role in enumerate(layout.roles) if role.kind != "copy" and layout.grid.axes[i].size > 1]
         if any(axes[i] is None for i in used):
             return None
-        dims = tuple(
-            tuple(name for i in cutting if i in used for name in axes[i] or ()) for cutting in layout.axes_of
-        )
+        dims = tuple(tuple(name for i in cutting if i in used for name in axes[i] or ()) for cutting in layout.axes_of)
         partial = tuple(name for i in used if layout.roles[i] == PARTIAL for name in axes[i] or ())
         return Spread(dims, partial)
 
@@ -117,7 +115,7 @@ class Spreads:
         found: list[tuple[str, ...] | None] = []
         for i, axis in enumerate(grid.axes):
             options = [run for run in self._runs() if self.places[0].count(run) == axis.size]
-            options.sort(key=lambda run, name=axis.name: run != (name,))
+            options.sort(key=(axis.name,).__ne__)
             same = (run for run in options if all(self.places[d].at(run) == cell[i] for d, cell in cells.items()))
             found.append(next(same, None))
         return tuple(found)

@@ -37,7 +37,9 @@ class Tables:
         if (room, text) not in self._keys:
             base = "_".join((hint, *(axes or ())))
             taken = self.rooms[room]
-            name = next(n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if n not in taken)
+            name = next(
+                n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if n not in taken
+            )
             self._keys[room, text] = name
             taken[name] = table
         return self._keys[room, text]

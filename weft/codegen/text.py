@@ -22,8 +22,6 @@ TAB = "    "
 def literal(value: Any) -> str:
     """A value as it stands in the text."""
     match value:
-        case bool() | None:
-            return str(value)
         case Size():
             return str(value.hint)
         case float() if math.isinf(value) or math.isnan(value):
@@ -32,14 +30,12 @@ def literal(value: Any) -> str:
             return json.dumps(value)
         case torch.device():
             return "self.device"
-        case torch.dtype() | torch.memory_format() | torch.layout():
-            return str(value)
         case tuple() | list():
             return tuple_of(map(literal, value))
         case dict():
             return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-        case int() | float() | complex():
-            return repr(value)
+        case None | bool() | int() | float() | complex() | torch.dtype() | torch.memory_format() | torch.layout():
+            return str(value)
         case _:
             raise TypeError(f"{type(value).__name__} cannot be written as text")
 
@@ -60,11 +56,20 @@ def statement(head: str, arguments: Sequence[str], tail: str, indent: int, comme
     inner = f"{pad}{TAB}{', '.join(arguments)}"
     if not arguments:
         return [line]
-    if len(inner) <= WIDTH and not any("\n" in one for one in arguments):
+    if len(inner) <= WIDTH:
         if len(line) <= WIDTH:
             return [line]  # only the comment is too long
         return [f"{pad}{head}", inner, f"{pad}{tail}{note}"]
-    return [f"{pad}{head}", *(f"{pad}{TAB}{one}," for one in arguments), f"{pad}{tail}{note}"]
+    items = [line for one in arguments for line in _item(one, indent + 1)]
+    return [f"{pad}{head}", *items, f"{pad}{tail}{note}"]
+
+
+def _item(argument: str, indent: int) -> list[str]:
+    """One argument on lines of its own, with a comma."""
+    opening = _last_bracket(argument)
+    if len(TAB * indent + argument) < WIDTH or opening < 0:
+        return [f"{TAB * indent}{argument},"]
+    return statement(argument[: opening + 1], top_level(argument[opening + 1 : -1]), argument[-1] + ",", indent)
 
 
 def simple(line: str, indent: int, comment: str = "") -> list[str]:

@@ -1,25 +1,24 @@
-"""Measuring links: what collectives cost between processes of this machine.
+"""Measuring links: what the runtime's collectives cost between processes of this machine.
 
 In: a backend and a number of processes. Out: the Links of that backend here, for `lower(plan, links=...)`. Each
-collective is timed for a few bytes and for a large buffer: the first gives the latency, the difference of the two the
-rate. Times are medians, of the slowest rank. The processes meet through a file and open no port but the backend's own.
+collective is timed for a few bytes and for a large buffer; the first gives the latency, the difference of both the
+rate. What is timed is the transport that Programs run on, not the backend's own calls. Times are medians of the
+slowest rank.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
 
 from weft.cost.links import KINDS, Links
 from weft.errors import RunError, WeftError
+from weft.runtime.launch import Pool
+from weft.runtime.processes import ProcessTransport
+from weft.runtime.transport import CollectiveMismatch, Expected, RankFailed
 
 BACKENDS = ("gloo",)
 """What can be measured without an accelerator."""
@@ -33,20 +32,31 @@ Times = Mapping[str, Mapping[int, float]]
 """Seconds by kind and bytes."""
 
 
-def measure_links(backend: str = "gloo", *, processes: int = 2) -> Links:
-    """Start processes on this machine, time every kind of collective, and fit the table."""
+def measure_links(
+    backend: str = "gloo", *, processes: int = 2, done: Callable[[int, int], None] = lambda count, total: None
+) -> Links:
+    """Start processes on this machine, time every kind of collective, and fit the table.
+
+    Args:
+        done: is told how many measurements of how many are made.
+    """
     if backend not in BACKENDS:
         raise WeftError(f"the links of {backend!r} cannot be measured here", remedy=f"measure {', '.join(BACKENDS)}")
     if processes < 2:
         raise WeftError(f"{processes} process has nobody to talk to", remedy="measure with at least 2 processes")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(_time_rank, args=(backend, processes, folder), nprocs=processes)
-        except ProcessException as error:
-            raise RunError(f"a process failed while links were measured: {error}") from error
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
-    slowest = {kind: {size: max(r[kind][str(size)] for r in ranks) for size in REPEATS} for kind in KINDS}
-    return fit(backend, slowest, processes)
+    work = [(kind, size) for kind in KINDS for size in REPEATS]
+    times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    everyone = tuple(range(processes))
+    with Pool(processes, backend=backend) as pool:
+        for count, (kind, size) in enumerate(work):
+            done(count, len(work))
+            try:
+                found = pool.run(time_rank, (kind, size), known=[everyone])
+            except (RankFailed, CollectiveMismatch) as error:
+                raise RunError(f"a process failed while links were measured: {error}") from error
+            times[kind][size] = max(found)
+    done(len(work), len(work))
+    return fit(backend, times, processes)
 
 
 def fit(name: str, times: Times, processes: int) -> Links:
@@ -66,50 +76,45 @@ def fit(name: str, times: Times, processes: int) -> Links:
     )
 
 
-def _time_rank(rank: int, backend: str, processes: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    meeting = (Path(folder) / "meeting").as_uri()
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=processes)
-    times = {
-        kind: {size: _median(_call(kind, size, rank, processes), repeats) for size, repeats in REPEATS.items()}
-        for kind in KINDS
-    }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _median(call: Callable[[], object], repeats: int) -> float:
-    call()
+def time_rank(transport: ProcessTransport, asked: tuple[str, int]) -> float:
+    """The median time of one collective on this rank."""
+    kind, size = asked
+    everyone = tuple(range(transport.num_ranks))
+    transport.check = False
+    call = _call(kind, size, transport)
     found = []
-    for _ in range(repeats):
-        dist.barrier()
+    for _ in range(REPEATS[size] + 1):
+        transport.barrier(everyone)
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    # the first call pays for memory and connections
+    return statistics.median(found[1:])
 
 
-def _call(kind: str, size: int, rank: int, processes: int) -> Callable[[], object]:
+def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], object]:
     """One collective over all processes whose buffer, as `Links` counts it, has `size` bytes."""
+    rank, processes = transport.rank, transport.num_ranks
+    everyone = tuple(range(processes))
+    others = [peer for peer in everyone if peer != rank]
     each = size // 4 // processes
     buffer, part = torch.zeros(each * processes), torch.zeros(each)
-    peer = (rank + 1) % processes, (rank - 1) % processes
+    cuts = buffer.chunk(processes)
+    after, before = (rank + 1) % processes, (rank - 1) % processes
 
-    def exchange() -> None:
-        sends = dist.P2POp(dist.isend, buffer, peer[0])
-        receives = dist.P2POp(dist.irecv, arrived, peer[1])
-        for work in dist.batch_isend_irecv([sends, receives]):
-            work.wait()
+    def whole_from(*peers: int) -> dict[int, list[Expected]]:
+        return {peer: [((len(buffer),), buffer.dtype)] for peer in peers}
 
-    arrived = torch.zeros_like(buffer)
+    parts: dict[int, list[Expected]] = {peer: [((each,), buffer.dtype)] for peer in others}
+    to_others = {peer: [buffer] for peer in others} if rank == 0 else {}
+    from_first = whole_from(0) if rank else {}
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(buffer),
-        "all_gather": lambda: dist.all_gather(list(arrived.chunk(processes)), part),
-        "reduce_scatter": lambda: dist.reduce_scatter(part, list(buffer.chunk(processes))),
-        "all_to_all": lambda: dist.all_to_all_single(arrived, buffer),
-        "broadcast": lambda: dist.broadcast(buffer, 0),
-        "exchange": exchange,
+        "all_reduce": lambda: transport.all_reduce(buffer, everyone),
+        "all_gather": lambda: transport.all_gather(part, everyone),
+        "reduce_scatter": lambda: transport.reduce_scatter(cuts, everyone),
+        "all_to_all": lambda: transport.all_to_all({peer: [cuts[peer]] for peer in others}, parts, everyone),
+        "broadcast": lambda: transport.all_to_all(to_others, from_first, everyone, "broadcast"),
+        "exchange": lambda: transport.all_to_all({after: [buffer]}, whole_from(before), everyone, "exchange"),
         "local": buffer.clone,
     }
     return calls[kind]

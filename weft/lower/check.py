@@ -37,9 +37,14 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.operands} operands exact, {self.sums} sums complete, {self.collectives} collectives matched, "
-            f"{self.gradients} gradients and {self.parameters} parameter gradients complete"
+            f"{_many(self.operands, 'operand')} exact, {_many(self.sums, 'sum')} complete, "
+            f"{_many(self.collectives, 'collective')} matched, {_many(self.gradients, 'gradient')} and "
+            f"{_many(self.parameters, 'parameter gradient')} complete"
         )
+
+
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def check(program: Program, book: RuleBook | None = None) -> Report:

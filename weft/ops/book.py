@@ -75,7 +75,7 @@ class RuleBook:
     def _freeze(self, arg: Arg) -> Any:
         if isinstance(arg, Ref):
             tensor = self.graph.tensors[arg.name]
-            return ("tensor", tensor.sizes, tensor.dtype)
+            return ("tensor", tensor.sizes, tensor.dtype, tensor.needs_grad)
         if isinstance(arg, tuple | list):
             return tuple(self._freeze(item) for item in arg)
         if isinstance(arg, float | bool):

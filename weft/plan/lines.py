@@ -301,6 +301,12 @@ def _stored(transforms: Iterable[Transform], name: str, shape: tuple[int, ...], 
                 place=place,
                 remedy="in store cut a dim by its number, into contiguous parts: cut(0, 4, axis='dp')",
             )
+        if not shape:
+            raise PlanError(
+                f"{name} is a single number: it has no dims to cut",
+                place=place,
+                remedy="leave it out of the store line: it is stored whole",
+            )
         if not -len(shape) <= transform.name < len(shape):
             raise PlanError(
                 f"{name} has {len(shape)} dims {list(shape)}, not dim {transform.name}",

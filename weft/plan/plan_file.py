@@ -27,6 +27,8 @@ from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algo
 from weft.plan.select import Selection, fold
 
 VERSION = 1
+KINDS = {int: "whole number", list: "list", dict: "table"}
+"""What the types of fields are called in errors."""
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -114,7 +116,11 @@ def _difference(saved: object, now: Mapping[str, str]) -> str:
 def _field(data: object, key: str, kind: type, place: str) -> Any:
     value = data.get(key) if isinstance(data, Mapping) else None
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise PlanError(f"{key!r} must be a {kind.__name__}, not {value!r}", place=place, remedy="save the plan again")
+        raise PlanError(
+            f"{key!r} is {value!r}, which is no {KINDS.get(kind, kind.__name__)}",
+            place=place,
+            remedy="save the plan again",
+        )
     return value
 
 

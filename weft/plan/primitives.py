@@ -95,7 +95,7 @@ def cut(
     cut n [3, 1] (tp)
     """
     sizes = groups if isinstance(groups, int) else tuple(groups)
-    return CutBy(name, _shares(parts), _axis(axis), sizes, units)
+    return CutBy(name, _shares(parts, f"cut({name!r}, {parts!r})"), _axis(axis), sizes, units)
 
 
 def copy(parts: int, axis: str = "") -> CopyOver:
@@ -104,7 +104,9 @@ def copy(parts: int, axis: str = "") -> CopyOver:
     rewrite: y = op(x) on cell c  ->  y = op(x) on cells (c, i), i = 0 .. parts - 1
     """
     if not is_count(parts):
-        raise PlanError(f"cannot make {parts!r} copies", remedy="give a whole number of at least 1")
+        raise PlanError(
+            f"cannot make {parts!r} copies", place=f"copy({parts!r})", remedy="give a whole number of at least 1"
+        )
     return CopyOver(parts, _axis(axis))
 
 
@@ -117,7 +119,7 @@ def algorithm(kind: str, name: str, parts: int | Sequence[int], axis: str = "") 
         raise PlanError(
             f"no algorithm is called {kind!r}", remedy=f"{OWN_ALGORITHM!r} is the algorithm of the operator's own rule"
         )
-    return CutBy(name, _shares(parts), _axis(axis), algorithm=kind)
+    return CutBy(name, _shares(parts, f"algorithm({kind!r}, {name!r}, {parts!r})"), _axis(axis), algorithm=kind)
 
 
 def recompute() -> RecomputeMark:
@@ -133,15 +135,17 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _shares(parts: int | Sequence[int]) -> tuple[int, ...]:
+def _shares(parts: int | Sequence[int], place: str) -> tuple[int, ...]:
     if isinstance(parts, int):
         if not is_count(parts):
-            raise PlanError(f"cannot cut into {parts!r} parts", remedy="give a whole number of at least 1")
+            raise PlanError(f"cannot cut into {parts!r} parts", place=place, remedy="give a whole number of at least 1")
         return (1,) * parts
     shares = tuple(parts)
     if not all(is_count(share, 0) for share in shares) or not any(shares):
         raise PlanError(
-            f"shares {list(shares)} are not usable", remedy="give whole numbers of at least 0, not all of them 0"
+            f"shares {list(shares)} are not usable",
+            place=place,
+            remedy="give whole numbers of at least 0, not all of them 0",
         )
     return shares
 

@@ -41,7 +41,14 @@ class Recipe:
             plan = tp(plan, self.tp)
         if self.coshard > 1:
             plan = coshard(plan, self.coshard)
-        return recompute(plan, self.recompute) if self.recompute else plan
+        return self._recomputed(plan) if self.recompute else plan
+
+    def _recomputed(self, plan: Plan) -> Plan:
+        try:
+            return recompute(plan, self.recompute)
+        except PlanError as error:
+            place = error.place or f"recipe setting recompute={self.recompute}"
+            raise PlanError(error.message, place=place, remedy=error.remedy) from None
 
 
 def parse_recipe(text: str) -> Recipe:

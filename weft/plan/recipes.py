@@ -22,6 +22,8 @@ from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy, is_count
 from weft.plan.select import Selection, inside, is_path, module_of
 
+SHOWN = 3
+"""So many operators are named in an error."""
 BatchDims = Mapping[str, int | None] | Sequence[int | None]
 
 
@@ -42,7 +44,7 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
         raise PlanError(
             f"cannot cut a batch of {size} into {parts} parts",
             place=f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}",
-            remedy=f"use dp={size} or less, or a larger example batch",
+            remedy=(f"use dp={size} or less, or " if size > 1 else "leave out dp, or give ") + "a larger example batch",
         )
     colors = find_colors(plan.graph, plan.rules, parts, dims)
     batch = [color for color in dict.fromkeys(map(colors.at, dims)) if color is not None]
@@ -53,11 +55,9 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
             if member is not None and op not in chosen:
                 chosen[op] = member.cut(parts, axis)
     if not chosen:
-        raise PlanError(
-            f"no op of {plan.graph.name} can be cut along the batch",
-            place=f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}",
-            remedy="name the batch dim of every input with batch_dims",
-        )
+        place = f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}"
+        remedy = "name the batch dim of every input with batch_dims"
+        raise _nothing(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
     rest = [op.name for op in plan.graph.ops if op.name not in chosen]
     plan = _cut_all(plan, chosen)
     return plan.trans(rest, primitives.copy(parts, axis)) if rest else plan
@@ -124,7 +124,7 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     _check_count("tp", parts)
     chains = choose_chains(plan, parts)
     if not chains:
-        raise _nothing(plan, f"{axis}={parts}", parts)
+        raise _no_chain(plan, f"{axis}={parts}", parts)
     return _cut_all(plan, {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()})
 
 
@@ -137,7 +137,7 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     _check_count("coshard", parts)
     chains = choose_chains(plan, parts, talking=False)
     if not chains:
-        raise _nothing(plan, f"coshard={parts}", parts)
+        raise _no_chain(plan, f"coshard={parts}", parts)
     mesh = _mesh(plan)
     cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
     for name, size in mesh.items():
@@ -225,8 +225,24 @@ def _check_count(what: str, parts: int) -> None:
         raise PlanError(f"{what}={parts!r} is no number of parts", remedy="give a whole number of at least 1")
 
 
-def _nothing(plan: Plan, what: str, parts: int) -> PlanError:
+def _no_chain(plan: Plan, what: str, parts: int) -> PlanError:
+    message = (
+        f"{what}: {plan.graph.name} has no inner dim (features, heads, channels, vocabulary) that a multiplication "
+        f"uses and that falls into {parts} parts"
+    )
+    return _nothing(plan, message, "", "use fewer parts, or cut ops by hand with plan.trans")
+
+
+def _nothing(plan: Plan, message: str, place: str, remedy: str) -> PlanError:
+    """A recipe found nothing to cut: because some operators have no rule, or for another reason."""
+    unruled = {op.kind: op for op in reversed(plan.rules.unruled())}
+    if not unruled:
+        return PlanError(message, place=place, remedy=remedy)
+    kinds = sorted(unruled, key=lambda kind: plan.graph.ops.index(unruled[kind]))
+    missing = f"{', '.join(kinds[:SHOWN])}{' ...' if len(kinds) > SHOWN else ''}"
+    verb = "has" if len(kinds) == 1 else "have"
     return PlanError(
-        f"{what}: no dim of {plan.graph.name} that its inputs lack and that multiplications share has {parts} units",
-        remedy="use fewer parts, or cut ops by hand with plan.trans",
+        f"{message}: {missing} {verb} no rule, so every device computes the whole of it",
+        place=unruled[kinds[0]].place,
+        remedy="write it with plain operators (linear, sigmoid, tanh ...), or cut other ops by hand with plan.trans",
     )

@@ -5,7 +5,8 @@ In: tensors and the ranks of a group. Out: the members' tensors, or their sum. H
     all_to_all      one exchange of everything packed
     all_gather      one exchange, the same tensor to everybody
     all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
-                    else each member gets its chunk of all tensors, adds it up in group order, and sends it to all
+                    else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
+                    large tensors in blocks, so that one is under way while another is added up (sums.py)
     reduce_scatter  one exchange, then added locally in group order
 
 So sums do not depend on the backend: they are the emulator's, bit for bit, unless the backend sums natively. Every wait
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,22 +28,15 @@ from torch import Tensor
 
 from weft.runtime.groups import Group, Groups
 from weft.runtime.signature import NUMBERS, Signature, difference, from_json
+from weft.runtime.sums import add_up, combine
 from weft.runtime.transport import CollectiveMismatch
 from weft.runtime.watch import PeerLost, Watch
 from weft.runtime.wire import Want, as_bytes, num_bytes, pack, unpack
 
 LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
-ONE_ROUND = 1 << 16
-"""Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
-bytes that it saves (gloo, 4 processes of one host)."""
-
-COMBINE: Mapping[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+KEPT = 64 << 20
+"""Bytes of a buffer that is kept for the next call."""
 
 
 class Channel:
@@ -56,8 +51,9 @@ class Channel:
     ) -> None:
         self._groups, self._watch, self._device, self._lane = groups, watch, device, lane
         self.timeout, self.check = timeout, check
-        self._rank = groups.rank
+        self.rank = groups.rank
         self._numbers: dict[Group, int] = {}
+        self._scratch: dict[str, Tensor] = {}
 
     def number(self, group: Group) -> int:
         """How many calls the rank has made in this group before."""
@@ -70,12 +66,13 @@ class Channel:
         """Everybody's tensors to everybody."""
         members = sorted(signature.group)
         with self._entered(signature):
-            flat, sizes = pack([sends.get(peer, ()) if peer != self._rank else () for peer in members], self._device)
-            wanted = [wants.get(peer, ()) if peer != self._rank else () for peer in members]
+            mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
+            flat, sizes = pack(mine, self._device, self.scratch)
+            wanted = [wants.get(peer, ()) if peer != self.rank else () for peer in members]
             came = self._carry(flat, sizes, [num_bytes(one) for one in wanted], signature.group)
         found = dict(zip(members, unpack(came, wanted), strict=True))
-        if self._rank in wants:
-            found[self._rank] = [tensor.detach().clone() for tensor in sends.get(self._rank, ())]
+        if self.rank in wants:
+            found[self.rank] = [tensor.detach().clone() for tensor in sends.get(self.rank, ())]
         return {peer: found[peer] for peer in wants}
 
     @torch.no_grad()
@@ -85,30 +82,34 @@ class Channel:
             return self._gather(tensor, signature.group)
 
     @torch.no_grad()
-    def reduce(self, tensor: Tensor, op: str, signature: Signature) -> Tensor:
-        """The sum of everybody's tensor."""
+    def reduce(self, tensor: Tensor, op: str, signature: Signature, *, in_place: bool = False) -> Tensor:
+        """The sum of everybody's tensor. `in_place`: in the tensor itself, if it is contiguous."""
         group, backend = signature.group, self._groups.backend
         with self._entered(signature):
+            source = tensor.detach().contiguous()
+            total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
             if backend.sums_natively(tensor.dtype, op):
-                total = tensor.detach().clone(memory_format=torch.contiguous_format)
+                total.copy_(source)
                 self._wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
-                return total
-            if len(group) == 2 or tensor.nbytes <= ONE_ROUND:
-                return _combine(self._gather(tensor, group), op, fresh=group.index(self._rank) != 0)
-            return self._reduce_in_two_rounds(tensor, group, op)
+            else:
+                add_up(self, source.view(-1), total.view(-1), group, op)
+        return total
 
     @torch.no_grad()
     def reduce_scatter(self, parts: Sequence[Tensor], op: str, signature: Signature) -> Tensor:
         """The sum of everybody's part for this rank; `parts` are in group order and alike."""
         group = signature.group
-        own = parts[group.index(self._rank)]
+        own = parts[group.index(self.rank)]
         by_rank = dict(zip(group, parts, strict=True))
         with self._entered(signature):
-            flat, sizes = pack([(by_rank[peer],) if peer != self._rank else () for peer in sorted(group)], self._device)
-            wanted = [(_want(own),) if peer != self._rank else () for peer in sorted(group)]
-            came = unpack(self._carry(flat, sizes, [num_bytes(one) for one in wanted], group), wanted)
-        found = {peer: tensors for peer, tensors in zip(sorted(group), came, strict=True) if tensors}
-        return _combine([found[peer][0] if peer != self._rank else own.detach() for peer in group], op)
+            others = [peer for peer in sorted(group) if peer != self.rank]
+            flat, _ = pack([(by_rank[peer],) for peer in others], self._device, self.scratch)
+            sizes = [by_rank[peer].nbytes if peer != self.rank else 0 for peer in sorted(group)]
+            wanted = [own.nbytes if peer != self.rank else 0 for peer in sorted(group)]
+            came = self.scratch("came", sum(wanted))
+            self.finish(self.begin_carry(came, flat, wanted, sizes, group))
+        found = dict(zip(others, came.view(own.dtype).view(len(others), *own.shape), strict=True))
+        return combine([found.get(peer, own.detach()) for peer in group], op)
 
     def barrier(self, signature: Signature) -> None:
         """Wait for all members."""
@@ -118,34 +119,40 @@ class Channel:
     def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
         mine, members = as_bytes(tensor), sorted(group)
         others = len(group) - 1
-        sizes = [0 if peer == self._rank else mine.numel() for peer in members]
+        sizes = [0 if peer == self.rank else mine.numel() for peer in members]
         came = self._carry(mine if others == 1 else mine.repeat(others), sizes, sizes, group)
         want = _want(tensor)
-        found = unpack(came, [() if peer == self._rank else (want,) for peer in members])
+        found = unpack(came, [() if peer == self.rank else (want,) for peer in members])
         by_rank = {peer: tensors[0] for peer, tensors in zip(members, found, strict=True) if tensors}
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
         return [by_rank.get(peer, own) for peer in group]
 
-    def _reduce_in_two_rounds(self, tensor: Tensor, group: Group, op: str) -> Tensor:
-        members = sorted(group)
-        flat = tensor.detach().contiguous().reshape(-1)
-        lengths = [len(chunk) for chunk in flat.tensor_split(len(group))]
-        mine = members.index(self._rank)
-        sizes = [length * flat.itemsize for length in lengths]
-        came = self._carry(as_bytes(flat), sizes, [sizes[mine]] * len(group), group)
-        chunks = dict(zip(members, came.view(flat.dtype).view(len(group), lengths[mine]), strict=True))
-        total = as_bytes(_combine([chunks[peer] for peer in group], op))
-        result = self._carry(total.repeat(len(group)), [sizes[mine]] * len(group), sizes, group)
-        return result.view(flat.dtype).view(tensor.shape)
-
     def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group) -> Tensor:
-        """One exchange of bytes; sizes per member, ranks ascending."""
-        if len(group) == 1:
-            return flat.clone()
+        """One exchange of bytes; sizes per member, ranks ascending. What comes is new memory."""
         came = torch.empty(sum(wanted), dtype=torch.uint8, device=self._device)
-        made = self._groups.get(group, self._lane)
-        self._wait(made.alltoall_base(came, flat, wanted, sizes))
+        self.finish(self.begin_carry(came, flat, wanted, sizes, group))
         return came
+
+    def begin_carry(self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group) -> Any:
+        """Begin one exchange of bytes; `finish` waits for it."""
+        if len(group) == 1:
+            came.copy_(flat)
+            return None
+        return self._groups.get(group, self._lane).alltoall_base(came, flat, wanted, sizes)
+
+    def finish(self, work: Any) -> None:
+        """Wait for what `begin_carry` began."""
+        if work is not None:
+            self._wait(work)
+
+    def scratch(self, name: str, size: int) -> Tensor:
+        """Memory to be used again: new memory costs more than the bytes that travel through it."""
+        if size > KEPT:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        held = self._scratch.get(name)
+        if held is None or held.numel() < size:
+            held = self._scratch[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return held[:size]
 
     def _wait(self, work: Any) -> None:
         """Wait for the backend, looking up now and then."""
@@ -154,23 +161,24 @@ class Channel:
             return
         until = time.monotonic() + self.timeout
         while True:
-            try:
+            with suppress(RuntimeError):
                 work.wait(LOOK)
                 return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise PeerLost(str(error).partition(". This is typically")[0]) from error
+            if work.is_completed():
+                # it may have ended well just after the look was over: only a second look tells
+                _settle(work)
+                return
             self._watch.check()
             if time.monotonic() > until:
-                message = f"rank {self._rank} waited {self.timeout:g} s for a collective"
-                raise CollectiveMismatch(message, rank=self._rank, waits=self._watch.waits())
+                message = f"rank {self.rank} waited {self.timeout:g} s for a collective"
+                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def _entered(self, signature: Signature) -> _Entered:
         group = signature.group
         self._watch.check()
-        if self._rank not in group:
-            message = f"rank {self._rank} entered a collective of group {group}, which it is not in"
-            raise CollectiveMismatch(message, rank=self._rank, waits={self._rank: f"is in {signature}"})
+        if self.rank not in group:
+            message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
+            raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is in {signature}"})
         self._numbers[group] = signature.number + 1
         return _Entered(self, signature)
 
@@ -183,20 +191,18 @@ class Channel:
         mine = torch.tensor([signature.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
         each = [NUMBERS * mine.itemsize] * len(members)
         theirs = self._carry(as_bytes(mine), each, each, signature.group).view(torch.int64).view(-1, NUMBERS).tolist()
-        apart = [
-            p for p, found in zip(members, theirs, strict=True) if p != self._rank and not signature.fits(p, found)
-        ]
+        apart = [p for p, found in zip(members, theirs, strict=True) if p != self.rank and not signature.fits(p, found)]
         if apart:
             self._refuse(signature, apart[0])
 
     def _refuse(self, mine: Signature, other: int) -> None:
         """Find out what the other meant, and raise."""
-        self._watch.say(f"clash/{self._rank}", json.dumps(mine.as_json()))
+        self._watch.say(f"clash/{self.rank}", json.dumps(mine.as_json()))
         heard = self._watch.hear(f"clash/{other}")
-        message = f"ranks {self._rank} and {other} entered different collectives, in {mine.where}"
+        message = f"ranks {self.rank} and {other} entered different collectives, in {mine.where}"
         if heard:
-            message = difference(self._rank, mine, other, from_json(json.loads(heard)))
-        raise CollectiveMismatch(message, rank=self._rank, waits=self._watch.waits())
+            message = difference(self.rank, mine, other, from_json(json.loads(heard)))
+        raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def end(self) -> None:
         """After a call."""
@@ -217,14 +223,13 @@ class _Entered:
             self._channel.end()
 
 
+def _settle(work: Any) -> None:
+    """The outcome of work that is over."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error).partition(". This is typically")[0]) from error
+
+
 def _want(tensor: Tensor) -> Want:
     return tuple(tensor.shape), tensor.dtype
-
-
-def _combine(tensors: Sequence[Tensor], op: str, *, fresh: bool = False) -> Tensor:
-    """Combine in order. `fresh`: the first tensor may be written to."""
-    combine = COMBINE[op]
-    total = tensors[0] if fresh and len(tensors) == 2 else tensors[0].clone()
-    for tensor in tensors[1:]:
-        combine(total, tensor, out=total)
-    return total

@@ -111,7 +111,7 @@ class Cut:
             return tuple(map(_tidy, ([pair] for pair in itertools.pairwise(ends))))
         blocks = self.groups if isinstance(self.groups, tuple) else (size // self.groups,) * self.groups
         assert sum(blocks) == size, f"a dim of {size} does not consist of the groups {blocks}"
-        units = blocks[0] if self.units is None else self.units
+        units = max(blocks[0], 1) if self.units is None else self.units
         intervals = [(0, units)]
         for count in counts:
             intervals = [piece for interval in intervals for piece in share_out(interval, count)]

@@ -25,12 +25,20 @@ T = TypeVar("T")
 GRACE = 10.0
 """Seconds that a stopped rank gets to come to its next collective before it is left behind (its thread is a daemon)."""
 
+IMPATIENCE = 0.5
+"""The same when the caller is interrupted (Ctrl-C)."""
+
+LOOK_UP = 0.1
+"""Seconds after which the caller of the ranks looks up from waiting."""
+
 
 def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float = 60.0) -> list[T]:
     """Run `body` on every rank, each in a thread, and return the results in rank order.
 
     Args:
         timeout: seconds that one collective may wait for its last member.
+
+    KeyboardInterrupt ends the ranks at their next operator and leaves at once.
 
     Raises:
         RankFailed: a rank raised (the lowest one, if several did).
@@ -52,15 +60,17 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
     ]
+    grace = IMPATIENCE
     try:
         for thread in threads:
             thread.start()
-        board.wait_for_end()
+        board.wait_for_end(GRACE)
+        grace = GRACE
     finally:
-        # if the caller is interrupted the ranks must not outlive the call
+        # if the caller is interrupted the ranks must not outlive the call, nor must the user wait for them
         board.stop(None)
-        board.wait_for_end()
-        for rank in board.ended:
+        board.wait_for_end(grace)
+        for rank in tuple(board.ended):
             threads[rank].join()
     board.raise_failure(transports)
     return results
@@ -195,11 +205,13 @@ class _Board:
                 self._refuse_deadlock(rank)
             self.changed.notify_all()
 
-    def wait_for_end(self) -> None:
-        """Return when every rank has ended, or some time after a stop."""
+    def wait_for_end(self, grace: float) -> None:
+        """Return when every rank has ended, or `grace` seconds after a stop."""
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or len(self.ended) == self.num_ranks)
-            self.changed.wait_for(lambda: len(self.ended) == self.num_ranks, GRACE)
+            # in short waits: a signal that comes just before a wait begins would not end it
+            while not self.changed.wait_for(lambda: self.stopped or len(self.ended) == self.num_ranks, LOOK_UP):
+                pass
+            self.changed.wait_for(lambda: len(self.ended) == self.num_ranks, grace)
 
     def raise_failure(self, transports: Sequence[_Emulated]) -> None:
         with self.changed:
@@ -229,7 +241,18 @@ class _Emulated:
     def __init__(self, board: _Board, rank: int) -> None:
         self._board = board
         self.rank, self.num_ranks = rank, board.num_ranks
-        self.device, self.doing = torch.device("cpu"), Doing()
+        self.device, self._doing = torch.device("cpu"), Doing()
+
+    @property
+    def doing(self) -> Doing:
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: Doing) -> None:
+        # a rank says what it begins: the moment to end it if all are to stop
+        if self._board.stopped:
+            raise Stopped
+        self._doing = doing
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:

@@ -44,7 +44,9 @@ class Pending(Protocol):
 class Starts(Protocol):
     """A transport that sums in the background."""
 
-    def start_all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Pending: ...
+    def start_all_reduce(
+        self, tensor: Tensor, group: tuple[int, ...], op: str = "sum", *, in_place: bool = False
+    ) -> Pending: ...
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,16 @@ def make_buckets(summed: Sequence[Summed], size: int = BUCKET) -> list[Bucket]:
 def start_sum(transport: Transport, tensor: Tensor, group: tuple[int, ...]) -> Pending:
     """A sum in the background where the transport can, at once where it cannot."""
     if isinstance(transport, Starts):
-        return transport.start_all_reduce(tensor, group)
+        return transport.start_all_reduce(tensor, group, in_place=is_private(tensor))
     return _Done(transport.all_reduce(tensor, group))
+
+
+def is_private(tensor: Tensor) -> bool:
+    """True if nothing else lies in the tensor's memory: it may be written to.
+
+    Autograd may give two leaves gradients on one memory, and may not be done with either."""
+    # one reference is the tensor's, one that of the storage asked for here
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 
 @dataclass(frozen=True)

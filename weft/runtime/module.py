@@ -18,96 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.collectives import Collectives, Irregular
-from weft.runtime.cuts import Axes, Cuts, Place, index_at, whole
+from weft.runtime.collectives import Collectives
+from weft.runtime.cuts import Cuts, Place, index_at, whole
 from weft.runtime.gives import take_part
 from weft.runtime.moves import Move, all_reduce
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
+from weft.runtime.stored import NO_TABLES, Container, Part, Table, Tables, expand
 from weft.runtime.tape import Tape, Used
 from weft.runtime.transfers import execute_all, real_dtype, size
 from weft.runtime.transport import Doing, Transport
 from weft.runtime.values import Gradient
 
-__all__ = ["Container", "Given", "ParallelModule", "Part", "Table"]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Stands for what the tables beside the program say under this key, for this rank."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """How a parameter or buffer is stored.
-
-    Args:
-        shape: of the whole.
-        cuts: for each dim that is cut the axes, or how; a Table where that does not follow the axes.
-        sync: how the gradient of the parameter, used as it is stored, becomes complete: a sum along these axes, or
-            moves one after the other; None if it is never used so.
-        trained: it gets a gradient.
-        tied: other names of the same parameter.
-        persistent: of a buffer: it is saved.
-    """
-
-    shape: tuple[int, ...]
-    cuts: Cuts | Table | None = None
-    dtype: torch.dtype = torch.float32
-    sync: Axes | Sequence[Move] | Table | None = ()
-    trained: bool = True
-    tied: tuple[str, ...] = ()
-    persistent: bool = True
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What differs by rank, as this rank sees it."""
-
-    here: Mapping[str, Any]
-    """Sizes, intervals, groups."""
-    parts: Mapping[str, Index | None]
-    """What is stored of tensors that do not follow the axes; None: nothing."""
-    moves: Mapping[str, Irregular]
-
-
-NO_TABLES = Tables({}, {}, {})
-
-
-class Container(nn.Module):
-    """Holds parameters, buffers and containers under the names they have in the original model."""
-
-    def __getitem__(self, number: int) -> Any:
-        return self._modules[str(number)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(module for name, module in self._modules.items() if name.isdigit())
-
-    def __len__(self) -> int:
-        return sum(name.isdigit() for name in self._modules)
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name)
-
-    def hold(self, path: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Put a parameter or buffer under a dotted name, making the containers on the way."""
-        *way, last = path.split(".")
-        holder: nn.Module = self
-        for name in way:
-            if name not in holder._modules:
-                holder._modules[name] = Container()
-            found = holder._modules[name]
-            assert found is not None
-            holder = found
-        if isinstance(tensor, nn.Parameter):
-            holder._parameters[last] = tensor
-        else:
-            holder._buffers[last] = tensor
-            if not persistent:
-                holder._non_persistent_buffers_set.add(last)
+__all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
 
 
 class GradSync(Protocol):
@@ -273,7 +197,7 @@ class ParallelModule(Container):
         return run_chunks(function, inputs, count, gives)
 
     def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
-        """The loss, tied to all that this forward has done: its backward starts from the roots and reaches every reshard.
+        """The loss, tied to all that this forward has done: backward starts from the roots and reaches every reshard.
 
         Args:
             value: the complete loss, on every rank.
@@ -305,7 +229,7 @@ class ParallelModule(Container):
                     self._backward.before[name], parameter.grad = parameter.grad, None
             self.sinks.clear()
             self.grad_sync.begin(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward.tapes.append(tape)
 
     def _end_backward(self) -> None:
@@ -328,7 +252,7 @@ class ParallelModule(Container):
 
     def sync_order(self) -> Iterator[tuple[str, Part]]:
         """All trained parameters, as their gradients become complete: in the reverse order of use."""
-        return ((name, part) for name, part in reversed(self._stored.items()) if part.trained)
+        return ((name, self._stored[name]) for name in reversed(list(self._stored)) if self._stored[name].trained)
 
     def sync_transfers(self, name: str) -> tuple[Transfer, ...] | None:
         """How the gradient of a parameter used as stored becomes complete; None if it is not used so."""
@@ -345,6 +269,23 @@ class ParallelModule(Container):
             found.append(move.transfer(shape, self.place))
             shape = found[-1].shapes[0]
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class Original:
+    """A tensor of the original model: its whole shape, and all of its names."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def shapes_of(module: ParallelModule) -> dict[str, Original]:
+    """The parameters and buffers of the original model, by each of their names."""
+    found: dict[str, Original] = {}
+    for name, part in (*module._stored.items(), *module._buffered.items()):
+        names = (name, *part.tied)
+        found.update(dict.fromkeys(names, Original(part.shape, names)))
+    return found
 
 
 @dataclass
@@ -425,33 +366,3 @@ def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         gradients[name] = gradient.clone() if address in seen else gradient
         seen.add(address)
     return gradients
-
-
-def expand(parts: Mapping[str, Part], layers: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
-    """Names with `*` in place of a layer's number, spelled out: neighbours of one stack layer by layer.
-
-    >>> [name for name, _ in expand({"h.*.a": Part((1,)), "h.*.b": Part((1,))}, {"h": 2})]
-    ['h.0.a', 'h.0.b', 'h.1.a', 'h.1.b']
-    """
-    block: list[tuple[str, Part]] = []
-    for name, part in [*parts.items(), ("", Part(()))]:
-        stack = _stack(name)
-        if block and _stack(block[0][0]) != stack:
-            for number in range(layers[_stack(block[0][0])]):
-                for pattern, each in block:
-                    yield pattern.replace("*", str(number), 1), _numbered(each, number)
-            block = []
-        if stack:
-            block.append((name, part))
-        elif name:
-            yield name, part
-
-
-def _stack(name: str) -> str:
-    return name[: name.index(".*")] if ".*" in name else ""
-
-
-def _numbered(part: Part, number: int) -> Part:
-    if not part.tied:
-        return part
-    return Part(**{**vars(part), "tied": tuple(name.replace("*", str(number), 1) for name in part.tied)})

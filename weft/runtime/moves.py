@@ -21,6 +21,9 @@ from weft.runtime.script import Index, Piece, Transfer
 Shape = tuple[int, ...]
 
 
+UNCUT = Cut(())
+
+
 @dataclass(frozen=True)
 class Move:
     """One change of layout along axes of the grid."""
@@ -28,9 +31,9 @@ class Move:
     kind: str
     axes: tuple[str, ...]
     cut_dim: int = -1
-    cut: Cut = Cut(())
+    cut: Cut = UNCUT
     joined_dim: int = -1
-    joined: Cut = Cut(())
+    joined: Cut = UNCUT
     of: int | None = None
 
     def transfer(self, shape: Shape, place: Place) -> Transfer:

@@ -147,19 +147,25 @@ class ProcessTransport:
         )
         return self._main.reduce_scatter(parts, op, signature)
 
-    def start_all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Handle:
+    def start_all_reduce(self, tensor: Tensor, group: Group, op: str = "sum", *, in_place: bool = False) -> Handle:
         """Begin a sum; the tensor must not change until it is waited for. Sums end in the order of their beginning.
 
-        All ranks begin them in one order. They travel in groups of their own and so pass by other calls."""
+        All ranks begin them in one order. They travel in groups of their own and so pass by other calls.
+
+        Args:
+            in_place: the result is written into the tensor, which must be contiguous.
+        """
+        assert not in_place or tensor.is_contiguous(), f"a sum in place of a tensor with strides {tensor.stride()}"
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
         if self.rank in group and not self._groups.has(group, ASIDE):
             # here and not in the thread: groups are made in the order of the program
             self._groups.get(group, ASIDE)
-        return Handle(self._worker.submit(self._reduce_aside, tensor.detach(), group, op), self._watch)
+        return Handle(self._worker.submit(self._reduce_aside, tensor.detach(), group, op, in_place), self._watch)
 
-    def _reduce_aside(self, tensor: Tensor, group: Group, op: str) -> Tensor:
-        return self._aside.reduce(tensor, op, self._same(self._aside, f"all_reduce({op})", tensor, group))
+    def _reduce_aside(self, tensor: Tensor, group: Group, op: str, in_place: bool) -> Tensor:
+        signature = self._same(self._aside, f"all_reduce({op})", tensor, group)
+        return self._aside.reduce(tensor, op, signature, in_place=in_place)
 
     # -- its end
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Place
-from weft.runtime.module import GradSync, ParallelModule, Tables
+from weft.runtime.module import GradSync, ParallelModule
 from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.stored import Tables
 from weft.runtime.transport import Transport
 
 META, PARTS, CONSTANTS = "meta.json", "parts.json", "constants.pt"

@@ -1,8 +1,8 @@
 """Recomputed functions and loops over chunks, for generated code.
 
 In: a function of the module and the tensors it reads. Out: what it returns, or, of a loop, what its chunks give put
-together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read, backward
-runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
+together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read,
+backward runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
 `runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank.
 """
 
@@ -56,7 +56,7 @@ class _Work:
     def call(self, tensors: Sequence[Tensor], chunk: int | None) -> tuple[Tensor, ...]:
         filled = [_fill(argument, tensors) for argument in self.arguments]
         results = self.function(*filled) if chunk is None else self.function(chunk, *filled)
-        return (results,) if isinstance(results, Tensor) else tuple(results)
+        return (results,) if isinstance(results, Tensor) else tuple(results or ())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from weft.runtime.transport import Expected
@@ -86,12 +88,15 @@ NOTHING = "nothing"
 
 def text_of(tensors: Sequence[Tensor] | Sequence[Expected]) -> str:
     """`float64[2 3]` for each, `nothing` if there are none."""
-    words = []
-    for one in tensors:
-        shape, dtype = (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one
-        words.append(f"{str(dtype).removeprefix('torch.')}[{' '.join(map(str, shape))}]")
+    words = [_word(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _word(tuple(x[0]), x[1]) for x in tensors]
     return " and ".join(words) or NOTHING
 
 
+@lru_cache(maxsize=4096)
+def _word(shape: tuple[int, ...], dtype: torch.dtype | None) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{' '.join(map(str, shape))}]"
+
+
+@lru_cache(maxsize=4096)
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

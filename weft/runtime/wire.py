@@ -8,7 +8,7 @@ unpacked belongs to the receiver.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,14 +24,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.resolve_conj().resolve_neg().view(torch.uint8)
 
 
-def pack(members: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """One flat byte tensor with everything for all members, and the bytes for each."""
+def pack(
+    members: Sequence[Sequence[Tensor]], device: torch.device, scratch: Callable[[str, int], Tensor]
+) -> tuple[Tensor, list[int]]:
+    """One flat byte tensor with everything for all members (a copy lies in `scratch`), and the bytes for each."""
     pieces = [[as_bytes(tensor) for tensor in tensors] for tensors in members]
     sizes = [sum(piece.numel() for piece in one) for one in pieces]
     flat = [piece for one in pieces for piece in one if piece.numel()]
     if len(flat) == 1:
         return flat[0], sizes
-    return (torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)), sizes
+    if not flat:
+        return torch.empty(0, dtype=torch.uint8, device=device), sizes
+    return torch.cat(flat, out=scratch("packed", sum(sizes))), sizes
 
 
 def num_bytes(wanted: Sequence[Want]) -> int:

@@ -12,28 +12,20 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils._pytree import tree_structure
 
-from weft.capture.example import split_example
 from weft.compile import compile_subject
 from weft.errors import ModelFileError, PlanError, RunError
-from weft.ir.graph import Graph
-from weft.lower.script import scripts
-from weft.runtime.groups import groups_of
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
-from weft.runtime.replicas import Replica
-from weft.runtime.script import Script
-from weft.train.interpreted import Interpreted
-from weft.train.weights import load_parts
+from weft.train.opened import open_rank
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.parallel import told
 
@@ -50,6 +42,7 @@ class Settings:
     Args:
         devices: processes to start; as many as the plan needs if not given, and k times that for k replicas.
         lr: of AdamW, instead of the optimizer of the file.
+        cache: where programs are kept; None keeps none.
         show: draw a progress bar.
     """
 
@@ -58,6 +51,7 @@ class Settings:
     lr: float | None = None
     seed: int = 0
     show: bool = False
+    cache: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,7 @@ class Order:
     """What a process is to do."""
 
     path: Path
-    graph: Graph
-    script: Script
+    files: Mapping[str, bytes]
     settings: Settings
 
 
@@ -97,22 +90,20 @@ def train_file(path: str | Path, plan: str, settings: Settings, *, say: Say = la
     say("loading the model")
     subject = load_model_file(path)
     assert subject.path is not None
-    compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), say=say)
-    devices = compiled.program.devices
+    compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
+    if compiled.edited:
+        say(f"running the program in {compiled.directory} as it was edited")
+    devices = compiled.devices
     num_ranks = devices if settings.devices is None else settings.devices
     if num_ranks % devices:
         raise PlanError(
             f"the plan is for {devices} devices, {num_ranks} were asked for",
             remedy=f"ask for a multiple of {devices}: each {devices} train a replica",
         )
-    written = scripts(compiled.program)
-    # specs of pytrees do not travel well; the process has the example to make its own
-    graph = replace(compiled.graph, in_spec=None, out_spec=None)
-    orders = [Order(subject.path.resolve(), graph, mine, settings) for mine in written]
+    order = Order(subject.path.resolve(), compiled.files, settings)
     say(f"starting {num_ranks} processes")
     with Pool(num_ranks, preload=(__name__,)) as pool:
-        known = groups_of(written) if num_ranks == devices else ()
-        found = told(lambda: pool.run(train_rank, each=orders * (num_ranks // devices), known=known))
+        found = told(lambda: pool.run(train_rank, order))
     losses = zip(*(one[0] for one in found[::devices]), strict=True)
     return Trained(
         losses=tuple(statistics.fmean(step) for step in losses),
@@ -130,16 +121,13 @@ def _devices_for(plan: str, devices: int | None) -> int | None:
 def train_rank(transport: ProcessTransport, order: Order) -> tuple[list[float], float]:
     """What each process does: losses of all steps, and steps per second after the first."""
     settings, subject = order.settings, load_model_file(order.path)
-    replica = Replica(transport, order.script.num_ranks)
-    graph = replace(order.graph, in_spec=tree_structure(split_example(subject.example)))
-    state = load_parts(subject.model, graph, order.script.stored)
-    module = Interpreted(order.script, replica, graph, state, seed=settings.seed)
+    module = open_rank(order.files, transport, subject.model, seed=settings.seed)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = subject.optimizer if settings.lr is None else _adamw(settings.lr)
     update = optimizer(parameters) if parameters else _Nothing()
     losses: list[float] = []
     started = time.perf_counter()
-    batches = _batches(subject, replica.number, replica.num_replicas)
+    batches = _batches(subject, module.replica, module.num_replicas)
     with _bar(settings, transport.rank) as advance:
         for step in range(settings.steps):
             losses.append(module.train_step(next(batches), update).item())
@@ -217,6 +205,7 @@ def run(options: argparse.Namespace) -> int:
         lr=options.lr,
         seed=options.seed,
         show=console.is_terminal and not options.json,
+        cache=options.cache,
     )
     status = console.status("starting")
 

@@ -7,34 +7,35 @@ In: a module (or a function that makes it), an example, a plan. Out: under torch
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-4)
     loss = parallel.train_step(batch, optimizer)
 
-Promised: every rank starts from its parts of the values that the module has, and all ranks run one program, or none.
+Promised: rank 0 compiles and all ranks run its program, or none; every rank starts from its parts of the values that
+the module has, and ranks whose modules differ are refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.compile import compile_program
+from weft.cache import DEFAULT
+from weft.compile import Compiled, compile_program
 from weft.errors import PlanError, RunError
-from weft.ir.graph import Graph
-from weft.ir.program import Program
-from weft.ir.show import show_graph
-from weft.ir.show_program import show_program
-from weft.lower.script import scripts
+from weft.plan.plan import Plan
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
 from weft.runtime.initialise import build
-from weft.runtime.replicas import Replica
-from weft.runtime.script import Index, Script
+from weft.runtime.parallel import Parallel
 from weft.runtime.transport import Transport
 from weft.train.emulated import Emulated
-from weft.train.interpreted import Interpreted
-from weft.train.weights import Weights, held_tensors, load_parts
+from weft.train.opened import Content, num_devices, open_rank
+from weft.train.weights import Weights, sample_hash
 from weft.verify.door import PlanLike
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -47,81 +48,119 @@ def parallelize(
     *,
     emulate: bool = False,
     devices: int | None = None,
+    cache: str | Path | None = DEFAULT,
     seed: int = 0,
     weights: Weights | None = None,
 ) -> nn.Module:
     """Draw a module across devices.
 
     Args:
-        model: a module whose forward returns a scalar loss, or a function that makes it.
+        model: a module whose forward returns a scalar loss, or a function that makes it. It trains in the mode that
+            it is in; `eval()` of the result is a program of its own, made when it is first called.
         example: a batch of one optimizer step; every batch has its form.
         plan: a recipe string (`dp=2,tp=2`), a plan file, `path.py:function`, a Plan, or a function of the Graph.
         emulate: run all ranks as threads of this process.
         devices: how many the plan is for; as many as it needs if not given. A job of k times as many ranks trains k
             replicas, each on its own batches, with averaged gradients.
+        cache: where programs are kept, to be found again, read and edited; None keeps none.
         seed: of the random streams, and of the generator while `model()` is called, if it is a function.
         weights: where the values come from, if not from the module: a state dict, or files of one.
     """
-    module = model if isinstance(model, nn.Module) else build(model, seed)
-    compiled = compile_program(module, example, plan, devices)
-    program, written = compiled.program, scripts(compiled.program)
+    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    values: Weights = whole if weights is None else weights
 
-    def make(transport: Transport) -> nn.Module:
-        replica = Replica(transport, program.devices)
-        mine = written[replica.rank]
-        state = load_parts(module if weights is None else weights, program.graph, mine.stored)
-        return Interpreted(mine, replica, program.graph, state, seed=seed)
+    def compiled(module: nn.Module, how: PlanLike = plan) -> Content:
+        return said(compile_program(module, example, how, devices, folder=cache)).files
+
+    def compiled_eval() -> Content:
+        # made anew if it can be: what a function made is not kept whole for this
+        module = model if isinstance(model, nn.Module) else build(model, seed)
+        with in_eval(module):
+            # a Plan is about the graph of training: what it says is said again, of this one
+            return compiled(
+                module, plan if not isinstance(plan, Plan) else partial(Plan, devices=plan.devices, lines=plan.lines)
+            )
 
     if emulate:
-        stored = [stored_by_name(program.graph, one) for one in written]
-        return Emulated(make, stored, shapes_by_name(program.graph))
-    transport = join_job(program)
-    refuse_different(transport, program)
-    return make(transport)
+        eval_files, files = _Once(compiled_eval), compiled(whole)
 
+        def make(transport: Transport) -> Parallel:
+            return open_rank(files, transport, values, seed=seed, eval_files=eval_files)
 
-def join_job(program: Program) -> Transport:
-    """This process's way to the other ranks; refuses a job of the wrong size."""
+        return Emulated(make, num_devices(files), eval_files)
     if not is_launched():
-        if program.devices == 1:
-            return Alone()
+        return alone(compiled(whole), values, seed, compiled_eval)
+    job = connect()
+    refuse_different(job.transport, whole)
+    files = job.share(lambda: compiled(whole))
+    refuse_size(num_devices(files), job.transport.num_ranks)
+    return open_rank(files, job.transport, values, seed=seed, eval_files=lambda: job.share(compiled_eval))
+
+
+@contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; afterwards each part of it is in the mode it was in."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def said(compiled: Compiled) -> Compiled:
+    """Tell of an edited program; it is used as it is."""
+    if compiled.edited:
+        warnings.warn(
+            f"the program in {compiled.directory} was edited and is run as it is; `weft verify --program "
+            f"{compiled.directory}` compares it with one device; delete it to have it made anew",
+            stacklevel=3,
+        )
+    return compiled
+
+
+def alone(files: Content, weights: Weights, seed: int, eval_files: Callable[[], Content]) -> nn.Module:
+    """On the one device of this process."""
+    devices = num_devices(files)
+    if devices > 1:
         raise RunError(
-            f"the plan needs {program.devices} processes, and this one is alone",
-            remedy=f"torchrun --nproc-per-node {program.devices} SCRIPT, or parallelize(..., emulate=True)",
+            f"the plan needs {devices} processes, and this one is alone",
+            remedy=f"torchrun --nproc-per-node {devices} SCRIPT, or parallelize(..., emulate=True)",
         )
-    transport = connect()
-    if transport.num_ranks % program.devices:
+    return open_rank(files, Alone(), weights, seed=seed, eval_files=eval_files)
+
+
+def refuse_size(devices: int, num_ranks: int) -> None:
+    if num_ranks % devices:
         raise PlanError(
-            f"the plan is for {program.devices} devices, the job has {transport.num_ranks} processes",
-            remedy=f"start a multiple of {program.devices}, or choose another plan",
+            f"the plan is for {devices} devices, the job has {num_ranks} processes",
+            remedy=f"start a multiple of {devices}, or choose another plan",
         )
-    return transport
 
 
-def refuse_different(transport: Transport, program: Program) -> None:
-    """All ranks must have compiled the same program: they are to meet in its collectives."""
-    text = show_graph(program.graph) + show_program(program)
-    mine = hashlib.sha256(text.encode()).digest()
+def refuse_different(transport: Transport, module: nn.Module) -> None:
+    """Every rank takes its parts of its own module: they must be the same module."""
+    mine = bytes.fromhex(sample_hash(module))
     everybody = tuple(range(transport.num_ranks))
     found = transport.all_gather(torch.tensor(list(mine), dtype=torch.uint8, device=transport.device), everybody)
     other = next((rank for rank, theirs in enumerate(found) if bytes(theirs.tolist()) != mine), None)
     if other is not None:
         raise RunError(
-            f"ranks {transport.rank} and {other} have compiled different programs",
-            remedy="give every rank the same model, example and plan: nothing in them may depend on the rank",
+            f"the modules of ranks {transport.rank} and {other} differ",
+            remedy="make the module the same on every rank: torch.manual_seed(...) before it, or pass a function",
         )
 
 
-def stored_by_name(graph: Graph, script: Script) -> dict[str, Index]:
-    """What a rank stores of parameters and buffers, by dotted name."""
-    return {
-        name: script.stored[held.tensor]
-        for held in held_tensors(graph)
-        if held.tensor in script.stored
-        for name in held.names
-    }
+class _Once:
+    """Calls a function once, whichever thread asks first."""
 
+    def __init__(self, make: Callable[[], Content]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._found: Content | None = None
 
-def shapes_by_name(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of parameters and buffers, by dotted name."""
-    return {name: graph.tensors[held.tensor].sizes for held in held_tensors(graph) for name in held.names}
+    def __call__(self) -> Content:
+        with self._lock:
+            if self._found is None:
+                self._found = self._make()
+            return self._found

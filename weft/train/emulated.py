@@ -20,18 +20,22 @@ from torch.autograd.function import once_differentiable
 
 from weft.errors import RunError, WeftError
 from weft.runtime.context import Ambient
+from weft.runtime.module import shapes_of
+from weft.runtime.parallel import Parallel
 from weft.runtime.script import Index
 from weft.runtime.training import Optimizer, train_step
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.verify.parallel import emulate, join
 
-Make = Callable[[Transport], nn.Module]
-Work = Callable[[nn.Module], Any]
+Make = Callable[[Transport], Parallel]
+Work = Callable[[Parallel], Any]
 
 
 class Crew:
     """Threads that each keep one rank's module and do what they are told with it."""
+
+    modules: Sequence[Parallel]
 
     def __init__(self, num_ranks: int, make: Make) -> None:
         self._told: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(num_ranks)]
@@ -57,13 +61,13 @@ class Crew:
 
         threading.Thread(target=run, name="ranks", daemon=True).start()
         weakref.finalize(self, _dismiss, told)
-        self.modules: Sequence[nn.Module] = self._answers()
+        self.modules = self._answers()
 
     def each(self, work: Work) -> list[Any]:
         """Do something on every rank; the results in rank order."""
         ambient = Ambient.here()
 
-        def under_ambient(module: nn.Module) -> Any:
+        def under_ambient(module: Parallel) -> Any:
             with ambient.entered():
                 return work(module)
 
@@ -92,19 +96,20 @@ class Emulated(nn.Module):
     """A parallel module with all of its ranks here.
 
     Args:
-        stored: for each rank and dotted name, the intervals of the whole that the rank holds.
-        shapes: the whole shape of each parameter and buffer, by dotted name.
+        make: makes a rank's module on its transport.
+        prepare_eval: is called before the ranks go to `eval()`, here and not in their threads.
     """
 
     replica, num_replicas = 0, 1
 
-    def __init__(
-        self, make: Make, stored: Sequence[Mapping[str, Index]], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, make: Make, num_ranks: int, prepare_eval: Callable[[], Any]) -> None:
         super().__init__()
-        self._stored, self._shapes = stored, shapes
-        self._crew = Crew(len(stored), make)
+        self._prepare_eval = prepare_eval
+        self._crew = Crew(num_ranks, make)
         self.ranks = nn.ModuleList(self._crew.modules)
+        self._stored = [module.stored for module in self._crew.modules]
+        originals = [shapes_of(module.program) for module in self._crew.modules]
+        self._shapes = {name: found.shape for one in originals for name, found in one.items()}
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,6 +123,14 @@ class Emulated(nn.Module):
     def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
         """Forward, backward, update of all ranks; the loss before the update."""
         return train_step(self, batch, optimizer)
+
+    def train(self, mode: bool = True) -> Emulated:
+        """As of any module; the first `eval()` compiles the program for it."""
+        self.training = mode
+        if not mode:
+            self._prepare_eval()
+        self._crew.each(lambda module: module.train(mode))
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The original module's: whole tensors, put together from the ranks' parts."""

@@ -1,12 +1,13 @@
 """Weights: where a rank's parts come from.
 
-In: a module, a state dict, or files (safetensors, or torch.save's); the graph; what a rank
-stores. Out: the rank's parts by tensor name of the graph. Of safetensors only this rank's ranges are read; of other
-files one tensor after the other is mapped, not loaded. A tensor that is missing, or has another shape, is an error.
+In: a module, a state dict, or files (safetensors, or torch.save's), and a program whose parts are to be filled. Of
+safetensors only this rank's ranges are read; other files are mapped, not loaded, and read tensor by tensor. A
+tensor that is missing, or has another shape than planned, is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,60 +18,40 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RunError
-from weft.ir.graph import Buffer, Graph, Parameter
-from weft.runtime.initialise import Whole, module_tensors, stored_parts
+from weft.runtime.initialise import Whole, module_tensors, part_of, stored_parts
+from weft.runtime.module import ParallelModule, shapes_of
 from weft.runtime.script import Index
 
 Files = str | Path | Sequence[str | Path]
 Weights = nn.Module | Mapping[str, Tensor] | Files
 
 SAFETENSORS = ".safetensors"
+NUM_SAMPLES = 64
 
 
-def load_parts(weights: Weights, graph: Graph, stored: Mapping[str, Index]) -> dict[str, Tensor]:
-    """This rank's parts of parameters, buffers and constants, by tensor name.
-
-    Args:
-        weights: what has the values.
-        stored: what the rank stores, by tensor name of the graph.
-    """
-    named = held_tensors(graph)
-    wanted = {name: stored[held.tensor] for held in named if held.tensor in stored for name in held.names}
-    whole = _open(weights)
-    for held in named:
-        _check_shapes(held.names, graph.tensors[held.tensor].sizes, whole, _place(weights))
-    found = stored_parts(whole, wanted)
-    parts = {}
-    for held in named:
-        if held.tensor not in stored:
-            continue
-        name = next((name for name in held.names if name in found), None)
-        if name is None:
+@torch.no_grad()
+def fill(program: ParallelModule, weights: Weights) -> None:
+    """Give every part that a rank holds its values."""
+    whole, place = open_weights(weights), _place(weights)
+    shapes = shapes_of(program)
+    for name, index in program.stored.items():
+        held = program.part(name)
+        if held is None:
+            continue  # the other name of a tied one
+        source = next((each for each in shapes[name].names if each in whole), None)
+        if source is None:
+            raise RunError(f"no values for {name}", place=place, remedy="give weights of this very model")
+        if tuple(whole[source].shape) != shapes[name].shape:
             raise RunError(
-                f"no values for {held.names[0]}", place=_place(weights), remedy="give weights of this very model"
-            )
-        parts[held.tensor] = found[name].to(graph.tensors[held.tensor].dtype)
-    return {**parts, **stored_parts(graph.constants, stored)}
-
-
-def held_tensors(graph: Graph) -> tuple[Parameter | Buffer, ...]:
-    """Parameters and buffers of a graph."""
-    return (*graph.parameters, *graph.buffers)
-
-
-def _check_shapes(
-    names: Sequence[str], planned: tuple[int, ...], whole: Mapping[str, Tensor | Whole], place: str
-) -> None:
-    for name in names:
-        if name in whole and tuple(whole[name].shape) != planned:
-            raise RunError(
-                f"{name} has shape {list(whole[name].shape)}, planned as {list(planned)}",
+                f"{source} has shape {list(whole[source].shape)}, planned as {list(shapes[name].shape)}",
                 place=place,
                 remedy="give weights of this very model",
             )
+        held.copy_(part_of(whole[source], index, source))
 
 
-def _open(weights: Weights) -> Mapping[str, Tensor | Whole]:
+def open_weights(weights: Weights) -> Mapping[str, Tensor | Whole]:
+    """Whole tensors by name, nothing read yet where that can be."""
     if isinstance(weights, nn.Module):
         return module_tensors(weights)
     if isinstance(weights, Mapping):
@@ -84,8 +65,19 @@ def _open(weights: Weights) -> Mapping[str, Tensor | Whole]:
     return found
 
 
+def sample_hash(module: nn.Module) -> str:
+    """A hash of some elements of every tensor: modules made under different seeds differ in it."""
+    digest = hashlib.sha256()
+    for name, tensor in module_tensors(module).items():
+        flat = tensor.detach().reshape(-1)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if flat.numel() and not flat.is_meta:
+            at = torch.linspace(0, flat.numel() - 1, min(NUM_SAMPLES, flat.numel())).long()
+            digest.update(str(flat[at.to(flat.device)].tolist()).encode())
+    return digest.hexdigest()
+
+
 def _open_saved(path: Path) -> Mapping[str, Tensor]:
-    """A file of torch.save, mapped into memory: what is not used is not read."""
     found: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise RunError(f"{path} holds no state dict", place=str(path), remedy="save module.state_dict()")
@@ -117,15 +109,12 @@ class _Entry:
     def read(self, index: Index) -> Tensor:
         """The intervals of the first dim are read from the file, one by one; those of other dims are cut from them."""
         view = self.file.get_slice(self.name)
-        if not index:
-            scalar: Tensor = self.file.get_tensor(self.name)
-            return scalar.clone()
+        if not index or not index[0]:
+            return stored_parts({"": self.file.get_tensor(self.name)}, {"": index})[""]
         pieces = [
             stored_parts({"": view[start:stop]}, {"": (((0, stop - start),), *index[1:])})[""]
             for start, stop in index[0]
         ]
-        if not pieces:
-            return stored_parts({"": self.file.get_tensor(self.name)}, {"": index})[""]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 

@@ -4,6 +4,10 @@ The difference of two tensors is max|a - b| / max(max|b|, RMS over all tensors o
 The RMS keeps gradients that vanish in exact arithmetic (the bias of an attention key) from being compared with their
 own rounding. Kinds: loss, gradients, weights (buffers count as weights). Promised: values that are not finite are as
 far apart as floats can be unless they are the same infinity; a gradient that one side lacks is compared with zeros.
+
+Optimizers such as AdamW divide a gradient by its own size, and so turn rounding into a step of full length. Elements of
+the reference's gradient below ROUNDING of the scale at which that gradient is judged are `Noise`: on both sides the
+update takes them as zero, after the gradients were kept for judging. So every weight and buffer can be judged.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 import torch
 
 LARGEST = sys.float_info.max
+ROUNDING = 1e-9
 KINDS = ("loss", "gradients", "weights")
 
 
@@ -41,6 +46,7 @@ class FirstDifference:
     source: str
     difference: float
     note: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,19 @@ class Sample:
     """Parameters and buffers after the last step."""
     disagreements: tuple[str, ...] = ()
     """Copies of one tensor that differ between ranks."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Elements of one gradient that are zero or rounding only: `where` the reference is smaller than `below`."""
+
+    where: torch.Tensor
+    below: float
+
+    def silence(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient with those elements zero; an element that is larger than rounding on this side stays."""
+        # Twice: what lies just below the bound on one side may lie just above it on the other.
+        return torch.where(self.where & (gradient.abs() < 2 * self.below), torch.zeros_like(gradient), gradient)
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class Result:
         first_difference: where the sides part, if they do.
         disagreements: copies of one tensor that differ between ranks.
         rounding: the largest difference of each kind in the model's own precision; not judged.
+        silenced: elements of gradients that are rounding only, and that the updates took as zero.
         processes: how the processes compare with the emulator, if the devices were processes.
         summary: numbers about the plan and its check, for printing.
     """
@@ -91,6 +111,7 @@ class Result:
     first_difference: FirstDifference | None = None
     disagreements: tuple[str, ...] = ()
     rounding: tuple[Difference, ...] = ()
+    silenced: int = 0
     processes: Processes | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,20 +123,21 @@ class Result:
         first = self.first_difference
         return {
             "equal": self.equal,
-            "largest_difference": self.largest_difference,
+            "largest_difference": plain(self.largest_difference),
             "tolerance": self.tolerance,
             "devices": self.devices,
-            "differences": {found.kind: vars(found) for found in self.differences},
-            "first_difference": None if first is None else vars(first),
+            "differences": {found.kind: _plain(found) for found in self.differences},
+            "first_difference": None if first is None else _plain(first),
             "disagreements": list(self.disagreements),
-            "rounding": {found.kind: found.value for found in self.rounding},
-            "processes": None if self.processes is None else vars(self.processes),
+            "rounding": {found.kind: plain(found.value) for found in self.rounding},
+            "gradients_taken_as_zero": self.silenced,
+            "processes": None if self.processes is None else _plain(self.processes),
             **self.summary,
         }
 
     def __str__(self) -> str:
         lines = ["equal to one device" if self.equal else "different from one device"]
-        lines += [f"  {d.kind}: {d.value:.1e} ({d.tensor})" for d in self.differences]
+        lines += [f"  {d.kind}: {show(d.value)} ({d.tensor})" for d in self.differences]
         lines += [f"  copies differ: {text}" for text in self.disagreements]
         if self.first_difference is not None:
             lines.append(f"  first: {describe(self.first_difference)}")
@@ -127,7 +149,22 @@ def describe(first: FirstDifference) -> str:
     where = f"operator {first.op}" if first.op else "gradient of"
     source = f" at {first.source}" if first.source else ""
     note = f" ({first.note})" if first.note else ""
-    return f"{where} {first.tensor}{source}: {first.difference:.1e}{note}"
+    remedy = f"; {first.remedy}" if first.remedy else ""
+    return f"{where} {first.tensor}{source}: {show(first.difference)}{note}{remedy}"
+
+
+def show(value: float, digits: int = 1) -> str:
+    """A difference for people."""
+    return "infinite" if value >= LARGEST else f"{value:.{digits}e}"
+
+
+def plain(value: Any) -> Any:
+    """A difference for JSON, which has no word for infinity: "infinite" then."""
+    return "infinite" if isinstance(value, float) and not value < LARGEST else value
+
+
+def _plain(found: Difference | FirstDifference | Processes) -> dict[str, Any]:
+    return {name: plain(value) for name, value in vars(found).items()}
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
@@ -199,3 +236,28 @@ def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:
         max(gradients, key=lambda found: found.value),
         compare_kind("weights", ours.weights, reference.weights),
     )
+
+
+def noise_in(gradients: Mapping[str, torch.Tensor]) -> dict[str, Noise]:
+    """What is rounding only in the reference's gradients of one step; tensors without any are left out."""
+    scale, found = scale_of(gradients), {}
+    for name, gradient in gradients.items():
+        size = gradient.abs()
+        finite = size[torch.isfinite(size)]
+        below = ROUNDING * max(float(finite.max()) if finite.numel() else 0.0, scale)
+        where = size < below
+        if bool(where.any()):
+            found[name] = Noise(where, below)
+    return found
+
+
+def count_silenced(ours: Sample, reference: Sample) -> int:
+    """How many elements, of all gradients, were not zero in some step on some side and yet taken as zero."""
+    total: dict[str, torch.Tensor] = {}
+    for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
+        for name, noise in noise_in(theirs).items():
+            for gradient in (side[name] for side in (mine, theirs) if name in side):
+                if gradient.shape == noise.where.shape:
+                    changed = noise.silence(gradient) != gradient
+                    total[name] = total[name] | changed if name in total else changed
+    return sum(int(changed.sum()) for changed in total.values())

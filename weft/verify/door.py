@@ -22,12 +22,14 @@ from weft.ir.graph import Graph
 from weft.ir.program import Program
 from weft.lower import lower
 from weft.lower.check import check
+from weft.ops.arguments import arguments, overload
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.launch import Pool
-from weft.verify.compare import Difference, Processes, Result, Sample, compare
+from weft.verify.compare import Difference, Processes, Result, Sample, compare, count_silenced
 from weft.verify.locate import locate
-from weft.verify.model_file import Subject, load_model_file
+from weft.verify.model_file import Inside, Subject, load_model_file
+from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
 from weft.verify.processes import compare_with_emulator, make_pool, one_thread, run_processes
 from weft.verify.reference import run_reference
@@ -72,6 +74,7 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     program = lower(made, links=None if links is None else load_links(links))
     say("checking the program")
     report = check(program)
+    check_optimizer(subject, program)
     if not processes:
         result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)
     else:
@@ -94,7 +97,9 @@ def make_subject(model_or_file: nn.Module | str | Path, example: Any) -> Subject
 
 def capture_subject(subject: Subject) -> Graph:
     """The Graph of a subject; refuses one without a loss."""
-    graph = capture(subject.model, subject.example)
+    with Inside(subject.path, "the forward", only=(SystemExit,)):
+        graph = capture(subject.model, subject.example)
+    check_dense(graph)
     if graph.loss is None or not graph.tensors[graph.loss].needs_grad:
         raise ModelFileError(
             "the forward gives no loss to train: "
@@ -103,6 +108,17 @@ def capture_subject(subject: Subject) -> Graph:
             remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
         )
     return graph
+
+
+def check_dense(graph: Graph) -> None:
+    """Refuse sparse gradients: nothing here can add them up."""
+    for op in graph.ops:
+        if overload(op.target) is not None and arguments(op).get("sparse") is True:
+            raise ModelFileError(
+                f"{op.kind} gives a sparse gradient, which cannot be summed over devices",
+                place=op.place,
+                remedy="leave out sparse=True",
+            )
 
 
 def check_fit(graph: Graph, subject: Subject) -> None:
@@ -142,7 +158,7 @@ def judge(
     """Run both sides and compare them; on the processes of `pool` if there is one."""
     say("training on one device, in float64")
     reference = run_reference(subject, seed=seed, wide=True)
-    ours, processes = run_devices(program, subject, seed=seed, say=say, pool=pool)
+    ours, processes = run_devices(program, subject, reference, seed=seed, say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal = largest < tolerance and not ours.disagreements
@@ -160,21 +176,22 @@ def judge(
         first_difference=first,
         disagreements=ours.disagreements,
         rounding=measure_rounding(program, subject, seed=seed),
+        silenced=count_silenced(ours, reference),
         processes=processes,
     )
 
 
 def run_devices(
-    program: Program, subject: Subject, *, seed: int, say: Say, pool: Pool | None
+    program: Program, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool | None
 ) -> tuple[Sample, Processes | None]:
     """Train on the devices in float64; on processes also how they compare with the emulator."""
     say(f"training on {program.devices} emulated devices, in float64")
     if pool is None:
-        return run_parallel(program, subject, seed=seed, wide=True), None
+        return run_parallel(program, subject, seed=seed, wide=True, reference=reference), None
     with one_thread():
-        emulated = run_parallel(program, subject, seed=seed, wide=True)
+        emulated = run_parallel(program, subject, seed=seed, wide=True, reference=reference)
     say(f"training on {program.devices} processes, in float64")
-    ours = run_processes(program, subject, pool, seed=seed, wide=True)
+    ours = run_processes(program, subject, pool, seed=seed, wide=True, reference=reference)
     return ours, compare_with_emulator(ours, emulated, program.devices)
 
 

@@ -23,6 +23,11 @@ from weft.verify.compare import FirstDifference, Sample, apart_in, difference, s
 from weft.verify.model_file import Subject
 from weft.verify.parallel import Record, record
 
+OUTSIDE = (
+    "forward depends on something outside its inputs and parameters (a global, the clock, a dtype): "
+    "make it an input or a buffer"
+)
+
 
 def locate(
     program: Program, subject: Subject, ours: Sample, reference: Sample, *, seed: int, tolerance: float
@@ -87,6 +92,7 @@ def _first_loss(graph: Graph, ours: Sample, reference: Sample, tolerance: float)
         source="" if op is None else str(op.source),
         difference=apart,
         note="every operator agrees with the captured graph on one device: the graph differs from the eager model",
+        remedy=OUTSIDE,
     )
 
 

@@ -28,6 +28,8 @@ from weft.plan.recipes import BatchDims
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
 
+LEFT = "take out the call of sys.exit(), or keep it for when the file is run by itself"
+
 
 def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """The optimizer of a model that names none."""
@@ -155,13 +157,24 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 
 class Inside:
-    """Turns whatever the code of a model file raises into a ModelFileError with its own line.
+    """Turns whatever the code of a model file raises, `sys.exit()` too, into a ModelFileError with its own line.
 
     A module given in Python (`path` None) raises its own errors to its own caller.
+
+    Args:
+        only: what is turned; everything else passes.
+        remedy: what may have gone wrong, if it is known.
     """
 
-    def __init__(self, path: Path | None, what: str) -> None:
-        self.path, self.what = path, what
+    def __init__(
+        self,
+        path: Path | None,
+        what: str,
+        *,
+        only: tuple[type[BaseException], ...] = (Exception, SystemExit),
+        remedy: str = "run the file by itself, or add --debug for the whole trace",
+    ) -> None:
+        self.path, self.what, self.only, self.remedy = path, what, only, remedy
 
     def __enter__(self) -> None:
         pass
@@ -169,16 +182,19 @@ class Inside:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path is None or not isinstance(error, Exception) or isinstance(error, WeftError):
+        if self.path is None or not isinstance(error, self.only) or isinstance(error, WeftError):
             return
+        told = (
+            f"called sys.exit({error})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
+        )
         raise ModelFileError(
-            f"{self.what} raised {type(error).__name__}: {error}",
+            f"{self.what} {told}",
             place=_place(error, self.path),
-            remedy="run the file by itself, or add --debug for the whole trace",
+            remedy=LEFT if isinstance(error, SystemExit) else self.remedy,
         ) from error
 
 
-def _place(error: Exception, path: Path) -> str:
+def _place(error: BaseException, path: Path) -> str:
     """The innermost line of the user's file on the way to the error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"

@@ -41,17 +41,19 @@ def run_parallel(
     *,
     seed: int,
     wide: bool,
+    reference: Sample | None = None,
     tamper: Callable[[list[Script]], list[Script]] = lambda scripts: scripts,
     through: Callable[[Transport], Transport] = lambda transport: transport,
 ) -> Sample:
     """Train for two steps in the emulator and put the results together.
 
     Args:
+        reference: what the eager module computed, whose rounding the updates take as zero; only gradients are read.
         tamper, through: change the Scripts or the Transport first; seeded faults do.
     """
     whole = whole_tensors(program.graph, subject, wide=wide)
     scripts = tamper(write_scripts(program))
-    shares = list(make_shares(whole, scripts, program.graph, seed=seed, wide=wide))
+    shares = list(make_shares(whole, scripts, program.graph, seed=seed, wide=wide, reference=reference))
 
     def body(transport: Transport) -> Local:
         transport = through(transport)

@@ -40,16 +40,22 @@ class Order:
 
 
 def run_processes(
-    program: Program, subject: Subject, pool: Pool, *, seed: int, wide: bool, timeout: float = TIMEOUT
+    program: Program,
+    subject: Subject,
+    pool: Pool,
+    *,
+    seed: int,
+    wide: bool,
+    reference: Sample | None = None,
+    timeout: float = TIMEOUT,
 ) -> Sample:
     """Train for two steps on the processes of a pool and put the results together."""
     whole = whole_tensors(program.graph, subject, wide=wide)
     scripts = write_scripts(program)
     path = None if subject.path is None else subject.path.resolve()
     optimizer = subject.optimizer if path is None else None
-    orders = [
-        Order(share, path, optimizer) for share in make_shares(whole, scripts, program.graph, seed=seed, wide=wide)
-    ]
+    shares = make_shares(whole, scripts, program.graph, seed=seed, wide=wide, reference=reference)
+    orders = [Order(share, path, optimizer) for share in shares]
     with _Travels(program):
         found: list[Local] = told(lambda: pool.run(work, each=orders, known=groups_of(scripts), timeout=timeout))
     return assemble(found, scripts, program.graph, whole)

@@ -2,7 +2,8 @@
 
 In: the user's module and example, untouched (a copy runs). Out: a Sample: the loss and every gradient of each step, the
 weights and buffers after the last. Promised: nothing of Weft's capture takes part, only the random draws are replaced
-by the stream that the Program uses, and in float64 lower dtypes are widened. Checkpointed functions run once: what they
+by the stream that the Program uses, and in float64 lower dtypes are widened and the update takes gradients that are
+rounding only as zero (compare.py). Checkpointed functions run once: what they
 save is memory, what they would cost is a second draw of every random number.
 """
 
@@ -10,21 +11,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 from torch.utils._pytree import tree_map
 
 from weft.capture.example import split_example
-from weft.errors import ModelFileError, RunError
+from weft.errors import ModelFileError, RunError, WeftError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
-from weft.verify.compare import Sample
+from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.model_file import Inside, Subject, check_loss
+from weft.verify.optimizer import make_optimizer
 from weft.verify.precision import Float64Mode, precision_of, widen
 
 NUM_STEPS = 2
@@ -50,15 +53,15 @@ def run_reference(subject: Subject, *, seed: int, wide: bool) -> Sample:
             stack.enter_context(precision_of(own))
             batches = tree_map(widen, batches)
             stack.enter_context(Float64Mode())
-        return _train(module, batches, subject, seed)
+        return _train(module, batches, subject, seed, wide=wide)
 
 
-def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: int) -> Sample:
+def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: int, *, wide: bool) -> Sample:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    update = subject.optimizer(trained) if trained else None
+    update = make_optimizer(subject, trained) if trained else None
     losses, gradients = [], []
     for step, (args, kwargs) in enumerate(batches):
-        with DrawMode(Stream(seed, step, 0)), Inside(subject.path, "the forward"):
+        with DrawMode(Stream(seed, step, 0)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
             output = module(*args, **kwargs)
         loss = check_loss(output, subject.place)
         if not bool(torch.isfinite(loss)):
@@ -67,17 +70,60 @@ def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: 
                 place=subject.place,
                 remedy="give an example and initial weights with a finite loss",
             )
-        loss.backward()
+        with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
+            loss.backward()
         losses.append(loss.detach().clone())
         gradients.append(_gradients(module))
+        if wide:
+            _silence(module, noise_in(gradients[-1]))
         if update is not None:
-            update.step()
+            with Inside(subject.path, "the optimizer's step()"):
+                update.step()
         module.zero_grad(set_to_none=True)
     return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights_of(module))
 
 
+class _Wide:
+    """Tells a failure of float64 alone as such: the model may well run in its own precision."""
+
+    def __init__(self, subject: Subject, *, wide: bool) -> None:
+        self._subject, self._wide = subject, wide
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._wide or not isinstance(error, Exception) or isinstance(error, WeftError):
+            return
+        with disabled_modes():
+            fine = _runs_narrow(self._subject)
+        if fine:
+            raise ModelFileError(
+                f"the forward fails in float64, in which verify runs it: {type(error).__name__}: {error}",
+                place=self._subject.place,
+                remedy="use operators that have a float64 version",
+            ) from error
+
+
+def _runs_narrow(subject: Subject) -> bool:
+    """True if the model trains in its own precision."""
+    module = copy_module(subject.model)
+    args, kwargs = split_example(copy.deepcopy(subject.example))
+    with suppress(RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError):
+        check_loss(module(*args, **kwargs), subject.place).backward()
+        return True
+    return False
+
+
 def _gradients(module: nn.Module) -> Mapping[str, torch.Tensor]:
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _silence(module: nn.Module, noise: Mapping[str, Noise]) -> None:
+    """Take gradients that are rounding only as zero, as the devices do."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and name in noise:
+            parameter.grad = noise[name].silence(parameter.grad)
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:

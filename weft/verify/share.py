@@ -21,6 +21,7 @@ from weft.runtime.random import Stream
 from weft.runtime.script import Script
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
+from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.model_file import Optimizer
 from weft.verify.precision import Float64Mode
 from weft.verify.reference import NUM_STEPS
@@ -52,6 +53,7 @@ class Share:
         dtypes: of all tensors that no op makes, whether or not the rank holds a part.
         trained: parameters in the order of `module.parameters()`; kept: tensors to report in the end.
         wide: in float64 throughout.
+        noise: per step, its parts of what the updates take as zero, by tensor name; none if empty.
     """
 
     script: Script
@@ -63,6 +65,7 @@ class Share:
     loss: str
     seed: int
     wide: bool
+    noise: tuple[Mapping[str, Noise], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,21 @@ class Runner(Protocol):
     def updates(self) -> dict[str, torch.Tensor]: ...
 
 
-def make_shares(whole: Whole, scripts: Sequence[Script], graph: Graph, *, seed: int, wide: bool) -> Iterator[Share]:
-    """One Share per rank, with copies of the parts that it stores."""
+def make_shares(
+    whole: Whole,
+    scripts: Sequence[Script],
+    graph: Graph,
+    *,
+    seed: int,
+    wide: bool,
+    reference: Sample | None = None,
+) -> Iterator[Share]:
+    """One Share per rank, with copies of the parts that it stores.
+
+    Args:
+        reference: what the eager module computed, if the updates are to take its rounding as zero too.
+    """
+    noise = () if reference is None else tuple(map(noise_in, reference.gradients))
     dtypes = {name: tensor.dtype for name, tensor in graph.tensors.items() if name not in graph.producers}
     for mine in scripts:
         yield Share(
@@ -98,7 +114,19 @@ def make_shares(whole: Whole, scripts: Sequence[Script], graph: Graph, *, seed: 
             loss=str(graph.loss),
             seed=seed,
             wide=wide,
+            noise=tuple(_noise_of(step, whole.names, mine) for step in noise),
         )
+
+
+def _noise_of(noise: Mapping[str, Noise], names: Mapping[str, str], mine: Script) -> dict[str, Noise]:
+    """This rank's parts of the noise, by tensor name of the Graph."""
+    found = {}
+    for tensor, name in names.items():
+        if name in noise and tensor in mine.stored:
+            where = take(noise[name].where, mine.stored[tensor]).clone()
+            if bool(where.any()):
+                found[tensor] = Noise(where, noise[name].below)
+    return found
 
 
 def parts_of(whole: Mapping[str, torch.Tensor], mine: Script) -> dict[str, torch.Tensor]:
@@ -143,8 +171,9 @@ def _train(share: Share, transport: Transport, optimizer: Optimizer, begin: Call
         outputs = runner.forward(inputs, Stream(share.seed, step, 0))
         losses.append(outputs[share.loss].clone())
         found = runner.backward()
+        noise = share.noise[step] if share.noise else {}
         for name, parameter in trained.items():
-            parameter.grad = found.get(name)
+            parameter.grad = noise[name].silence(found[name]) if name in noise and name in found else found.get(name)
         gradients.append({name: gradient.clone() for name, gradient in found.items()})
         if update is not None:
             update.step()

@@ -1,0 +1,220 @@
+"""What the generated program costs: one device against the eager module, `dp=2` against torch's DDP.
+
+    python bench/overhead.py [--repeats 15] [--out bench/results/overhead.json]
+
+A GPT of 6 layers trains with AdamW, one thread per process. Both sides take a step in turn, in the same run, on the
+same batch; medians and their ratio are told, below 1 where Weft is faster; the ratio of processor time is less
+disturbed by whatever else the machine does. Peak memory is that of processes of
+their own that run one side only. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.compile import compile_program
+from weft.runtime.alone import Alone
+from weft.runtime.launch import Pool
+from weft.runtime.processes import ProcessTransport
+from weft.train.opened import open_rank
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "bench" / "results" / "overhead.json"
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 128, 8192, 8
+WARM_UP = 3
+
+Step = Callable[[], float]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        parts = self.qkv(self.norm1(x)).split(WIDTH, dim=2)
+        q, k, v = (part.view(rows, length, HEADS, WIDTH // HEADS).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1], device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT()
+
+
+def example() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def stepper(module: nn.Module, batch: tuple[Tensor, ...]) -> Step:
+    """A function that takes one optimizer step and returns the loss."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def alternate(ours: Step, theirs: Step, repeats: int, meet: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Seconds of both sides, step by step in turn; losses must stay together."""
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    cpu: dict[str, list[float]] = {"ours": [], "theirs": []}
+    losses: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for repeat in range(WARM_UP + repeats):
+        sides = [("ours", ours), ("theirs", theirs)]
+        for name, step in sides if repeat % 2 else reversed(sides):
+            meet()
+            start, busy = time.perf_counter(), time.process_time()
+            losses[name].append(step())
+            times[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - busy)
+    assert max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"], strict=True)) < 0.05, losses
+    wall, busy_time = ({name: found[WARM_UP:] for name, found in one.items()} for one in (times, cpu))
+    return {
+        "ours": statistics.median(wall["ours"]),
+        "theirs": statistics.median(wall["theirs"]),
+        "ratio": statistics.median(wall["ours"]) / statistics.median(wall["theirs"]),
+        "ratio_of_minima": min(wall["ours"]) / min(wall["theirs"]),
+        "ratio_of_cpu_time": statistics.median(busy_time["ours"]) / statistics.median(busy_time["theirs"]),
+    }
+
+
+def one_device(repeats: int) -> dict[str, Any]:
+    files = compile_program(model(), example(), "dp=1").files
+    ours = open_rank(files, Alone(), model())
+    return alternate(stepper(ours, example()), stepper(model(), example()), repeats)
+
+
+def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, Any]:
+    """One process of two: both sides in turn, or one of them for its memory."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=Path(payload["meeting"]).as_uri(), rank=transport.rank, world_size=transport.num_ranks
+    )
+    sides = payload["sides"]
+    steps: dict[str, Step] = {}
+    if "ours" in sides:
+        steps["ours"] = stepper(open_rank(payload["files"], transport, model()), example())
+    if "theirs" in sides:
+        share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in example())
+        replicated = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+        steps["theirs"] = averaged(stepper(replicated, share), transport.num_ranks)
+    if len(sides) == 2:
+        found = alternate(steps["ours"], steps["theirs"], payload["repeats"], dist.barrier)
+    else:
+        for _ in range(WARM_UP + 2):
+            steps[sides[0]]()
+        found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    dist.destroy_process_group()
+    return found
+
+
+def averaged(step: Step, num_ranks: int) -> Step:
+    """The loss of the whole batch from that of the shares; not part of what DDP does, and next to nothing."""
+
+    def whole() -> float:
+        loss = torch.tensor(step())
+        dist.all_reduce(loss)
+        return loss.item() / num_ranks
+
+    return whole
+
+
+def two_processes(repeats: int) -> dict[str, Any]:
+    files = compile_program(model(), example(), "dp=2").files
+    found: dict[str, Any] = {}
+    for sides in (("ours", "theirs"), ("ours",), ("theirs",)):
+        with tempfile.TemporaryDirectory() as folder, Pool(2, preload=("bench.overhead",)) as pool:
+            payload = {"files": files, "sides": sides, "repeats": repeats, "meeting": f"{folder}/meeting"}
+            ranks = pool.run("bench.overhead:on_two", payload, timeout=300)
+        if len(sides) == 2:
+            found.update({key: max(rank[key] for rank in ranks) for key in ("ours", "theirs")})
+            found["ratio"] = found["ours"] / found["theirs"]
+            for key in ("ratio_of_minima", "ratio_of_cpu_time"):
+                found[key] = statistics.fmean(rank[key] for rank in ranks)
+        else:
+            found[f"peak_memory_{sides[0]}"] = max(rank["peak_memory"] for rank in ranks)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "weft": weft.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    size = {"layers": LAYERS, "width": WIDTH, "length": LENGTH, "vocabulary": VOCABULARY, "batch": BATCH}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "model": size,
+        "parameters": sum(p.numel() for p in GPT().parameters()),
+    }
+    for name, measure in (("one_device", one_device), ("dp2", two_processes)):
+        found[name] = measure(options.repeats)
+        ours, theirs, ratio = (found[name][key] for key in ("ours", "theirs", "ratio"))
+        cpu = found[name]["ratio_of_cpu_time"]
+        text = f"{name}: ours {ours * 1e3:.0f} ms, theirs {theirs * 1e3:.0f} ms, ratio {ratio:.3f}"
+        print(f"{text} (of processor time: {cpu:.3f})", flush=True)
+    memory = [found["dp2"][f"peak_memory_{side}"] / 2**20 for side in ("ours", "theirs")]
+    print(f"dp2 peak memory: ours {memory[0]:.0f} MiB, DDP {memory[1]:.0f} MiB, ratio {memory[0] / memory[1]:.3f}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Run by torchrun: `python -m torch.distributed.run ... tests/train/scripts.py RESULT WHAT`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+import weft
+from tests.train.eager import STEPS, adamw, mlp
+
+
+def main(path: str, what: str) -> None:
+    module, batch = mlp()
+    if what == "different":
+        torch.nn.init.constant_(module.up.bias, float(_rank()))
+    parallel = weft.parallelize(module, batch, "dp=2", cache=None)
+    optimizer = adamw(parallel)
+    losses = [parallel.train_step(batch, optimizer).item() for _ in range(STEPS)]
+    with torch.no_grad():
+        evaluated = parallel.eval()(**batch).item()
+    if _rank() == 0:
+        torch.save((losses, dict(parallel.state_dict()), evaluated), path)
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Stored: what a program says about its parameters and buffers, and the containers that hold them.
+
+    Part   := whole shape, cuts, dtype, how its gradient becomes complete
+    Tables := what differs by rank and does not follow the axes of the grid, as this rank sees it
+
+In: the tables at the head of a generated file. Out: nested containers under the original dotted names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.runtime.collectives import Irregular
+from weft.runtime.cuts import Axes, Cuts
+from weft.runtime.moves import Move
+from weft.runtime.script import Index
+
+
+@dataclass(frozen=True)
+class Table:
+    """Stands for what the tables beside the program say under this key, for this rank."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a parameter or buffer is stored.
+
+    Args:
+        shape: of the whole.
+        cuts: for each dim that is cut the axes, or how; a Table where that does not follow the axes.
+        sync: how the gradient of the parameter, used as it is stored, becomes complete: a sum along these axes, or
+            moves one after the other; None if it is never used so.
+        trained: it gets a gradient.
+        tied: other names of the same parameter.
+        persistent: of a buffer: it is saved.
+    """
+
+    shape: tuple[int, ...]
+    cuts: Cuts | Table | None = None
+    dtype: torch.dtype = torch.float32
+    sync: Axes | Sequence[Move] | Table | None = ()
+    trained: bool = True
+    tied: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What differs by rank, as this rank sees it."""
+
+    here: Mapping[str, Any]
+    """Sizes, intervals, groups."""
+    parts: Mapping[str, Index | None]
+    """What is stored of tensors that do not follow the axes; None: nothing."""
+    moves: Mapping[str, Irregular]
+
+
+NO_TABLES = Tables({}, {}, {})
+
+
+class Container(nn.Module):
+    """Holds parameters, buffers and containers under the names they have in the original model."""
+
+    def __getitem__(self, number: int) -> Any:
+        return self._modules[str(number)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(module for name, module in self._modules.items() if name.isdigit())
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+    def at(self, path: str) -> Any:
+        """What stands under a dotted name that cannot be written as attributes."""
+        *way, last = path.split(".")
+        holder: nn.Module = self
+        for name in way:
+            found = holder._modules[name]
+            assert found is not None
+            holder = found
+        return holder._parameters[last] if last in holder._parameters else holder._buffers[last]
+
+    def hold(self, path: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        """Put a parameter or buffer under a dotted name, making the containers on the way."""
+        *way, last = path.split(".")
+        holder: nn.Module = self
+        for name in way:
+            if name not in holder._modules:
+                holder._modules[name] = Container()
+            found = holder._modules[name]
+            assert found is not None
+            holder = found
+        if isinstance(tensor, nn.Parameter):
+            holder._parameters[last] = tensor
+        else:
+            holder._buffers[last] = tensor
+            if not persistent:
+                holder._non_persistent_buffers_set.add(last)
+
+
+def expand(parts: Mapping[str, Part], layers: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
+    """Names with `*` in place of a layer's number, spelled out: neighbours of one stack layer by layer.
+
+    >>> [name for name, _ in expand({"h.*.a": Part((1,)), "h.*.b": Part((1,))}, {"h": 2})]
+    ['h.0.a', 'h.0.b', 'h.1.a', 'h.1.b']
+    """
+    block: list[tuple[str, Part]] = []
+    for name, part in [*parts.items(), ("", Part(()))]:
+        stack = _stack(name)
+        if block and _stack(block[0][0]) != stack:
+            for number in range(layers[_stack(block[0][0])]):
+                for pattern, each in block:
+                    yield pattern.replace("*", str(number), 1), _numbered(each, number)
+            block = []
+        if stack:
+            block.append((name, part))
+        elif name:
+            yield name, part
+
+
+def _stack(name: str) -> str:
+    return name[: name.index(".*")] if ".*" in name else ""
+
+
+def _numbered(part: Part, number: int) -> Part:
+    if not part.tied:
+        return part
+    return replace(part, tied=tuple(name.replace("*", str(number), 1) for name in part.tied))

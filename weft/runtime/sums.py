@@ -1,0 +1,103 @@
+"""Sums over the members of a group, by exchanges of bytes and local addition in group order.
+
+In: this rank's flat tensor and where the total goes (which may be the same memory). Out: nothing: the total is there,
+and equal bit for bit on all members, for every number of blocks. A tensor travels in blocks; while one block is under
+way the one before is added up. With two members, or little data, a block goes round once: everybody's to everybody.
+With more it goes round twice: each member gets and adds its chunk of the block, then sends the sum to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.runtime.groups import Group
+
+BLOCK = 8 << 20
+"""Bytes of a block: large enough for the rate of a long message, small enough to stay in the cache."""
+ONE_ROUND = 1 << 16
+"""Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
+bytes that it saves (gloo, 4 processes of one host)."""
+
+COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class Carrier(Protocol):
+    """What sums need of a channel."""
+
+    rank: int
+
+    def begin_carry(self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group) -> Any: ...
+
+    def finish(self, work: Any) -> None: ...
+
+    def scratch(self, name: str, size: int) -> Tensor: ...
+
+
+def combine(tensors: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """Combine in order, into new memory or into `out`, which may be the first tensor or, of two, the second."""
+    function = COMBINE[op]
+    if len(tensors) == 1:
+        return tensors[0].clone() if out is None else out.copy_(tensors[0])
+    total = function(tensors[0], tensors[1], out=torch.empty_like(tensors[0]) if out is None else out)
+    for tensor in tensors[2:]:
+        function(total, tensor, out=total)
+    return total
+
+
+def add_up(carrier: Carrier, source: Tensor, total: Tensor, group: Group, op: str) -> None:
+    """Fill `total` with the combination of all members' `source`; both are flat, and may be the same memory."""
+    rounds = _one_round if len(group) <= 2 or source.nbytes <= ONE_ROUND else _two_rounds
+    length = max(1, BLOCK // source.itemsize)
+    whole = len(source) <= length
+    pairs = [(source, total)] if whole else zip(source.split(length), total.split(length), strict=True)
+    blocks = [rounds(carrier, mine, into, group, op, f"{k % 2}") for k, (mine, into) in enumerate(pairs)]
+    # one block begins, the one before is added up, the one before that ends: in this order on all members
+    for newest in range(len(blocks) + 2):
+        for k in (newest, newest - 1, newest - 2):
+            if 0 <= k < len(blocks):
+                next(blocks[k], None)
+
+
+def _one_round(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
+    """A block that goes from everybody to everybody. `slot`: which of two sets of buffers it uses."""
+    sent, others = mine.view(torch.uint8), [peer for peer in sorted(group) if peer != carrier.rank]
+    sizes = [0 if peer == carrier.rank else sent.numel() for peer in sorted(group)]
+    came = carrier.scratch(f"came{slot}", sum(sizes))
+    work = carrier.begin_carry(came, sent if len(others) == 1 else sent.repeat(len(others)), sizes, sizes, group)
+    yield
+    carrier.finish(work)
+    found = dict(zip(others, came.view(mine.dtype).view(len(others), len(mine)), strict=True))
+    parts = [found.get(peer, mine) for peer in group]
+    if len(group) <= 2:
+        combine(parts, op, into)
+    else:
+        into.copy_(combine(parts, op))
+
+
+def _two_rounds(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
+    """A block of which each member adds up its own chunk."""
+    members = sorted(group)
+    lengths = [len(chunk) for chunk in mine.tensor_split(len(group))]
+    sizes = [length * mine.itemsize for length in lengths]
+    own = members.index(carrier.rank)
+    alike = [sizes[own]] * len(group)
+    came = carrier.scratch(f"came{slot}", sum(alike))
+    work = carrier.begin_carry(came, mine.view(torch.uint8), alike, sizes, group)
+    yield
+    carrier.finish(work)
+    chunks = dict(zip(members, came.view(mine.dtype).view(len(group), lengths[own]), strict=True))
+    chunk = combine([chunks[peer] for peer in group], op, chunks[group[0]])
+    copies = carrier.scratch(f"copies{slot}", sum(alike))
+    copies.view(len(group), sizes[own]).copy_(chunk.view(torch.uint8))
+    work = carrier.begin_carry(into.view(torch.uint8), copies, sizes, alike, group)
+    yield
+    carrier.finish(work)
