@@ -57,7 +57,7 @@ def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
     start = time.perf_counter()
     module, example = llama(layers, batch)
     built = time.perf_counter() - start
-    before = peak_memory()
+    before, busy = peak_memory(), time.process_time()
     compiled = compile_program(module, example, plan)
     return {
         "layers": layers,
@@ -66,6 +66,7 @@ def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
         "operators": len(compiled.graph.ops),
         "seconds": dict(compiled.timings),
         "total": sum(compiled.timings.values()),
+        "processor_time": time.process_time() - busy,
         "build": built,
         "peak_memory": peak_memory(),
         "memory_before": before,
@@ -91,8 +92,8 @@ def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     passes = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["seconds"].items())
     print(
-        f"{layers:3d} layers, {plan:12s} {found['total']:6.1f} s ({passes}), "
-        f"{found['peak_memory'] / 2**30:.2f} GiB, {found['lines']} lines",
+        f"{layers:3d} layers, {plan:12s} {found['total']:6.1f} s ({passes}; "
+        f"processor {found['processor_time']:.1f}), {found['peak_memory'] / 2**30:.2f} GiB, {found['lines']} lines",
         flush=True,
     )
     return found

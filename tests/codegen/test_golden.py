@@ -5,6 +5,7 @@ They are also what a person sees: formatted as ruff leaves them, with types that
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +57,13 @@ def test_linted() -> None:
     assert found.returncode == 0, found.stdout
 
 
-def test_types_hold() -> None:
-    paths = sorted(map(str, GOLDEN.glob("*/program.py")))
-    assert len(paths) == len(PAIRS)
-    command = [sys.executable, "-m", "mypy", "--scripts-are-modules", "--ignore-missing-imports", "--no-error-summary"]
-    for path in paths:
-        found = subprocess.run([*command, path], check=False, capture_output=True, text=True)
-        wrong = [line for line in found.stdout.splitlines() if line.startswith(path)]
-        assert not wrong, "\n".join(wrong)
+def test_types_hold(tmp_path: Path) -> None:
+    for path in GOLDEN.glob("*/program.py"):
+        name = re.sub(r"\W", "_", path.parent.name)
+        (tmp_path / f"{name}.py").write_bytes(path.read_bytes())
+    assert len(list(tmp_path.iterdir())) == len(PAIRS)
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-error-summary", str(tmp_path)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, cwd=GOLDEN.parents[2])
+    wrong = [line for line in found.stdout.splitlines() if line.startswith(str(tmp_path))]
+    assert not wrong, "\n".join(wrong)
+    assert found.returncode in (0, 1), found.stderr

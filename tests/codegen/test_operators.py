@@ -28,49 +28,15 @@ def fixed(*sizes: int) -> Tensor:
     return r(*sizes).abs().as_subclass(Fixed)
 
 
+def _unary(target: str) -> tuple[str, ...]:
+    name = target.split(".")[1]
+    return f"torch.{name}(self)", f"F.{name}(self)", "-self"
+
+
 def more() -> dict[str, list[Form]]:
     """Rows that the rules' own cases do not reach, and arguments that a row must leave to the operator."""
     signs = ["add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge"]
-    words = [
-        "abs",
-        "acos",
-        "asin",
-        "atan",
-        "ceil",
-        "cos",
-        "cosh",
-        "erf",
-        "erfc",
-        "exp",
-        "expm1",
-        "floor",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-    ]
-    words += [
-        "logical_not",
-        "reciprocal",
-        "round",
-        "rsqrt",
-        "sigmoid",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "tan",
-        "tanh",
-        "trunc",
-        "relu",
-        "silu",
-        "mish",
-    ]
-    words += ["relu6", "hardswish", "hardsigmoid", "neg"]
+    words = [target.split(".")[1] for target, row in TEMPLATES.items() if row in _unary(target)]
     return {
         **{f"aten.{sign}.Tensor": [form(r(2, 3), r(3))] for sign in signs},
         **{f"aten.{sign}.Tensor": [form(r(2, 3), r(3)), form(r(2, 3), 0.5)] for sign in signs[:4]},

@@ -42,11 +42,11 @@ def write_body(
     layer: Layer | None,
     chunked: bool,
 ) -> tuple[list[str], list[str], Mapping[str, str]]:
-    """Lines of a method's body, what it takes beside values, and the names of its arguments and results."""
+    """Lines of a method's body, what it takes beside values, and the names of its arguments."""
     frame = Frame(sheet, steps, arguments, returned, layer=layer, chunked=chunked)
     given = dict(frame.env)
     say_all(frame, steps)
     extra = [layer.variable] if layer is not None and frame.needs_layer else []
     extra += ["draw"] if frame.needs_draw else []
-    results = {name: frame.read(name) for name in returned}
-    return frame.lines(), extra, {**results, **given}
+    frame.give_back([frame.read(name) for name in returned])
+    return frame.lines(), extra, given

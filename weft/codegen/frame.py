@@ -121,6 +121,16 @@ class Frame:
             )
         return f"self.here.{tables.key('here', hint, {rank: found[0] for rank, found in by_rank.items()})}"
 
+    def give_back(self, results: Sequence[str]) -> None:
+        """The last statement of a method: its results, the only one without a name of its own if it was made last."""
+        if not results:
+            return
+        last = self._statements[-1] if self._statements else Statement("", "")
+        if list(results) == [last.targets] and last.context == PLAIN and last.depth == 0:
+            self._statements[-1] = Statement("", f"return {last.expression}", last.comment)
+        else:
+            self._statements.append(Statement("", f"return {', '.join(results)}"))
+
     def lines(self, depth: int = 2) -> list[str]:
         """The statements as text, gathered under the contexts that they need."""
         out: list[str] = []

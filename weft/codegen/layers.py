@@ -250,9 +250,12 @@ class Folder:
         for k, layer in enumerate(layers):
             for step in every_step(layer):
                 if isinstance(step, Use):
-                    found = numbered(self._name(self._program.values[step.value].tensor))
+                    tensor = self._program.values[step.value].tensor
+                    found = numbered(self._name(tensor))
                     if found is not None and (found.stack, found.number) != (first.stack, first.number + k):
                         return False
+                    if step.value in self._sheet.syncs and not self._sheet.stores(tensor):
+                        return False  # it would have to be told by its name
         return True
 
     def _first_draw(self, layer: Sequence[Step]) -> int:

@@ -165,6 +165,10 @@ class Sheet:
             return self._constants[tensor]
         return self._dotted.get(tensor, tensor)
 
+    def stores(self, tensor: str) -> bool:
+        """True if the team's ranks store a part of a tensor."""
+        return self.team.ranks[0] in self.program.stored[tensor].grid.cells_on
+
     def num_layers(self, stack: str) -> int:
         """How many numbered children a container has."""
         names = [name for one in self.named for name in one.names]
@@ -262,14 +266,13 @@ class Sheet:
     ) -> tuple[str, list[str]]:
         """Print steps as a method; its name, and the arguments it takes before the values."""
         assert self.body is not None
+        place = len(self.methods)
         lines, extra, names = self.body(self, steps, arguments, returned, layer=layer, chunked=chunked)
         typed = ["self", *(["chunk: int"] if chunked else [])]
         typed += [f"{word}: int" if word == "draw" else f"{word}: Container" for word in extra]
         typed += [f"{names[value]}: {self._type(value)}" for value in arguments]
         if any(word != "draw" for word in extra):
             self.need("weft.runtime.module", {"Container"})
-        results = [names[value] for value in returned]
-        lines += [f"        return {', '.join(results)}"] if results else []
         kinds = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
         kinds = kinds if returned else "None"
         key = "\n".join([*typed, *lines])
@@ -278,7 +281,8 @@ class Sheet:
         path = self._path(steps)
         name = self.method_name(name or (f"{path}_{kind}" if path else kind))
         self._texts[key] = name
-        self.methods.append([*statement(f"def {name}(", typed, f") -> {kinds}:", 1), *lines])
+        # before the methods that it calls
+        self.methods.insert(place, [*statement(f"def {name}(", typed, f") -> {kinds}:", 1), *lines])
         return name, extra
 
     def method_name(self, base: str) -> str:

@@ -120,7 +120,11 @@ class Channel:
         mine, members = as_bytes(tensor), sorted(group)
         others = len(group) - 1
         sizes = [0 if peer == self.rank else mine.numel() for peer in members]
-        came = self._carry(mine if others == 1 else mine.repeat(others), sizes, sizes, group)
+        sent = mine
+        if others > 1:
+            sent = self.scratch("packed", others * mine.numel())
+            sent.view(others, mine.numel()).copy_(mine)
+        came = self._carry(sent, sizes, sizes, group)
         want = _want(tensor)
         found = unpack(came, [() if peer == self.rank else (want,) for peer in members])
         by_rank = {peer: tensors[0] for peer, tensors in zip(members, found, strict=True) if tensors}

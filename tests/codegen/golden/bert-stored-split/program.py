@@ -194,7 +194,4 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         hidden_states_1 = dropout(hidden_states_1, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))
         # modeling_bert.py:350  hidden_states = self.LayerNorm(hidden_states + input_tensor)
         hidden_states = hidden_states_1 + hidden_states  # (3, 8, 16)
-        hidden_states = F.layer_norm(
-            hidden_states, (16,), layer.output.LayerNorm.weight, layer.output.LayerNorm.bias, 1e-12
-        )  # (3, 8, 16)
-        return hidden_states
+        return F.layer_norm(hidden_states, (16,), layer.output.LayerNorm.weight, layer.output.LayerNorm.bias, 1e-12)

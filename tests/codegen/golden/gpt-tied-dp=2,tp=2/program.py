@@ -114,5 +114,4 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         dropout_1 = self.comm.all_reduce(dropout_1, over="tp")  # (3, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))
-        add = x + dropout_1  # (3, 8, 16)
-        return add
+        return x + dropout_1  # (3, 8, 16)

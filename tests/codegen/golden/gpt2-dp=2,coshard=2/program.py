@@ -148,8 +148,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         # modeling_gpt2.py:222  attn_output = attn_output.reshape(*attn_output.shape[:-2], -1).contiguous()
         attn_output = attn_output.reshape(3, 8, 8)  # (3, 8, 8)
         view = attn_output.reshape(24, 8)  # (24, 8)
-        x = torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
-        return x
+        return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
 
     def mlp_chunk(
         self,
@@ -174,8 +173,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         add = tanh + 1.0  # (3, 8, 32)
         mul = mul * add  # (3, 8, 32)
         view = mul.reshape(24, 32)  # (24, 32)
-        x = torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
-        return x
+        return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
 
     def block(self, layer: Container, draw: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_gpt2.py:273  hidden_states = self.ln_1(hidden_states)
@@ -227,5 +225,4 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         # modeling_gpt2.py:242  hidden_states = self.dropout(hidden_states)
         hidden_states_1 = dropout(x, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         # modeling_gpt2.py:307  hidden_states = residual + feed_forward_hidden_states
-        hidden_states = hidden_states + hidden_states_1  # (3, 8, 16)
-        return hidden_states
+        return hidden_states + hidden_states_1  # (3, 8, 16)

@@ -210,5 +210,4 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         down_proj = F.linear(down_proj, layer.mlp.down_proj.weight)  # (6, 8, 16)
         down_proj = self.comm.all_reduce(down_proj, over="tp")  # (6, 8, 16)
         # modeling_llama.py:312  hidden_states = residual + hidden_states
-        hidden_states = hidden_states + down_proj  # (6, 8, 16)
-        return hidden_states
+        return hidden_states + down_proj  # (6, 8, 16)
