@@ -19,7 +19,7 @@ def equal_to_one_device(name: str, plan: Plan) -> None:
     subject, _, reference = prepared(name)
     program = lower(plan)
     check(program)
-    ours = run_parallel(program, subject, seed=7, wide=True)
+    ours = run_parallel(program, subject, seed=7, wide=True, reference=reference)
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst
@@ -28,6 +28,11 @@ def equal_to_one_device(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize(("name", "recipe"), list(itertools.product(MODELS, RECIPES)))
 def test_recipe(name: str, recipe: str) -> None:
     equal_to_one_device(name, load_plan(recipe, prepared(name)[1]))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied"])
+def test_three_recipes_at_once(name: str) -> None:
+    equal_to_one_device(name, load_plan("dp=2,tp=2,coshard=2", prepared(name)[1]))
 
 
 @pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, HAND_WRITTEN)))

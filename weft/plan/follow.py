@@ -68,13 +68,27 @@ def default_grid(plan: Plan) -> Grid:
         every = tuple(range(plan.devices))
         return Grid((), every) if plan.devices == 1 else Grid((Axis("all", plan.devices),), every)
     cells = math.prod(axes.values())
-    if cells != plan.devices:
-        arithmetic = " * ".join(f"{name}={size}" for name, size in axes.items())
-        raise PlanError(
-            f"the plan's axes make {arithmetic} = {cells} parts, but there are {plan.devices} devices",
-            remedy="change the parts or the number of devices, or place the ops with plan.assign",
-        )
-    return Grid(tuple(Axis(name, size) for name, size in axes.items()), tuple(range(cells)))
+    if cells == plan.devices:
+        return Grid(tuple(Axis(name, size) for name, size in axes.items()), tuple(range(cells)))
+    placed = _grid_of_placed(plan, axes)
+    if placed is not None:
+        return placed
+    arithmetic = " * ".join(f"{name}={size}" for name, size in axes.items())
+    raise PlanError(
+        f"the plan's axes make {arithmetic} = {cells} parts, but there are {plan.devices} devices",
+        remedy="change the parts or the number of devices, or place the ops with plan.assign",
+    )
+
+
+def _grid_of_placed(plan: Plan, axes: Mapping[str, int]) -> Grid | None:
+    """The grid of an op that was placed on all devices and has these axes: the others can lie along it too."""
+    for decision in plan.decisions.values():
+        if decision.devices is None or set(decision.devices) != set(range(plan.devices)):
+            continue
+        merged = merge(_told(decision).grid)
+        if merged is not None and all(merged.merged.axis(name) >= 0 for name in axes):
+            return merged.merged
+    return None
 
 
 def _told(decision: Decision) -> OpLayout:

@@ -106,6 +106,58 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         loss_1 = self.comm.all_reduce(loss, over="dp", grad=False)  # ()
         return self.finish(loss_1, loss)
 
+    def block(self, layer: Container, draw: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        # modeling_gpt2.py:273  hidden_states = self.ln_1(hidden_states)
+        hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (3, 8, 16)
+        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        view = hidden_states_1.reshape(24, 16)  # (24, 16)
+        c_attn_bias_parts = self.comm.use_parts(layer.attn.c_attn.bias, "c_attn_bias")  # (24,)
+        c_attn_weight_parts = self.comm.use_parts(layer.attn.c_attn.weight, "c_attn_weight")  # (16, 24)
+        c_proj_bias_parts = self.comm.use_parts(layer.attn.c_proj.bias, "c_proj_bias")  # (16,)
+        c_proj_weight_parts = self.comm.use_parts(layer.attn.c_proj.weight, "c_proj_weight")  # (8, 16)
+        x = self.chunks(
+            2,
+            self.attn_chunk,
+            draw,
+            view,
+            c_attn_bias_parts,
+            c_attn_weight_parts,
+            attention_mask,
+            c_proj_bias_parts,
+            c_proj_weight_parts,
+            gives=[Given()],
+            recompute=True,
+        )  # (24, 16)
+        # pytorch_utils.py:120  x = x.view(size_out)
+        x = x.reshape(3, 8, 16)  # (3, 8, 16)
+        # modeling_gpt2.py:224  attn_output = self.resid_dropout(attn_output)
+        attn_output = dropout(x, 0.1, True, **self.draw(draw + 1, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
+        # modeling_gpt2.py:282  hidden_states = attn_output + residual
+        hidden_states = attn_output + hidden_states  # (3, 8, 16)
+        # modeling_gpt2.py:304  hidden_states = self.ln_2(hidden_states)
+        hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (3, 8, 16)
+        view = hidden_states_1.reshape(24, 16)  # (24, 16)
+        c_fc_bias_parts = self.comm.use_parts(layer.mlp.c_fc.bias, "c_fc_bias")  # (32,)
+        c_fc_weight_parts = self.comm.use_parts(layer.mlp.c_fc.weight, "c_fc_weight")  # (16, 32)
+        c_proj_bias_parts = self.comm.use_parts(layer.mlp.c_proj.bias, "c_proj_bias")  # (16,)
+        c_proj_weight_parts = self.comm.use_parts(layer.mlp.c_proj.weight, "c_proj_weight_1")  # (32, 16)
+        x = self.chunks(
+            2,
+            self.mlp_chunk,
+            view,
+            c_fc_bias_parts,
+            c_fc_weight_parts,
+            c_proj_bias_parts,
+            c_proj_weight_parts,
+            gives=[Given()],
+            recompute=True,
+        )  # (24, 16)
+        x = x.reshape(3, 8, 16)  # (3, 8, 16)
+        # modeling_gpt2.py:242  hidden_states = self.dropout(hidden_states)
+        hidden_states_1 = dropout(x, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
+        # modeling_gpt2.py:307  hidden_states = residual + feed_forward_hidden_states
+        return hidden_states + hidden_states_1  # (3, 8, 16)
+
     def attn_chunk(
         self,
         chunk: int,
@@ -174,55 +226,3 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         mul = mul * add  # (3, 8, 32)
         view = mul.reshape(24, 32)  # (24, 32)
         return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
-
-    def block(self, layer: Container, draw: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        # modeling_gpt2.py:273  hidden_states = self.ln_1(hidden_states)
-        hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (3, 8, 16)
-        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        view = hidden_states_1.reshape(24, 16)  # (24, 16)
-        c_attn_bias_parts = self.comm.use_parts(layer.attn.c_attn.bias, "c_attn_bias")  # (24,)
-        c_attn_weight_parts = self.comm.use_parts(layer.attn.c_attn.weight, "c_attn_weight")  # (16, 24)
-        c_proj_bias_parts = self.comm.use_parts(layer.attn.c_proj.bias, "c_proj_bias")  # (16,)
-        c_proj_weight_parts = self.comm.use_parts(layer.attn.c_proj.weight, "c_proj_weight")  # (8, 16)
-        x = self.chunks(
-            2,
-            self.attn_chunk,
-            draw,
-            view,
-            c_attn_bias_parts,
-            c_attn_weight_parts,
-            attention_mask,
-            c_proj_bias_parts,
-            c_proj_weight_parts,
-            gives=[Given()],
-            recompute=True,
-        )  # (24, 16)
-        # pytorch_utils.py:120  x = x.view(size_out)
-        x = x.reshape(3, 8, 16)  # (3, 8, 16)
-        # modeling_gpt2.py:224  attn_output = self.resid_dropout(attn_output)
-        attn_output = dropout(x, 0.1, True, **self.draw(draw + 1, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
-        # modeling_gpt2.py:282  hidden_states = attn_output + residual
-        hidden_states = attn_output + hidden_states  # (3, 8, 16)
-        # modeling_gpt2.py:304  hidden_states = self.ln_2(hidden_states)
-        hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (3, 8, 16)
-        view = hidden_states_1.reshape(24, 16)  # (24, 16)
-        c_fc_bias_parts = self.comm.use_parts(layer.mlp.c_fc.bias, "c_fc_bias")  # (32,)
-        c_fc_weight_parts = self.comm.use_parts(layer.mlp.c_fc.weight, "c_fc_weight")  # (16, 32)
-        c_proj_bias_parts = self.comm.use_parts(layer.mlp.c_proj.bias, "c_proj_bias")  # (16,)
-        c_proj_weight_parts = self.comm.use_parts(layer.mlp.c_proj.weight, "c_proj_weight_1")  # (32, 16)
-        x = self.chunks(
-            2,
-            self.mlp_chunk,
-            view,
-            c_fc_bias_parts,
-            c_fc_weight_parts,
-            c_proj_bias_parts,
-            c_proj_weight_parts,
-            gives=[Given()],
-            recompute=True,
-        )  # (24, 16)
-        x = x.reshape(3, 8, 16)  # (3, 8, 16)
-        # modeling_gpt2.py:242  hidden_states = self.dropout(hidden_states)
-        hidden_states_1 = dropout(x, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
-        # modeling_gpt2.py:307  hidden_states = residual + feed_forward_hidden_states
-        return hidden_states + hidden_states_1  # (3, 8, 16)
