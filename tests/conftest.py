@@ -7,6 +7,7 @@ number of examples read `settings.default.max_examples` when they are collected.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of it need it back.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("quick", max_examples=50, derandomize=True, database=None, **_common)

@@ -25,7 +25,7 @@ from weft.runtime.interpret import Rank
 from weft.runtime.program_files import load_program
 from weft.runtime.transport import Transport
 
-QUICK, FULL, SHARDS = 120, 2000, 2
+QUICK, FULL, SHARDS = 80, 2000, 2
 
 Found = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]]
 """Outputs, gradients by parameter, buffers after the step."""

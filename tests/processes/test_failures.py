@@ -20,7 +20,7 @@ from weft.runtime.launch import Pool, ProcessFailed
 from weft.runtime.transport import CollectiveMismatch, RankFailed
 
 ROOT = Path(__file__).parents[2]
-QUICK = 10.0
+QUICK = 30.0
 """Seconds, on a busy machine, and far below any timeout."""
 
 

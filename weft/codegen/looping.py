@@ -76,9 +76,11 @@ def say_recompute(frame: Frame, step: Recompute) -> None:
     leaving = [name for name in frame.sheet.leaving(step) if frame.slots(name)]
     method, extra = frame.sheet.method("again", step.body, outside, leaving, layer=frame.layer, chunked=frame.chunked)
     words = [f"self.{method}", *_extra(frame, extra), *(frame.env[name] for name in outside)]
-    plain = tuple(i for i, name in enumerate(leaving) if frame.program.values[name].grad is None)
+    # the parts of an only result are results of their own
+    results = leaving * frame.slots(leaving[0]) if len(leaving) == 1 else leaving
+    plain = tuple(i for i, name in enumerate(results) if frame.program.values[name].grad is None)
     words += [f"plain={literal(plain)}"] if plain else []
-    names = ", ".join(frame.name(name) for name in leaving)
+    names = ", ".join(frame.name(name, parts=frame.slots(name) > 1) for name in leaving)
     shape = frame.sheet.shape(leaving[0]) if len(leaving) == 1 else ""
     frame.say(names, f"self.recompute({', '.join(words)})", shape)
 

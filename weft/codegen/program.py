@@ -14,7 +14,7 @@ from weft.codegen.names import legal
 from weft.codegen.reads import INPUT
 from weft.codegen.sheet import Sheet
 from weft.codegen.stored import buffer_entries, folded, parameter_entries, table_lines
-from weft.codegen.text import literal, statement
+from weft.codegen.text import TAB, WIDTH, literal, statement
 from weft.ir.program import Program, Sync
 
 
@@ -59,11 +59,17 @@ def _imports(sheet: Sheet, body: str) -> str:
     others = {module: names for module, names in sheet.imports.items() if not module.startswith("weft.")}
     ours = {module: names for module, names in sheet.imports.items() if module.startswith("weft.")}
     for module in sorted(others):
-        lines += statement(f"from {module} import ", sorted(others[module], key=_order), "", 0)
+        lines += _import(module, others[module])
     lines.append("")
     for module in sorted(ours):
-        lines += statement(f"from {module} import ", sorted(ours[module], key=_order), "", 0)
+        lines += _import(module, ours[module])
     return "\n".join(lines)
+
+
+def _import(module: str, names: set[str]) -> list[str]:
+    words = sorted(names, key=_order)
+    line = f"from {module} import {', '.join(words)}"
+    return [line] if len(line) <= WIDTH else [f"from {module} import (", *(f"{TAB}{one}," for one in words), ")"]
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -273,8 +273,8 @@ class Sheet:
         typed += [f"{names[value]}: {self._type(value)}" for value in arguments]
         if any(word != "draw" for word in extra):
             self.need("weft.runtime.module", {"Container"})
-        kinds = "Tensor" if len(returned) == 1 else f"tuple[{', '.join(['Tensor'] * len(returned))}]"
-        kinds = kinds if returned else "None"
+        types = [self._type(value) if not chunked else "Tensor" for value in returned]
+        kinds = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
         key = "\n".join([*typed, *lines])
         if key in self._texts:
             return self._texts[key], extra

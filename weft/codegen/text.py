@@ -54,14 +54,17 @@ def statement(head: str, arguments: Sequence[str], tail: str, indent: int, comme
     if len(line) + len(note) <= WIDTH:
         return [line + note]
     inner = f"{pad}{TAB}{', '.join(arguments)}"
-    if not arguments:
-        return [line]
-    if len(inner) <= WIDTH:
-        if len(line) <= WIDTH:
-            return [line]  # only the comment is too long
+    if not arguments or len(line) <= WIDTH:
+        return [line]  # only the comment is too long
+    if len(inner) <= WIDTH and _calls(head):
         return [f"{pad}{head}", inner, f"{pad}{tail}{note}"]
     items = [line for one in arguments for line in _item(one, indent + 1)]
     return [f"{pad}{head}", *items, f"{pad}{tail}{note}"]
+
+
+def _calls(head: str) -> bool:
+    """True if the last bracket opens a call, not a collection: the items of one never share a line."""
+    return len(head) > 1 and (head[-2].isalnum() or head[-2] in "_)]")
 
 
 def _item(argument: str, indent: int) -> list[str]:

@@ -11,6 +11,7 @@ and count terms: nothing is lost or counted twice unseen.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,24 @@ def placed(tensor: str, target: Box, pieces: Sequence[tuple[Index, Content]], ad
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
+    """True if no two boxes share an element.
+
+    Along a dim whose ranges are either equal or apart, boxes of different ranges are apart: only those of equal ranges
+    are compared further. Parts of a grid are of that kind, which spares comparing every pair."""
+    if len(boxes) < 2:
+        return True
+    for dim in range(len(boxes[0])):
+        groups: dict[Ranges, list[Box]] = {}
+        for box in boxes:
+            groups.setdefault(box[dim], []).append(box)
+        if len(groups) > 1 and _disjoint(groups):
+            return all(_apart(group) for group in groups.values())
     return all(not _touch(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+
+
+def _disjoint(several: Iterable[Ranges]) -> bool:
+    intervals = sorted(interval for ranges in several for interval in ranges if interval[0] < interval[1])
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(intervals))
 
 
 def _touch(a: Box, b: Box) -> bool:

@@ -8,8 +8,9 @@ backward runs again, chunk by chunk from the last, sends the gradients through a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -52,11 +53,26 @@ class _Work:
     plain: frozenset[int]
     """Positions of results that need no gradient."""
     ambient: Ambient
+    nested: list[int] = field(default_factory=list)
+    """For each result how many tensors it has; 0 for a bare tensor. Known after the first run."""
 
-    def call(self, tensors: Sequence[Tensor], chunk: int | None) -> tuple[Tensor, ...]:
+    def call(self, tensors: Sequence[Tensor], chunk: int | None) -> list[Tensor]:
+        """The results of one run, laid out flat."""
         filled = [_fill(argument, tensors) for argument in self.arguments]
         results = self.function(*filled) if chunk is None else self.function(chunk, *filled)
-        return (results,) if isinstance(results, Tensor) else tuple(results or ())
+        found = (results,) if isinstance(results, Tensor) else tuple(results or ())
+        self.nested = [0 if isinstance(one, Tensor) else len(one) for one in found]
+        return [one for each in found for one in ((each,) if isinstance(each, Tensor) else each)]
+
+    def is_plain(self, position: int) -> bool:
+        """True if the tensor at a position of the flat results needs no gradient."""
+        owners = [i for i, count in enumerate(self.nested) for _ in range(count or 1)]
+        return owners[position] in self.plain
+
+    def joined(self, flat: Sequence[Tensor]) -> list[Any]:
+        """The results as the function returned them."""
+        rest = iter(flat)
+        return [tuple(itertools.islice(rest, count)) if count else next(rest) for count in self.nested]
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,8 @@ def run(
     else:
         *results, token = _Recomputed.apply(work, anchor, *tensors)
         owner.tape.tokens.append(token)
-    return results[0] if len(results) == 1 else tuple(results)
+    made = results if chunks is not None else work.joined(results)
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def run_chunks(function: Callable[..., Any], inputs: Sequence[Any], chunks: int, gives: Sequence[Given]) -> Any:
@@ -129,7 +146,7 @@ def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
     outer, work.owner.tape = work.owner.tape, Tape()
     try:
         if work.chunks is None:
-            return list(work.call(detached, None))
+            return work.call(detached, None)
         found = Gives()
         for chunk in range(work.chunks):
             _give(found, work.gives, work.call(detached, chunk), chunk)
@@ -151,7 +168,7 @@ class _Recomputed(torch.autograd.Function):
             *(
                 tensor
                 for i, tensor in enumerate(results)
-                if i in work.plain or not (tensor.is_floating_point() or tensor.is_complex())
+                if work.is_plain(i) or not (tensor.is_floating_point() or tensor.is_complex())
             )
         )
         return (*results, anchor.new_zeros(()))
