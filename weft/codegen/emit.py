@@ -88,9 +88,8 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
 
 def _title(program: Program, team: Team) -> str:
     where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
-    return (
-        f"{class_name(program)} for {program.devices} devices{where}. Made by weft; edit freely, then verify it again."
-    )
+    devices = "one device" if program.devices == 1 else f"{program.devices} devices"
+    return f"{class_name(program)} for {devices}{where}. Made by weft; edit freely, then verify it again."
 
 
 def _tables_text(tables: Tables) -> str:

@@ -36,7 +36,7 @@ def file_text(sheet: Sheet, title: str) -> str:
     options = ["ParallelModule", "grid=GRID", "parameters=PARAMETERS"]
     options += ["buffers=BUFFERS"] if buffers else []
     options += ["layers=LAYERS"] if layers or more else []
-    tables = [f"GRID = {literal(grid)}"]
+    tables = [f"GRID = {literal(grid)}" if grid else "GRID: dict[str, int] = {}"]
     tables += [f"LAYERS = {literal({**more, **layers})}"] if layers or more else []
     tables += table_lines("PARAMETERS", parameters) if parameters else ["PARAMETERS: dict[str, Part] = {}"]
     tables += table_lines("BUFFERS", buffers) if buffers else []

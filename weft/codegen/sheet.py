@@ -326,13 +326,13 @@ def _direct(program: Program) -> set[str]:
 
 def _equal_constants(graph: Graph) -> dict[str, str]:
     """For each constant the first one that is equal to it."""
-    seen: dict[Hashable, str] = {}
-    return {
-        name: seen.setdefault((str(value.dtype), tuple(value.shape), value.detach().cpu().numpy().tobytes()), name)
-        if value.dtype not in (torch.bfloat16,)
-        else name
-        for name, value in graph.constants.items()
-    }
+    alike: dict[Hashable, list[str]] = {}
+    found: dict[str, str] = {}
+    for name, value in graph.constants.items():
+        others = alike.setdefault((value.dtype, value.shape), [])
+        found[name] = next((other for other in others if torch.equal(graph.constants[other], value)), name)
+        others += [name] if found[name] == name else []
+    return found
 
 
 def _made(step: Step) -> tuple[str, ...]:
