@@ -17,7 +17,7 @@ from weft.ir.layout import Cell, Grid
 from weft.ir.oplayout import Cut
 from weft.ir.program import Compute
 from weft.ir.ranges import count
-from weft.lower.script import numbered
+from weft.ops.arguments import numbered
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import Call

@@ -11,7 +11,6 @@ projection by heads. Axes that cut one name nest in axis order. `Copied`: every 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -127,8 +126,3 @@ def _in_groups(cut: Cut, interval: tuple[int, int]) -> Ranges:
 def plain_cut(name: str, extent: int, shares: tuple[int, ...]) -> Cut:
     """A cut of a name into contiguous ranges."""
     return Cut(name, shares, (extent,), extent)
-
-
-def num_parts(layout: OpLayout) -> int:
-    """Number of cells."""
-    return math.prod(layout.grid.sizes)

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from weft.ir.graph import Op, Ref, map_refs
+from weft.ir.graph import Op, Ref
 from weft.ir.layout import Layout, Part
 from weft.ir.merge import merge
 from weft.ir.oplayout import OpLayout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
 from weft.ir.ranges import overlap
 from weft.lower.transfer import Transfers
+from weft.ops.arguments import numbered
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import Call, Group
@@ -282,18 +283,6 @@ def _locals(arg: Any) -> set[str]:
     if isinstance(arg, tuple | list):
         return {key for item in arg for key in _locals(item)}
     return set()
-
-
-def numbered(op: Op) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """The op's own arguments with operand i written `Ref(str(i))`."""
-    position = iter(range(len(op.inputs)))
-
-    def number(_: Ref) -> Ref:
-        return Ref(str(next(position)))
-
-    args = map_refs(op.args, number)
-    kwargs = tuple((name, map_refs(value, number)) for name, value in op.kwargs)
-    return args, kwargs
 
 
 def peers(layout: OpLayout, name: str, cell: tuple[int, ...]) -> tuple[int, ...]:

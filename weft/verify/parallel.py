@@ -18,8 +18,7 @@ from weft.capture.example import split_example
 from weft.errors import PlanError, RunError
 from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ir.program import Program
-from weft.lower.script import script
-from weft.ops.book import RuleBook
+from weft.lower.script import scripts
 from weft.runtime.emulator import run_ranks
 from weft.runtime.random import Stream
 from weft.runtime.script import Index, Script
@@ -83,8 +82,7 @@ def record(program: Program, subject: Subject, *, seed: int) -> list[Record]:
 
 def write_scripts(program: Program) -> list[Script]:
     """One Script per rank."""
-    book = RuleBook(program.graph)
-    return [script(program, rank, book) for rank in range(program.devices)]
+    return list(scripts(program))
 
 
 def emulate(num_ranks: int, body: Any) -> list[Any]:
