@@ -39,6 +39,8 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "overhead.json"
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 128, 8192, 8
 WARM_UP = 3
+SETTLE = 0.5
+"""Seconds in which the threads of torch's process group let go of their last tensors."""
 
 Step = Callable[[], float]
 
@@ -148,6 +150,8 @@ def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, An
         for _ in range(WARM_UP + 2):
             steps[sides[0]]()
         found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    # torch joins the backend's threads while it holds the interpreter's lock; one that still wants it would hang for ever
+    time.sleep(SETTLE)
     dist.destroy_process_group()
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.boxes import HUGE, LARGE
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Doing, GroupComm, Transport
 
@@ -190,3 +191,29 @@ def foreign_group(transport: Transport, payload: Any) -> None:
 
 def bad_optimizer(parameters: object) -> torch.optim.Optimizer:
     raise ValueError("no optimizer today")
+
+
+def boxed(transport: Transport, payload: Any) -> list[bool]:
+    """Messages around the sizes that lie in shared memory, growing, one-way too; true for each that came as sent."""
+    n, rank = transport.num_ranks, transport.rank
+    group, found = tuple(range(n)), []
+    sizes = [LARGE - 1, LARGE, 5, 3 * LARGE, 12 * LARGE, LARGE + 3, HUGE, 20 * LARGE, HUGE - 1, 30 * LARGE, 0]
+
+    def message(step: int, sender: int, taker: int) -> Tensor:
+        # one size per pair of ranks, so that some messages of an exchange travel in boxes and others do not
+        size = sizes[(step + sender + taker) % len(sizes)]
+        return torch.full((size,), (7 * step + 3 * sender + taker) % 251, dtype=torch.uint8)
+
+    for step in range(len(sizes)):
+        sends = {peer: [message(step, rank, peer)] for peer in group if peer != rank}
+        wanted = {peer: message(step, peer, rank) for peer in group if peer != rank}
+        expects = {peer: [(tuple(one.shape), one.dtype)] for peer, one in wanted.items()}
+        came = transport.all_to_all(sends, expects, group, "exchange")
+        found += [torch.equal(came[peer][0], wanted[peer]) for peer in wanted]
+    for step in range(12):
+        sent = torch.full((2 * LARGE,), step, dtype=torch.uint8)
+        sends = {1: [sent]} if rank == 0 else {}
+        expects = {0: [((2 * LARGE,), torch.uint8)]} if rank == 1 else {}
+        came = transport.all_to_all(sends, expects, group, "exchange")
+        found += [torch.equal(came[peer][0], sent) for peer in expects]
+    return found

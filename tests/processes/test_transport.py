@@ -73,6 +73,11 @@ def test_reduce_scatter(pools: Pools) -> None:
         assert torch.equal(found, in_order([bodies.values(r, torch.float64, (rank + 1, 2)) for r in range(4)]))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_messages_in_shared_memory(pools: Pools, num_ranks: int) -> None:
+    assert all(all(found) for found in pools(num_ranks).run(bodies.boxed))
+
+
 def test_unchecked_calls(pools: Pools) -> None:
     wanted = in_order([bodies.values(r, torch.float32, (9,)) for r in range(2)])
     assert all(torch.equal(found, wanted) for found in pools(2).run(bodies.unchecked))
@@ -99,10 +104,10 @@ def test_work_that_ends_between_two_looks() -> None:
     groups = SimpleNamespace(rank=0, backend=GLOO)
     channel = Channel(groups, SimpleNamespace(), torch.device("cpu"), lane="main", timeout=1.0, check=False)  # type: ignore[arg-type]
     work = Late(fails=False)
-    channel.finish(work)
+    channel.wait(work)
     assert work.looks == 2
     with pytest.raises(PeerLost, match=r"^Connection closed by peer$"):
-        channel.finish(Late(fails=True))
+        channel.wait(Late(fails=True))
 
 
 def in_order(tensors: list[Tensor]) -> Tensor:

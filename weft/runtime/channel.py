@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.boxes import Boxes, repeated
 from weft.runtime.groups import Group, Groups
 from weft.runtime.signature import NUMBERS, Signature, difference, from_json
 from weft.runtime.sums import add_up, combine
@@ -54,6 +55,7 @@ class Channel:
         self.rank = groups.rank
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
+        self._boxes: dict[Group, Boxes] = {}
 
     def number(self, group: Group) -> int:
         """How many calls the rank has made in this group before."""
@@ -90,7 +92,7 @@ class Channel:
             total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
             if backend.sums_natively(tensor.dtype, op):
                 total.copy_(source)
-                self._wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
+                self.wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
             else:
                 add_up(self, source.view(-1), total.view(-1), group, op)
         return total
@@ -107,7 +109,7 @@ class Channel:
             sizes = [by_rank[peer].nbytes if peer != self.rank else 0 for peer in sorted(group)]
             wanted = [own.nbytes if peer != self.rank else 0 for peer in sorted(group)]
             came = self.scratch("came", sum(wanted))
-            self.finish(self.begin_carry(came, flat, wanted, sizes, group))
+            self.begin_carry(came, flat, wanted, sizes, group)()
         found = dict(zip(others, came.view(own.dtype).view(len(others), *own.shape), strict=True))
         return combine([found.get(peer, own.detach()) for peer in group], op)
 
@@ -118,36 +120,47 @@ class Channel:
 
     def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
         mine, members = as_bytes(tensor), sorted(group)
-        others = len(group) - 1
         sizes = [0 if peer == self.rank else mine.numel() for peer in members]
-        sent = mine
-        if others > 1:
-            sent = self.scratch("packed", others * mine.numel())
-            sent.view(others, mine.numel()).copy_(mine)
-        came = self._carry(sent, sizes, sizes, group)
+        came = self._carry(mine, sizes, sizes, group, same=True)
         want = _want(tensor)
         found = unpack(came, [() if peer == self.rank else (want,) for peer in members])
         by_rank = {peer: tensors[0] for peer, tensors in zip(members, found, strict=True) if tensors}
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
         return [by_rank.get(peer, own) for peer in group]
 
-    def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group) -> Tensor:
+    def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group, *, same: bool = False) -> Tensor:
         """One exchange of bytes; sizes per member, ranks ascending. What comes is new memory."""
         came = torch.empty(sum(wanted), dtype=torch.uint8, device=self._device)
-        self.finish(self.begin_carry(came, flat, wanted, sizes, group))
+        self.begin_carry(came, flat, wanted, sizes, group, same=same)()
         return came
 
-    def begin_carry(self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group) -> Any:
-        """Begin one exchange of bytes; `finish` waits for it."""
-        if len(group) == 1:
-            came.copy_(flat)
-            return None
-        return self._groups.get(group, self._lane).alltoall_base(came, flat, wanted, sizes)
+    def begin_carry(
+        self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
+    ) -> Callable[[], None]:
+        """Begin one exchange of bytes; what is returned waits for its end.
 
-    def finish(self, work: Any) -> None:
-        """Wait for what `begin_carry` began."""
-        if work is not None:
-            self._wait(work)
+        Args:
+            same: `flat` is one message, for every member that something is for.
+        """
+        if len(group) == 1:
+            came.copy_(flat[: came.numel()])
+            return lambda: None
+        if self._groups.local and self._groups.backend.host_waits:
+            boxes = self._boxes_of(group)
+            passage = boxes.begin(came, flat, wanted, sizes, same=same)
+            return lambda: boxes.finish(passage)
+        sent = repeated(flat, sizes) if same else flat
+        work = self._groups.get(group, self._lane).alltoall_base(came, sent, wanted, sizes)
+        return lambda: self.wait(work)
+
+    def _boxes_of(self, group: Group) -> Boxes:
+        """Shared memory with these ranks; made at the group's first exchange, by all of them."""
+        members = tuple(sorted(group))
+        if members not in self._boxes:
+            carry = self._groups.get(members, self._lane).alltoall_base
+            position = members.index(self.rank)
+            self._boxes[members] = Boxes(position, len(members), carry, self.wait, self._watch.check)
+        return self._boxes[members]
 
     def scratch(self, name: str, size: int) -> Tensor:
         """Memory to be used again: new memory costs more than the bytes that travel through it."""
@@ -158,7 +171,7 @@ class Channel:
             held = self._scratch[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return held[:size]
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Any) -> None:
         """Wait for the backend, looking up now and then."""
         if not self._groups.backend.host_waits:
             work.wait()

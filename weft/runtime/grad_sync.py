@@ -115,8 +115,10 @@ class BucketSync:
         if self._expected is None or name not in self._place or not self._overlap:
             return
         if self._arrivals[name] == self._expected.get(name, 0):
-            self._place[name].missing -= 1
-            self._start_ready(module)
+            bucket = self._place[name]
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._start_ready(module)
 
     def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """Backward is over: the complete gradients of what the rank stores."""

@@ -25,7 +25,7 @@ class Groups:
     """
 
     def __init__(self, store: Store, rank: int, backend: Backend, *, local: bool) -> None:
-        self.rank, self.backend = rank, backend
+        self.rank, self.backend, self.local = rank, backend, local
         self._store, self._links = store, backend.links(local=local)
         self._made: dict[tuple[str, Group], Any] = {}
 

@@ -9,7 +9,7 @@ With more it goes round twice: each member gets and adds its chunk of the block,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ class Carrier(Protocol):
 
     rank: int
 
-    def begin_carry(self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group) -> Any: ...
-
-    def finish(self, work: Any) -> None: ...
+    def begin_carry(
+        self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
+    ) -> Callable[[], None]: ...
 
     def scratch(self, name: str, size: int) -> Tensor: ...
 
@@ -72,9 +72,9 @@ def _one_round(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: s
     sent, others = mine.view(torch.uint8), [peer for peer in sorted(group) if peer != carrier.rank]
     sizes = [0 if peer == carrier.rank else sent.numel() for peer in sorted(group)]
     came = carrier.scratch(f"came{slot}", sum(sizes))
-    work = carrier.begin_carry(came, sent if len(others) == 1 else sent.repeat(len(others)), sizes, sizes, group)
+    end = carrier.begin_carry(came, sent, sizes, sizes, group, same=True)
     yield
-    carrier.finish(work)
+    end()
     found = dict(zip(others, came.view(mine.dtype).view(len(others), len(mine)), strict=True))
     parts = [found.get(peer, mine) for peer in group]
     if len(group) <= 2:
@@ -91,13 +91,11 @@ def _two_rounds(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: 
     own = members.index(carrier.rank)
     alike = [sizes[own]] * len(group)
     came = carrier.scratch(f"came{slot}", sum(alike))
-    work = carrier.begin_carry(came, mine.view(torch.uint8), alike, sizes, group)
+    end = carrier.begin_carry(came, mine.view(torch.uint8), alike, sizes, group)
     yield
-    carrier.finish(work)
+    end()
     chunks = dict(zip(members, came.view(mine.dtype).view(len(group), lengths[own]), strict=True))
     chunk = combine([chunks[peer] for peer in group], op, chunks[group[0]])
-    copies = carrier.scratch(f"copies{slot}", sum(alike))
-    copies.view(len(group), sizes[own]).copy_(chunk.view(torch.uint8))
-    work = carrier.begin_carry(into.view(torch.uint8), copies, sizes, alike, group)
+    end = carrier.begin_carry(into.view(torch.uint8), chunk.view(torch.uint8), sizes, alike, group, same=True)
     yield
-    carrier.finish(work)
+    end()

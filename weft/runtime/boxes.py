@@ -1,0 +1,266 @@
+"""Boxes: large messages between the processes of one host lie in shared memory, and only a note of where travels.
+
+In: the bytes that go to each member of a group, and how many come from each. Out: the bytes that came. A message of at
+least `LARGE` bytes is copied into a box of the sender; in its place the backend carries a note, so both sides know from
+the size alone how a message travels. The taker copies it out and writes into the box that it has it; a box whose takers
+have all done so is used again.
+
+Promised: what arrives is what the backend would have carried. A box is memory without a file and ends with its owner
+and those who look into it, however they end. Members first make sure that each can look into the others' memory; where
+one cannot, everything travels through the backend.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 256 << 10
+"""Bytes from which on two copies through memory cost less than the way through the network layer."""
+HUGE = 32 << 20
+"""Bytes from which on a box would take more memory than it is worth."""
+ALIGNED = 4096
+NOTE = struct.Struct("<qqqqqq")
+"""The box: process, descriptor, serial number, size. The message in it: number, where it begins."""
+TAKEN = struct.Struct("<q")
+PAUSE = 5e-5
+"""Seconds between two looks for a free box."""
+FEW = 4
+"""Boxes that may wait for their takers before the sender waits too."""
+
+
+@dataclass
+class Box:
+    """Shared memory of one sender. Its first bytes are the takers' marks: the number of the last message they took.
+
+    `number`: of the message that is in it; `takers`: positions in the group of those that it is for. Descriptors are
+    used again for other boxes, serial numbers are not."""
+
+    descriptor: int
+    serial: int
+    memory: Tensor
+    number: int = 0
+    takers: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.memory.numel()
+
+    def is_free(self) -> bool:
+        """True if all have taken what was for them."""
+        return all(self.mark(taker) == self.number for taker in self.takers)
+
+    def mark(self, position: int) -> int:
+        # by system calls, not through the mapping: they order what is written before and after them
+        return int(TAKEN.unpack(os.pread(self.descriptor, TAKEN.size, position * TAKEN.size))[0])
+
+    def set_mark(self, position: int, number: int) -> None:
+        os.pwrite(self.descriptor, TAKEN.pack(number), position * TAKEN.size)
+
+
+@dataclass
+class Passage:
+    """An exchange under way: the backend's work, and what it leaves to be looked up."""
+
+    work: Any
+    came: Tensor
+    wanted: Sequence[int]
+    notes: Tensor
+    sizes: list[int]
+    kept: Tensor
+    """What the backend is still sending."""
+
+
+class Boxes:
+    """The boxes of one rank in one group.
+
+    Args:
+        position: of this rank among the members.
+        carry: begins the backend's exchange: into, from, bytes from each, bytes to each.
+        wait: ends it.
+        look: called while waiting for others; raises if that is in vain.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        num_members: int,
+        carry: Callable[[Tensor, Tensor, list[int], list[int]], Any],
+        wait: Callable[[Any], None],
+        look: Callable[[], None],
+    ) -> None:
+        self._position, self._num_members = position, num_members
+        self._carry, self._wait, self._look = carry, wait, look
+        self._own: list[Box] = []
+        self._theirs: dict[tuple[int, int], Box] = {}
+        self._number, self._serial = 0, 0
+        self._open = False
+        self._open = self._agree()
+
+    def begin(
+        self, came: Tensor, flat: Tensor, wanted: Sequence[int], sizes: Sequence[int], *, same: bool = False
+    ) -> Passage:
+        """Begin an exchange; `came` is filled when it ends.
+
+        Args:
+            same: `flat` is one message, for each member that something is for.
+        """
+        large = [at for at, size in enumerate(sizes) if self._boxed(at, size)]
+        if not large and not any(self._boxed(at, size) for at, size in enumerate(wanted)):
+            sent = repeated(flat, sizes) if same else flat
+            return Passage(self._carry(came, sent, list(wanted), list(sizes)), came, (), came, [], sent)
+        outgoing = [flat[:size] for size in sizes] if same else list(flat.split(list(sizes)))
+        came.split(list(wanted))[self._position].copy_(outgoing[self._position])
+        outgoing[self._position] = flat[:0]
+        if large:
+            self._put_in_box(outgoing, large, same=same)
+        sent = torch.cat(outgoing)
+        incoming = [self._travels(at, size) for at, size in enumerate(wanted)]
+        notes = torch.empty(sum(incoming), dtype=torch.uint8)
+        work = self._carry(notes, sent, incoming, [piece.numel() for piece in outgoing])
+        return Passage(work, came, wanted, notes, incoming, sent)
+
+    def finish(self, passage: Passage) -> None:
+        """Wait for an exchange, and fetch what lies in boxes."""
+        self._wait(passage.work)
+        if not passage.sizes:
+            return
+        into = passage.came.split(list(passage.wanted))
+        for at, note in enumerate(passage.notes.split(passage.sizes)):
+            if at == self._position:
+                continue
+            if not self._boxed(at, passage.wanted[at]):
+                into[at].copy_(note)
+                continue
+            pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
+            box = self._opened(pid, descriptor, serial, size)
+            into[at].copy_(box.memory[start : start + passage.wanted[at]])
+            box.set_mark(self._position, number)
+
+    def _boxed(self, at: int, size: int) -> bool:
+        return self._open and LARGE <= size < HUGE and at != self._position
+
+    def _travels(self, at: int, size: int) -> int:
+        """Bytes that the backend carries in place of that many from a member."""
+        if at == self._position:
+            return 0
+        return NOTE.size if self._boxed(at, size) else size
+
+    def _put_in_box(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
+        """Lay messages one after the other into a free box; notes take their places in the list."""
+        self._number += 1
+        start = _marks(self._num_members)
+        lengths = [messages[at].numel() for at in takers]
+        box = self._free(start + (lengths[0] if same else sum(lengths)))
+        box.number, box.takers = self._number, tuple(takers)
+        for k, at in enumerate(takers):
+            if k == 0 or not same:
+                box.memory[start : start + lengths[k]].copy_(messages[at])
+            messages[at] = _note(box, start)
+            start += 0 if same else lengths[k]
+
+    def _free(self, size: int) -> Box:
+        while True:
+            free = [box for box in self._own if box.is_free()]
+            fitting = [box for box in free if box.size >= size]
+            if fitting:
+                return min(fitting, key=lambda box: box.size)
+            if free or len(self._own) < FEW:
+                return self._made(size, instead=free[0] if free and len(self._own) >= FEW else None)
+            self._look()
+            time.sleep(PAUSE)
+
+    def _made(self, size: int, instead: Box | None) -> Box:
+        if instead is not None:
+            # those who look into it keep its memory until they see that it is gone
+            os.ftruncate(instead.descriptor, 0)
+            os.close(instead.descriptor)
+            self._own.remove(instead)
+        self._serial += 1
+        box = _new_box(size, self._serial)
+        self._own.append(box)
+        return box
+
+    def _opened(self, pid: int, descriptor: int, serial: int, size: int) -> Box:
+        box = self._theirs.get((pid, descriptor))
+        if box is None or box.serial != serial:
+            if box is not None:
+                os.close(box.descriptor)
+            box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
+        return box
+
+    def _agree(self) -> bool:
+        """True if all members can look into each other's memory."""
+        probe = _new_box(ALIGNED, 0) if hasattr(os, "memfd_create") else None
+        mine = torch.zeros(NOTE.size, dtype=torch.uint8)
+        if probe is not None:
+            probe.memory[-1] = self._position
+            mine = _note(probe, 0)
+        notes = self._exchanged(mine.repeat(self._num_members)).view(self._num_members, NOTE.size)
+        seen = probe is not None and all(_shows(note, at) for at, note in enumerate(notes))
+        agreed = bool(self._exchanged(torch.full((self._num_members,), seen, dtype=torch.uint8)).all())
+        if probe is not None:
+            os.close(probe.descriptor)
+        return agreed
+
+    def _exchanged(self, flat: Tensor) -> Tensor:
+        each = [flat.numel() // self._num_members] * self._num_members
+        came = torch.empty_like(flat)
+        self._wait(self._carry(came, flat, each, each))
+        return came
+
+
+def repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """One message for each member that something is for."""
+    copies = sum(size > 0 for size in sizes)
+    return flat if copies == 1 else flat.repeat(copies)
+
+
+def _new_box(size: int, serial: int) -> Box:
+    # some larger than asked for: the next message may be
+    room = -(-size // ALIGNED) * ALIGNED
+    descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, room)
+    return Box(descriptor, serial, _mapped(descriptor, room))
+
+
+def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Box:
+    """The box of another process of this host."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    return Box(opened, serial, _mapped(opened, size))
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+def _note(box: Box, start: int) -> Tensor:
+    words = NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
+    return torch.tensor(list(words), dtype=torch.uint8)
+
+
+def _shows(note: Tensor, position: int) -> bool:
+    """True if the note leads to the memory of the member at that position."""
+    pid, descriptor, serial, size, _, _ = NOTE.unpack(bytes(note.tolist()))
+    if not pid:
+        return False
+    try:
+        box = _look_into(pid, descriptor, serial, size)
+    except OSError:
+        return False
+    found = int(box.memory[-1]) == position
+    os.close(box.descriptor)
+    return found
+
+
+def _marks(num_members: int) -> int:
+    """Bytes before the first message, so that messages begin where any dtype may."""
+    return -(-num_members * TAKEN.size // ALIGNED) * ALIGNED
