@@ -73,6 +73,35 @@ def bert() -> Subject:
     return hugging_face(transformers.BertForMaskedLM(config))
 
 
+def qwen3() -> Subject:
+    config = transformers.Qwen3Config(
+        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+    )
+    return hugging_face(transformers.Qwen3ForCausalLM(config))
+
+
+def vit() -> Subject:
+    config = transformers.ViTConfig(
+        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS,
+        image_size=8,
+        patch_size=4,
+        num_labels=6,
+    )
+    batch = {"pixel_values": torch.randn(ROWS, 3, 8, 8), "labels": torch.randint(0, 6, (ROWS,))}
+    return Subject(transformers.ViTForImageClassification(config), batch)
+
+
 MODELS: dict[str, Callable[[], Subject]] = {
     "mlp": mlp,
     "gpt-tied": lambda: gpt(tied=True),
@@ -81,6 +110,8 @@ MODELS: dict[str, Callable[[], Subject]] = {
     "llama": llama,
     "bert": bert,
 }
+MORE_MODELS: dict[str, Callable[[], Subject]] = {"qwen3": qwen3, "vit": vit}
+"""For the matrix of recipes only."""
 
 RECIPES = ("dp=2", "dp=3", "tp=2", "tp=4", "dp=2,tp=2", "coshard=4", "dp=2,coshard=2")
 
@@ -89,7 +120,7 @@ RECIPES = ("dp=2", "dp=3", "tp=2", "tp=4", "dp=2,tp=2", "coshard=4", "dp=2,cosha
 def prepared(name: str) -> tuple[Subject, Graph, Sample]:
     """A subject, its graph, and what the eager module does in two steps."""
     torch.manual_seed(1)
-    subject = MODELS[name]()
+    subject = (MODELS | MORE_MODELS)[name]()
     subject.model.train()
     return subject, capture(subject.model, subject.example), run_reference(subject, seed=7, wide=True)
 

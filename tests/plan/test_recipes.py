@@ -206,6 +206,14 @@ def test_recompute_each_module_as_one() -> None:
         recompute(Plan(graph, 1), "transformer.layers.*")
 
 
+def test_recompute_every_layer() -> None:
+    graph = gpt_graph()
+    assert recompute(Plan(graph, 1)).lines == recompute(Plan(graph, 1), "transformer.h.*").lines
+    with pytest.raises(PlanError, match="has no numbered layers") as caught:
+        recompute(Plan(mlp_graph(), 1))
+    assert "recompute=PATTERN" in caught.value.remedy
+
+
 def test_recompute_each_call_of_a_module() -> None:
     plan = recompute(Plan(odd_graph(), 1), "act")
     assert plan.decisions["act/relu"].recompute != plan.decisions["act@1/relu"].recompute

@@ -85,17 +85,17 @@ def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
 def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain | None:
     """The chain of a color among the ops not taken that moves the fewest bytes per multiplication."""
     members = {
-        op: color.names[op][0] for op in color.ops if op not in taken and _allowed(plan, op, color.names[op][0], parts)
+        op: color.names[op][0] for op in color.ops if op not in taken and allowed(plan, op, color.names[op][0], parts)
     }
     chains = []
-    for ops in _connected(plan, members):
+    for ops in connected(plan, members):
         weight = weigh(plan.graph, plan.rules, {op: members[op].name for op in ops})
         if weight.flops:
             chains.append(Chain(color, {op: members[op] for op in ops}, weight))
     return min(chains, key=lambda chain: chain.weight.bytes_per_flop, default=None)
 
 
-def _connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
+def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
     """The ops in groups that share a tensor which both cut, each in execution order."""
     tensors = {op: _cut_tensors(plan, op, member.name) for op, member in members.items()}
     holders: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def _cut_tensors(plan: Plan, op: str, name: str) -> list[str]:
     return [tensor for tensor, dims in pairs if any(name in dim.names for dim in dims)]
 
 
-def _allowed(plan: Plan, op: str, member: Member, parts: int) -> bool:
+def allowed(plan: Plan, op: str, member: Member, parts: int) -> bool:
     """True if the cuts that the op has already leave room: nested cuts of a name share groups and units."""
     if op not in plan.decisions:
         return True

@@ -3,7 +3,8 @@
 In: a Plan, the rules. Out: an OpLayout for each op. An op that was told all its axes and devices keeps them. For
 every axis that an op was not told about, it follows the producer that divides its work the most: a split dim goes
 on as a cut of the name standing there, an addend is carried only where that costs nothing (the op is jointly linear
-in all operands that are one), everything else is copied. Ops with nobody to follow are copied over all devices.
+in all operands that are one and nobody else reads it), everything else is copied. Ops with nobody to follow are
+copied over all devices.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class _Lead:
     output: int
     operand: int
     value: Layout
+    shared: bool
+    """True if other ops read the same tensor, or this one also reads a trained parameter: an addend carried on from
+    here would be completed more than once."""
 
 
 def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
@@ -100,13 +104,15 @@ def _told(decision: Decision) -> OpLayout:
 def _leads(op: Op, plan: Plan, book: RuleBook, layouts: Mapping[str, OpLayout]) -> list[_Lead]:
     """Producers of the op's operands, the one that divides the work most first."""
     found = []
+    trained = any(name in plan.graph.parameter_tensors and plan.graph.tensors[name].needs_grad for name in op.inputs)
     for position, name in enumerate(op.inputs):
         producer = plan.graph.producers.get(name)
         if producer is None:
             continue
         layout, output = layouts[producer.name], producer.outputs.index(name)
         value = book.operands(producer, layout).outputs[output].layout
-        found.append(_Lead(producer, layout, output, position, value))
+        shared = trained or len({one.name for one in plan.graph.consumers[name]}) > 1
+        found.append(_Lead(producer, layout, output, position, value, shared))
 
     def rank(lead: _Lead) -> tuple[int, int, int]:
         cut = math.prod(
@@ -159,7 +165,7 @@ def _uses(op: Op, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book:
 def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: RuleBook) -> Use:
     """What the op does along an axis of the lead's grid so that its operand stays as it is; a copy if nothing can."""
     role = lead.value.roles[axis]
-    if role.kind == "partial" and not _on_one_device(lead.layout.grid, axis):
+    if role.kind == "partial" and not lead.shared and not _on_one_device(lead.layout.grid, axis):
         partial = {
             other.operand
             for other in leads

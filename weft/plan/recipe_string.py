@@ -1,7 +1,10 @@
-"""Recipe strings: `dp=2,tp=2,coshard=2,recompute=layers.*`.
+"""Recipe strings: `dp=2,tp=2,sp,zero=3,recompute=layers.*`.
+
+    setting := degree "=" number | "sp" | "megatron" | "zero=3" | "recompute" ["=" PATTERN]
+    degree  := "dp" | "tp" | "megatron" | "coshard"          `megatron=4` is `tp=4,megatron`
 
 In: text. Out: a Recipe, which knows its number of devices (dp * tp) and writes a plan. Unknown, repeated and
-impossible settings are refused with the nearest right one.
+impossible settings, and combinations that mean nothing, are refused with the nearest right one.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ import difflib
 from dataclasses import dataclass
 
 from weft.errors import PlanError
+from weft.plan.megatron import megatron
 from weft.plan.plan import Plan
-from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp
+from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp, zero
+from weft.plan.sequence import sp
 
-KEYS = ("dp", "tp", "coshard", "recompute")
-LATER = ("pp", "cp", "ep", "zero", "schedule", "microbatches", "megatron", "sp", "virtual", "cp_kind")
+DEGREES = ("dp", "tp", "coshard")
+FLAGS = ("megatron", "sp")
+KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "recompute")
+LATER = ("pp", "cp", "ep", "schedule", "microbatches", "virtual", "cp_kind")
 """Settings of the full language that this version does not have."""
-LATER_RECOMPUTE = ("full", "selective")
+LATER_RECOMPUTE = ("selective",)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,9 @@ class Recipe:
     dp: int = 1
     tp: int = 1
     coshard: int = 1
+    megatron: bool = False
+    sp: bool = False
+    zero: int = 0
     recompute: str = ""
 
     @property
@@ -38,9 +48,13 @@ class Recipe:
         if self.dp > 1:
             plan = dp(plan, self.dp, batch_dims=batch_dims)
         if self.tp > 1:
-            plan = tp(plan, self.tp)
+            plan = (megatron if self.megatron else tp)(plan, self.tp)
+        if self.sp and self.tp > 1:
+            plan = sp(plan)
         if self.coshard > 1:
             plan = coshard(plan, self.coshard)
+        if self.zero and self.dp > 1:
+            plan = zero(plan, self.zero)
         return self._recomputed(plan) if self.recompute else plan
 
     def _recomputed(self, plan: Plan) -> Plan:
@@ -57,22 +71,62 @@ def parse_recipe(text: str) -> Recipe:
     >>> parse_recipe("dp=2, tp=2").devices
     4
     """
-    degrees: dict[str, int] = {}
-    pattern = ""
-    seen: set[str] = set()
+    values: dict[str, str | None] = {}
     for setting in text.split(","):
         key, equals, value = (part.strip() for part in setting.partition("="))
         _check_key(key, text)
-        if key in seen:
+        if key in values:
             raise PlanError(f"{key} is set twice", place=f"recipe {text!r}", remedy="set it once")
-        seen.add(key)
-        if not equals or not value:
+        alone = key in (*FLAGS, "recompute")
+        if not value and (equals or not alone):
             raise PlanError(f"{key} has no value", place=f"recipe {text!r}", remedy=f"write {key}=...")
-        if key == "recompute":
-            pattern = _pattern(value, text)
-        else:
-            degrees[key] = _degree(key, value, text)
-    return Recipe(recompute=pattern, **degrees)
+        values[key] = value if equals else None
+    _check_together(values, text)
+    return _recipe(values, text)
+
+
+def _recipe(values: dict[str, str | None], text: str) -> Recipe:
+    degrees = {key: _degree(key, value, text) for key, value in values.items() if key in DEGREES and value is not None}
+    book = values.get("megatron")
+    if book is not None:
+        degrees["tp"] = _degree("megatron", book, text)
+    pattern = values.get("recompute", "")
+    return Recipe(
+        **degrees,
+        megatron="megatron" in values,
+        sp="sp" in values,
+        zero=_stage(values["zero"], text) if "zero" in values else 0,
+        recompute="full" if pattern is None else _pattern(pattern, text),
+    )
+
+
+def _check_together(values: dict[str, str | None], text: str) -> None:
+    """Settings that say nothing, or two things, together."""
+    place = f"recipe {text!r}"
+    if values.get("sp") is not None:
+        raise PlanError(
+            f"sp={values['sp']}: sp takes no value", place=place, remedy="write sp: it has the parts of tp or megatron"
+        )
+    if "tp" in values and values.get("megatron") is not None:
+        raise PlanError(
+            f"tp={values['tp']} and megatron={values['megatron']} both say into how many parts to cut",
+            place=place,
+            remedy=f"write tp={values['tp']},megatron or megatron={values['megatron']}",
+        )
+    if "megatron" in values and values["megatron"] is None and "tp" not in values:
+        raise PlanError("megatron has no number of parts", place=place, remedy="write megatron=2, or tp=2,megatron")
+    if "sp" in values and not {"tp", "megatron"} & values.keys():
+        raise PlanError(
+            "sp cuts what lies between tensor-parallel blocks, but there is neither tp nor megatron",
+            place=place,
+            remedy="write tp=2,sp or megatron=2,sp",
+        )
+    if "zero" in values and "dp" not in values:
+        raise PlanError(
+            "zero stores parameters in parts over the replicas of dp, but there is no dp",
+            place=place,
+            remedy=f"write dp=2,zero={values['zero']}",
+        )
 
 
 def _check_key(key: str, text: str) -> None:
@@ -97,12 +151,24 @@ def _degree(key: str, value: str, text: str) -> int:
     return int(value)
 
 
+def _stage(value: str | None, text: str) -> int:
+    if value not in ("1", "2", "3"):
+        raise PlanError(f"zero={value} is no stage", place=f"recipe {text!r}", remedy="write zero=3")
+    if value != "3":
+        raise PlanError(
+            f"zero={value} is not available in this version: gradients and optimizer state lie where parameters do",
+            place=f"recipe {text!r}",
+            remedy="write zero=3, which stores parameters, gradients and optimizer state in parts",
+        )
+    return int(value)
+
+
 def _pattern(value: str, text: str) -> str:
     if value in LATER_RECOMPUTE:
         raise PlanError(
             f"recompute={value} is not available in this version",
             place=f"recipe {text!r}",
-            remedy="give a pattern of module paths: recompute=layers.*",
+            remedy="write recompute for every layer, or give a pattern of module paths: recompute=layers.*",
         )
     return value
 

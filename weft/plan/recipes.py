@@ -3,9 +3,11 @@
     dp       cut the batch: the color of dim 0 of the inputs, on every op that has it; copy the others
     tp       cut heads, hidden dims, vocabulary: colors that divide many multiplications and move few bytes
     coshard  the colors of tp, all parts of a device on that device, one after the other and recomputed
+    zero     store parameters in parts over the replicas, gather them at use
     recompute   run modules again in backward
 
-In: a Plan. Out: the Plan with more lines. They compose in this order; an op's axes then are (dp, tp, co).
+In: a Plan. Out: the Plan with more lines. They compose in this order; an op's axes then are (dp, tp, co). `megatron`
+and `sp` have files of their own.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ from weft.plan import primitives
 from weft.plan.chains import choose_chains
 from weft.plan.colors import TensorDim, find_colors
 from weft.plan.plan import Plan
-from weft.plan.primitives import CutBy, is_count
+from weft.plan.primitives import CutBy
 from weft.plan.select import Selection, inside, is_path, module_of
+from weft.plan.writing import check_count, cut_all, no_chain, nothing_to_cut
 
-SHOWN = 3
-"""So many operators are named in an error."""
 BatchDims = Mapping[str, int | None] | Sequence[int | None]
 
 
@@ -37,7 +38,7 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
         batch_dims: for each tensor input its batch dim, in order or by place in the example; None for an input
             without one. If not given: dim 0 of every input of the same size as the first.
     """
-    _check_count("dp", parts)
+    check_count("dp", parts)
     dims = _batch(plan, batch_dims)
     size = plan.graph.tensors[dims[0].tensor].sizes[dims[0].dim]
     if size < parts:
@@ -57,9 +58,9 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
     if not chosen:
         place = f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}"
         remedy = "name the batch dim of every input with batch_dims"
-        raise _nothing(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
+        raise nothing_to_cut(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
     rest = [op.name for op in plan.graph.ops if op.name not in chosen]
-    plan = _cut_all(plan, chosen)
+    plan = cut_all(plan, chosen)
     return plan.trans(rest, primitives.copy(parts, axis)) if rest else plan
 
 
@@ -121,11 +122,11 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     embedding is cut along the vocabulary if it shares its weight with the head, otherwise there is no multiplication
     to divide and it is left whole.
     """
-    _check_count("tp", parts)
+    check_count("tp", parts)
     chains = choose_chains(plan, parts)
     if not chains:
-        raise _no_chain(plan, f"{axis}={parts}", parts)
-    return _cut_all(plan, {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()})
+        raise no_chain(plan, f"{axis}={parts}", parts)
+    return cut_all(plan, {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()})
 
 
 def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
@@ -134,17 +135,17 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     What a chain makes inside itself never exists whole: memory shrinks, nothing is sent. Chains through an operator
     whose parts must talk to each other are left out.
     """
-    _check_count("coshard", parts)
+    check_count("coshard", parts)
     chains = choose_chains(plan, parts, talking=False)
     if not chains:
-        raise _no_chain(plan, f"coshard={parts}", parts)
+        raise no_chain(plan, f"coshard={parts}", parts)
     mesh = _mesh(plan)
     cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
     for name, size in mesh.items():
         missing = [op for op in cuts if plan.decision(op).axis(name) is None]
         if missing:
             plan = plan.trans(missing, primitives.copy(size, name))
-    plan = _cut_all(plan, cuts)
+    plan = cut_all(plan, cuts)
     placed: dict[tuple[int, ...], list[str]] = {}
     for op in cuts:
         placed.setdefault(_repeated(plan, op, mesh), []).append(op)
@@ -184,13 +185,18 @@ def _repeated(plan: Plan, op: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(devices)
 
 
-def recompute(plan: Plan, pattern: str) -> Plan:
+def recompute(plan: Plan, pattern: str = "full") -> Plan:
     """Run modules again in backward, each module that the pattern names as one; ops marked before are left as they are.
 
     Args:
         plan: what was decided so far.
-        pattern: of module paths (`layers.*`, everything inside included), or any selection, recomputed as one.
+        pattern: of module paths (`layers.*`, everything inside included), or any selection, recomputed as one;
+            "full": every layer, that is every outermost numbered module (`blocks.0`, `blocks.1` ...).
     """
+    if pattern == "full":
+        for layers in _layers(plan):
+            plan = recompute(plan, layers)
+        return plan
     if not is_path(pattern):
         return _recompute_together(plan, plan.select(pattern))
     modules = pattern.removesuffix(".**")
@@ -203,6 +209,22 @@ def recompute(plan: Plan, pattern: str) -> Plan:
     return plan
 
 
+def _layers(plan: Plan) -> list[str]:
+    """Patterns of the outermost numbered modules."""
+    found: dict[str, None] = {}
+    for op in plan.graph.ops:
+        words = op.path.split(".")
+        number = next((at for at, word in enumerate(words) if word.isdigit()), None)
+        if number is not None:
+            found[".".join((*words[:number], "*"))] = None
+    if not found:
+        raise PlanError(
+            f"{plan.graph.name} has no numbered layers to recompute one by one",
+            remedy="name modules: recompute=PATTERN, such as recompute=encoder.*",
+        )
+    return list(found)
+
+
 def _recompute_together(plan: Plan, ops: Selection) -> Plan:
     free = [op.name for op in ops if plan.decision(op).recompute is None and op.recompute is None]
     if not free:
@@ -210,39 +232,28 @@ def _recompute_together(plan: Plan, ops: Selection) -> Plan:
     return plan.trans(ops if len(free) == len(ops) else free, primitives.recompute())
 
 
-def _cut_all(plan: Plan, cuts: Mapping[str, CutBy]) -> Plan:
-    """One line per distinct cut."""
-    lines: dict[CutBy, list[str]] = {}
-    for op, cut in cuts.items():
-        lines.setdefault(cut, []).append(op)
-    for cut, ops in lines.items():
-        plan = plan.trans(ops, cut)
+def zero(plan: Plan, stage: int = 3, *, axis: str = "dp") -> Plan:
+    """Store every trained parameter in parts along the data-parallel axis; its gradient and optimizer state follow.
+
+    A parameter is cut along its first dim that is long enough; one that has none stays whole.
+    """
+    if stage != 3:
+        raise PlanError(
+            f"zero={stage} is not available in this version: gradients and optimizer state lie where parameters do",
+            remedy="use zero=3, which stores parameters, gradients and optimizer state in parts",
+        )
+    parts = plan.axes.get(axis, 1)
+    if parts < 2:
+        raise PlanError(
+            f"zero=3 stores parameters in parts over the replicas, but no op is cut along {axis!r}",
+            remedy="cut the batch first: dp=2,zero=3",
+        )
+    lines: dict[int, list[str]] = {}
+    for parameter in plan.graph.parameters:
+        sizes = plan.graph.tensors[parameter.tensor].sizes
+        dim = next((dim for dim, size in enumerate(sizes) if size >= parts), None)
+        if dim is not None and parameter.trainable and plan.graph.consumers[parameter.tensor]:
+            lines.setdefault(dim, []).append(parameter.names[0])
+    for dim, names in lines.items():
+        plan = plan.store(names, primitives.cut(dim, parts, axis))
     return plan
-
-
-def _check_count(what: str, parts: int) -> None:
-    if not is_count(parts):
-        raise PlanError(f"{what}={parts!r} is no number of parts", remedy="give a whole number of at least 1")
-
-
-def _no_chain(plan: Plan, what: str, parts: int) -> PlanError:
-    message = (
-        f"{what}: {plan.graph.name} has no inner dim (features, heads, channels, vocabulary) that a multiplication "
-        f"uses and that falls into {parts} parts"
-    )
-    return _nothing(plan, message, "", "use fewer parts, or cut ops by hand with plan.trans")
-
-
-def _nothing(plan: Plan, message: str, place: str, remedy: str) -> PlanError:
-    """A recipe found nothing to cut: because some operators have no rule, or for another reason."""
-    unruled = {op.kind: op for op in reversed(plan.rules.unruled())}
-    if not unruled:
-        return PlanError(message, place=place, remedy=remedy)
-    kinds = sorted(unruled, key=lambda kind: plan.graph.ops.index(unruled[kind]))
-    missing = f"{', '.join(kinds[:SHOWN])}{' ...' if len(kinds) > SHOWN else ''}"
-    verb = "has" if len(kinds) == 1 else "have"
-    return PlanError(
-        f"{message}: {missing} {verb} no rule, so every device computes the whole of it",
-        place=unruled[kinds[0]].place,
-        remedy="write it with plain operators (linear, sigmoid, tanh ...), or cut other ops by hand with plan.trans",
-    )
