@@ -23,7 +23,7 @@ from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
 from weft.plan.plan import Plan
-from weft.runtime.program_files import read_meta, status
+from weft.runtime.program_files import changes, read_meta, status
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
@@ -37,7 +37,14 @@ class Found:
     edited: bool = False
 
     def files(self) -> dict[str, bytes]:
-        """All of its files."""
+        """All of its files, as they were left."""
+        missing = [name for name, what in changes(self.directory).items() if what == "missing"]
+        if missing:
+            raise RunError(
+                f"the program in {self.directory} lacks {', '.join(missing)}",
+                place=str(self.directory),
+                remedy="move the directory away, and the program is made anew",
+            )
         return {path.name: path.read_bytes() for path in sorted(self.directory.iterdir()) if path.is_file()}
 
 
@@ -51,12 +58,26 @@ def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
 
 def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
     yield f"torch {torch.__version__}, weft {source_hash()}"
-    yield show_graph(graph)
-    yield f"{graph.in_spec} {graph.out_spec} {graph.leaves}"
+    yield from _told_of(graph)
     yield f"{plan.devices}"
     yield from map(repr, plan.lines)
+
+
+def _told_of(graph: Graph) -> Iterator[str]:
+    yield show_graph(graph)
+    yield f"{graph.in_spec} {graph.out_spec} {graph.leaves}"
     for name, value in graph.constants.items():
         yield f"{name} {value.dtype} {tuple(value.shape)} {tensor_hash(value)}"
+
+
+def graph_key(graph: Graph) -> str:
+    """A hash of all that a program knows of its model; source lines are part of it, weights are not."""
+    return hashlib.sha256("\0".join(_told_of(graph)).encode()).hexdigest()
+
+
+def origin(graph: Graph) -> dict[str, str]:
+    """What a program was made from and by, for its meta.json: compared when the program is used again."""
+    return {"graph": graph_key(graph), "weft": source_hash(), "torch": torch.__version__}
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -13,24 +13,20 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress
 
 from weft.errors import WeftError
 
-if TYPE_CHECKING:
-    from weft.verify import Result
-    from weft.verify.compare import Processes
+FAILED, INTERRUPTED = 2, 130
+PLAN = "a recipe (dp=2,tp=2), a plan file, or path.py:function"
 
-OK, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
-MAX_LINES = 6
-"""Of operators that run whole."""
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,44 +53,94 @@ def _leave() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="weft", description="Draws one single-device PyTorch model across many devices, to the same numbers."
+        prog="weft",
+        description="Draws one single-device PyTorch model across many devices, to the same numbers.",
+        epilog="weft COMMAND --help says more, with an example.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_verify, _add_show, _add_train, _add_profile):
+        command = add(commands)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_argument("--json", action="store_true", help="one JSON object as the last line")
+        command.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+    return parser
+
+
+def _add_verify(commands: Commands) -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
-        help="is a plan equal to one device?",
-        description="Compare loss, every gradient and the weights after two optimizer steps, on emulated devices, "
-        "with the eager model, in float64. Exit code 0 if equal, 1 if not, 2 on errors.",
+        help="is a plan, or a program, equal to one device?",
+        description="Compare loss, every gradient and the weights after two optimizer steps, on emulated devices,\n"
+        "with the eager model, in float64. With --program the code in DIR runs as it lies there, edited or not;\n"
+        "it is said which. With --processes the generated code runs on true processes.\n"
+        "Exit code 0 if equal, 1 if not, 2 on errors.",
+        epilog="example:\n"
+        "  weft verify examples/gpt.py --plan dp=2,tp=2 --processes\n"
+        "  weft show examples/gpt.py --plan dp=2,tp=2 --out program && weft verify examples/gpt.py --program program",
     )
     verify.set_defaults(command=run_verify)
-    verify.add_argument("file", metavar="FILE", help="a Python file with model() and example()")
-    verify.add_argument(
-        "--plan", required=True, metavar="P", help="a recipe (dp=2,tp=2), a plan file, or path.py:function"
-    )
+    _add_file(verify)
+    what = verify.add_mutually_exclusive_group(required=True)
+    what.add_argument("--plan", metavar="P", help=PLAN)
+    what.add_argument("--program", metavar="DIR", help="a generated program, instead of a plan")
     verify.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
     verify.add_argument("--processes", action="store_true", help="on true processes instead of emulated devices")
     verify.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
     verify.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
+    return verify
+
+
+def _add_show(commands: Commands) -> argparse.ArgumentParser:
+    show = commands.add_parser(
+        "show",
+        help="what a plan makes of a model: table, program, code",
+        description="Without a flag: the plan by module, layers that repeat in one row, with what is cut, on which\n"
+        "devices, by which collectives and how many bytes a device sends in a step.\n"
+        "With --code, --program or --json stdout holds that and nothing else.",
+        epilog="example:\n"
+        "  weft show examples/gpt.py --plan dp=2,tp=2\n"
+        "  weft show examples/gpt.py --plan dp=2,tp=2 --code | less\n"
+        "  weft show examples/gpt.py --plan dp=2,tp=2 --out program",
+    )
+    show.set_defaults(command=run_show)
+    _add_file(show)
+    show.add_argument("--plan", required=True, metavar="P", help=PLAN)
+    show.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
+    show.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
+    what = show.add_mutually_exclusive_group()
+    what.add_argument("--code", action="store_true", help="the generated program")
+    what.add_argument("--program", action="store_true", help="the Program before it becomes code, one line a step")
+    show.add_argument("--out", metavar="DIR", help="write the program's files there")
+    show.add_argument("--force", action="store_true", help="with --out: overwrite a program that was edited")
+    return show
+
+
+def _add_profile(commands: Commands) -> argparse.ArgumentParser:
     profile = commands.add_parser(
         "profile",
         help="measure what communication costs here",
         description="Start processes on this machine, time every kind of collective, and write the table of costs.",
+        epilog="example:\n  weft profile -o links.json && weft verify FILE --plan tp=2 --links links.json",
     )
     profile.set_defaults(command=run_profile)
     profile.add_argument("--backend", default="gloo", help="of torch.distributed (default gloo)")
     profile.add_argument("--processes", type=_positive, default=2, metavar="N", help="how many to start (default 2)")
     profile.add_argument("-o", "--output", default="links.json", metavar="FILE", help="default links.json")
+    return profile
+
+
+def _add_train(commands: Commands) -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train on processes of this machine",
-        description="Compile the model for the plan, start processes and train on data(), or on example() again and "
-        "again. Exit code 0 if all went well, 2 on errors, 130 after Ctrl-C.",
+        description="Compile the model for the plan, start processes and train on data(), or on example() again and\n"
+        "again. A program in the cache that was edited is run as it is, and that is said.\n"
+        "Exit code 0 if all went well, 2 on errors, 130 after Ctrl-C.",
+        epilog="example:\n  weft train examples/gpt.py --plan dp=2 --steps 100",
     )
     train.set_defaults(command=run_train)
-    train.add_argument("file", metavar="FILE", help="a Python file with model() and example()")
-    train.add_argument(
-        "--plan", required=True, metavar="P", help="a recipe (dp=2,tp=2), a plan file, or path.py:function"
-    )
+    _add_file(train)
+    train.add_argument("--plan", required=True, metavar="P", help=PLAN)
     train.add_argument(
         "--devices", type=_positive, metavar="N", help="processes; k times as many as the plan needs train k replicas"
     )
@@ -102,10 +148,11 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--cache", default=".weft", metavar="DIR", help="where programs are kept (default .weft)")
     train.add_argument("--lr", type=float, metavar="X", help="of AdamW, instead of the optimizer of the file")
     train.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
-    for command in (verify, profile, train):
-        command.add_argument("--json", action="store_true", help="one JSON object as the last line")
-        command.add_argument("--debug", action="store_true", help="show the stack trace of an error")
-    return parser
+    return train
+
+
+def _add_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", metavar="FILE", help="a Python file with model() and example()")
 
 
 def _positive(text: str) -> int:
@@ -116,51 +163,25 @@ def _positive(text: str) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """`weft verify FILE --plan P`."""
-    console = Console(stderr=True)
-    with _aside(options), console.status("starting") as status:
-        # Loading torch takes seconds: the spinner should be seen by then.
-        from weft.verify import verify
-
-        result = verify(
-            options.file,
-            plan=options.plan,
-            devices=options.devices,
-            links=options.links,
-            seed=options.seed,
-            processes=options.processes,
-            say=status.update,
-        )
-    show_result(result, title=f"{options.file} under {options.plan}")
-    if options.json:
-        print(json.dumps(result.as_json(), allow_nan=False))
-    return OK if result.equal else DIFFERENT
+    """`weft verify FILE --plan P | --program DIR`."""
+    # Loading torch takes seconds: the spinner should be seen by then.
+    with Console(stderr=True).status("starting"):
+        from weft.commands.verify import run
+    return run(options)
 
 
-def _aside(options: argparse.Namespace) -> AbstractContextManager[object]:
-    """With --json what the user's code prints goes to stderr: the last line of stdout is ours."""
-    return redirect_stdout(sys.stderr) if options.json else nullcontext()
+def run_show(options: argparse.Namespace) -> int:
+    """`weft show FILE --plan P`."""
+    with Console(stderr=True).status("starting"):
+        from weft.commands.show import run
+    return run(options)
 
 
 def run_profile(options: argparse.Namespace) -> int:
     """`weft profile -o links.json`."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"timing collectives between {options.processes} processes", total=None)
-        from weft.cost.measure import measure_links
-
-        links = measure_links(
-            options.backend,
-            processes=options.processes,
-            done=lambda count, total: progress.update(bar, completed=count, total=total),
-        )
-        links.save(options.output)
-    rows = [(kind, f"{links.seconds(kind, options.processes, 16 << 20):.4f}") for kind in links.rates]
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(_table(("collective", "seconds for 16 MiB"), rows), markup=False)
-    console.print(f"written to {options.output}", markup=False)
-    if options.json:
-        print(json.dumps(json.loads(links.to_json())))
-    return OK
+    with Console(stderr=True).status("starting"):
+        from weft.commands.profile import run
+    return run(options)
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -168,106 +189,6 @@ def run_train(options: argparse.Namespace) -> int:
     with Console(stderr=True).status("starting"):
         from weft.train.command import run
     return run(options)
-
-
-def show_result(result: Result, *, title: str) -> None:
-    """Print a verdict for people."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(title, markup=False)
-    summary = result.summary
-    axes = summary.get("axes", {})
-    console.print(f"{summary.get('operators', 0)} operators on {result.devices} devices", markup=False)
-    for name, axis in axes.items():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
-        console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
-    _show_whole(console, result)
-    if proven := summary.get("proven"):
-        console.print(f"proven before running: {proven}", markup=False)
-    rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
-    console.print(_table(("compared", "largest difference", "in"), rows), markup=False)
-    if result.silenced:
-        some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
-        console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
-    if result.rounding:
-        rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
-        console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
-    if result.processes is not None:
-        console.print(_compared_with_emulator(result.processes), markup=False)
-    _show_verdict(console, result)
-
-
-def _show_whole(console: Console, result: Result) -> None:
-    """Name what no axis cuts."""
-    if result.devices == 1:
-        return
-    axes, whole = result.summary.get("axes"), result.summary.get("whole", [])
-    if axes is not None and not any(axis["cut"] for axis in axes.values()):
-        console.print(
-            f"warning: this plan cuts nothing: all {result.devices} devices do the same work",
-            style="yellow",
-            markup=False,
-        )
-    lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
-    if light := [_describe(group) for group in whole if not (group["heavy"] or group["reason"])]:
-        some = ", ".join(light[:MAX_LINES])
-        lines.append(some + (f" and {len(light) - MAX_LINES} more kinds" if len(light) > MAX_LINES else ""))
-    if len(lines) == 1:
-        console.print(f"runs whole on every device: {lines[0]}", markup=False)
-    elif lines:
-        console.print("runs whole on every device:", markup=False)
-        hidden = len(lines) - MAX_LINES
-        lines = [*lines[: MAX_LINES - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
-        for line in lines:
-            console.print(f"  {line}", markup=False)
-
-
-def _describe(group: Mapping[str, Any]) -> str:
-    """`2 linear (out_proj/linear; model.py:7)`, and why, if there is a reason."""
-    text = f"{group['count']} {group['kind']}"
-    if not (group["heavy"] or group["reason"]):
-        return text
-    return f"{text} ({'; '.join(str(group[key]) for key in ('first', 'source', 'reason') if group[key])})"
-
-
-def _compared_with_emulator(found: Processes) -> str:
-    text = f"on {found.backend} processes: "
-    if found.equal_bits:
-        return text + "equal to the emulator bit for bit"
-    return text + f"{_number(found.difference)} from the emulator in {found.tensor} ({found.why})"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, however wide: a tensor's name is never shortened."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    )
-
-
-def _number(value: float, digits: int = 1) -> str:
-    from weft.verify.compare import show
-
-    return show(value, digits)
-
-
-def _show_verdict(console: Console, result: Result) -> None:
-    if result.equal:
-        console.print(f"equal to one device (every difference below {result.tolerance:.0e})", style="green")
-        return
-    console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
-    for text in result.disagreements:
-        console.print(f"  copies differ: {text}", markup=False)
-    first = result.first_difference
-    if first is not None:
-        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}", markup=False)
-        if first.op:
-            console.print(f"  operator: {first.op}", markup=False)
-        if first.source:
-            console.print(f"  at: {first.source}", markup=False)
-        if first.note:
-            console.print(f"  {first.note}", markup=False)
-        if first.remedy:
-            console.print(f"  try: {first.remedy}", markup=False)
 
 
 @dataclass

@@ -120,7 +120,8 @@ def build(graph: Graph, plan: Plan, links: Links | None, timer: Timer, key: str 
     with timer("check"):
         report = check(program, plan.rules)
     with timer("emit"):
-        files = generate(program, about={"key": key, "batch": form_of(graph).to_json()})
+        about = {"key": key, "batch": form_of(graph).to_json(), "made_from": cache.origin(graph)}
+        files = generate(program, about=about)
     return Compiled(graph, plan, program, report, files, timings=timer.seconds)
 
 

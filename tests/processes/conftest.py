@@ -8,7 +8,7 @@ import pytest
 
 from weft.runtime.launch import Pool
 
-PRELOAD = ("weft.verify.processes",)
+PRELOAD = ("weft.verify.generated",)
 
 Pools = Callable[[int], Pool]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,16 +19,19 @@ from weft.capture import capture
 from weft.cli import main
 from weft.errors import RunError
 from weft.ir.graph import Graph
+from weft.ir.program import Program
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
 from weft.runtime.groups import groups_of
+from weft.verify import door
 from weft.verify.compare import Sample, compare
 from weft.verify.model_file import Subject
 from weft.verify.parallel import run_parallel, write_scripts
-from weft.verify.processes import compare_with_emulator, run_processes
+from weft.verify.processes import compare_with_emulator, emitted, run_processes
+from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = ("mlp", "gpt-tied", "gpt2", "llama")
@@ -112,3 +117,44 @@ def test_a_failing_rank_is_a_run_error(pools: Pools) -> None:
     program = lower(load_plan("dp=2", capture(subject.model, subject.example)))
     with pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today"):
         run_processes(program, subject, pools(2), seed=0, wide=True)
+
+
+class Stateful(nn.Module):
+    """Dropout, running statistics, and more to return than the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.down(nn.functional.dropout(self.norm(self.up(x)), 0.3, self.training))
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize("recipe", ["dp=2", "tp=2"])
+def test_buffers_dropout_and_other_outputs(recipe: str, pools: Pools) -> None:
+    torch.manual_seed(3)
+    subject = Subject(Stateful(), (torch.randn(6, 8),))
+    program = lower(load_plan(recipe, capture(subject.model, subject.example)))
+    reference = run_reference(subject, seed=7, wide=True)
+    ours = run_processes(program, subject, pools(2), seed=7, wide=True, reference=reference)
+    assert "norm.running_var" in ours.weights and not ours.disagreements
+    assert max(found.value for found in compare(ours, reference)) < 1e-9
+    emulated = run_parallel(program, subject, seed=7, wide=True, reference=reference)
+    assert compare_with_emulator(ours, emulated, 2).equal_bits
+
+
+def test_wrong_code_of_a_right_program_is_found(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def wrong(program: Program) -> Iterator[Path]:
+        with emitted(program) as directory:
+            path = directory / "program.py"
+            text = path.read_text()
+            assert text.count('"up.bias": Part((12,), sync="dp")') == 1
+            path.write_text(text.replace('"up.bias": Part((12,), sync="dp")', '"up.bias": Part((12,))'))
+            yield directory
+
+    monkeypatch.setattr(door, "emitted", wrong)
+    subject, graph, _ = prepared("mlp")
+    found = door.judge(lower(load_plan("dp=2", graph)), subject, seed=7, tolerance=1e-9, pool=pools(2))
+    assert not found.equal and found.first_difference is not None and found.first_difference.tensor == "up.bias"

@@ -15,6 +15,7 @@ import torch
 
 from tests.train.eager import STEPS
 from weft.cli import main
+from weft.errors import PlanError, WeftError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
 from weft.train.command import Settings, _batches, train_file
@@ -74,6 +75,23 @@ def test_it_trains_as_the_eager_model_does(capsys: pytest.CaptureFixture[str]) -
     assert said["steps"] == STEPS and said["devices"] == 2 and said["replicas"] == 1 and said["steps_per_second"] > 0
 
 
+def test_an_edited_program_is_told_and_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "")
+    train = ["train", path, "--plan", "dp=1", "--steps", "1", "--json"]
+    assert main(train) == 0
+    first = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["loss_from"]
+    (program,) = (tmp_path / ".weft").glob("*/program.py")
+    program.write_text(program.read_text().replace("return self.finish(mean", "return 3 * self.finish(mean"))
+    assert main(train) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.strip().splitlines()[-1])["loss_from"] == pytest.approx(3 * first)
+    assert captured.err.count("was edited and is run as it is") == 1
+    assert f"weft verify {path} --program" in captured.err
+    program.unlink()
+    assert main(train) == 2
+    assert "lacks program.py" in capsys.readouterr().err
+
+
 def test_data_is_shared_out_to_replicas(tmp_path: Path) -> None:
     path = write(tmp_path, "def data():\n    return [torch.full((4, 4), float(i)) for i in range(4)]\n")
     subject = load_model_file(path)
@@ -119,3 +137,17 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err
+
+
+def test_an_optimizer_that_mixes_elements_is_refused_on_cut_parameters(tmp_path: Path) -> None:
+    more = "\ndef optimizer(parameters):\n    return torch.optim.Adafactor(parameters, lr=0.1)\n"
+    with pytest.raises(PlanError, match=r"Adafactor mixes the elements .* layer"):
+        train_file(write(tmp_path, more), "tp=2", Settings(steps=1))
+    # nothing is cut, or another optimizer was asked for
+    train_file(write(tmp_path, more), "dp=2", Settings(steps=1))
+
+
+def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
+    more = "\ndef optimizer(parameters):\n    return torch.optim.SGD(Net().parameters(), lr=0.1)\n"
+    with pytest.raises(WeftError, match=r"updates 2 tensors that are not among"):
+        train_file(write(tmp_path, more), "dp=2", Settings(steps=1))

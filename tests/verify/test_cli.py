@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft import verify as verify_room
 from weft.cli import main
+from weft.commands import verify as command
 from weft.errors import PlanError
 from weft.verify.compare import LARGEST, Difference, FirstDifference, Result
 
@@ -39,7 +39,7 @@ DIFFERENT = Result(
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch):
-    """Makes `weft.verify.verify` return or raise what it is given."""
+    """Makes the command's `verify` return or raise what it is given."""
 
     def answer(with_what: Result | BaseException) -> None:
         def fake(*args: object, **kwargs: object) -> Result:
@@ -47,7 +47,7 @@ def answers(monkeypatch: pytest.MonkeyPatch):
                 raise with_what
             return with_what
 
-        monkeypatch.setattr(verify_room, "verify", fake)
+        monkeypatch.setattr(command, "verify", fake)
 
     return answer
 
@@ -133,7 +133,7 @@ def test_what_the_user_prints_does_not_break_json(monkeypatch, capsys: pytest.Ca
         print("in forward", end="")
         return EQUAL
 
-    monkeypatch.setattr(verify_room, "verify", fake)
+    monkeypatch.setattr(command, "verify", fake)
     assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out.splitlines()[-1])["equal"] is True

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import weft
-from weft.cli import show_result
+from weft.commands.verify import show_result
 from weft.errors import ModelFileError
 from weft.verify.compare import Sample, compare, count_silenced, noise_in
 

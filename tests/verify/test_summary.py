@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.cli import show_result
+from weft.commands.verify import show_result
 from weft.lower.check import Report
 from weft.plan import Plan, cut
 

@@ -23,7 +23,7 @@ from weft.codegen.tables import Tables
 from weft.ir.program import Program
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
-from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash
+from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash, file_hash
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
         "devices": program.devices,
         "files": list(texts),
         "hash": content_hash({**texts, **parts}),
+        "hashes": {name: file_hash(content) for name, content in {**texts, **parts}.items()},
         "inputs": [
             {"name": input_names(program)[one.tensor], "where": one.where, "index": one.index}
             for one in program.graph.inputs

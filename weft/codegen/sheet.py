@@ -238,7 +238,9 @@ class Sheet:
         """A call of the user's own autograd.Function."""
         applied: Any = op.function
         function = getattr(applied, "cls", applied)
-        if "<locals>" in function.__qualname__ or function.__module__ == "__main__":
+        # a model file is no module that another process could import
+        alone = function.__module__ == "__main__" or function.__module__.startswith("weft_model_file_")
+        if "<locals>" in function.__qualname__ or alone:
             raise WeftError(
                 f"the function behind {op.name} cannot be imported from a generated program",
                 place=op.place,

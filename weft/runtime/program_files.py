@@ -45,17 +45,26 @@ def load_program(
     assert transport.num_ranks == meta["devices"], (
         f"the program in {folder} is for {meta['devices']} devices, the transport has {transport.num_ranks}"
     )
-    file = meta["files"][_file_of(meta["ranks"], transport.rank)]
-    spec = importlib.util.spec_from_file_location(f"weft_program_{meta['hash'][:12]}_{Path(file).stem}", folder / file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cls: type[ParallelModule] = getattr(module, meta["class"])
+    cls = load_class(folder, meta, meta["files"][_file_of(meta["ranks"], transport.rank)])
     path = folder / CONSTANTS
     constants = torch.load(path, weights_only=True, map_location=transport.device) if path.exists() else {}
     place = Place(tuple(cls.grid().items()), transport.rank)
     tables = read_tables(json.loads((folder / PARTS).read_text(encoding="utf-8")), place)
     return cls(transport, state, tables=tables, constants=constants, grad_sync=grad_sync)
+
+
+def load_class(directory: Path, meta: Mapping[str, Any], file: str) -> type[ParallelModule]:
+    """The class in one of the program's files, as it lies there."""
+    spec = importlib.util.spec_from_file_location(
+        f"weft_program_{meta['hash'][:12]}_{Path(file).stem}", directory / file
+    )
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # compiled here, not by the import system: its cache tells files apart by their times and sizes, and an edit may
+    # change neither
+    exec(compile((directory / file).read_bytes(), str(directory / file), "exec"), vars(module))
+    found: type[ParallelModule] = getattr(module, meta["class"])
+    return found
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
@@ -66,14 +75,27 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 
 def status(directory: str | Path) -> str:
     """`as made`, or `edited` if a file is not as it was written."""
+    return "edited" if changes(directory) else "as made"
+
+
+def changes(directory: str | Path) -> dict[str, str]:
+    """The files that are not as they were written: `edited` or `missing`, by name."""
     folder = Path(directory)
     meta = read_meta(folder)
-    names = [*meta["files"], PARTS, *([CONSTANTS] if (folder / CONSTANTS).exists() else [])]
-    if not all((folder / name).exists() for name in names):
-        return "edited"
-    return (
-        "as made" if content_hash({name: (folder / name).read_bytes() for name in names}) == meta["hash"] else "edited"
-    )
+    hashes: dict[str, str] = meta.get("hashes", {})
+    names = {**dict.fromkeys((*meta["files"], PARTS)), **dict.fromkeys(hashes)}
+    if (folder / CONSTANTS).exists():
+        names[CONSTANTS] = None
+    found = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    if found.keys() == names.keys() and content_hash(found) == meta["hash"]:
+        return {}
+    apart = {name: "edited" for name, content in found.items() if hashes.get(name) != file_hash(content)}
+    return {**apart, **dict.fromkeys((name for name in names if name not in found), "missing")}
+
+
+def file_hash(content: bytes) -> str:
+    """The hash of one file."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def content_hash(files: Mapping[str, bytes]) -> str:

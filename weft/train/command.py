@@ -13,20 +13,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
 from weft.compile import compile_subject
 from weft.errors import ModelFileError, PlanError, RunError
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
-from weft.train.opened import open_rank
-from weft.verify.model_file import Inside, Subject, load_model_file
+from weft.train.opened import cut_parameter, open_rank
+from weft.verify.model_file import Inside, Optimizer, Subject, load_model_file
+from weft.verify.optimizer import check_on_parts, make_optimizer
 from weft.verify.parallel import told
 
 Say = Callable[[str], None]
@@ -85,14 +88,26 @@ class Order:
     settings: Settings
 
 
-def train_file(path: str | Path, plan: str, settings: Settings, *, say: Say = lambda text: None) -> Trained:
-    """Train the model of a file on local processes."""
+def train_file(
+    path: str | Path, plan: str, settings: Settings, *, say: Say = lambda text: None, tell: Say = lambda text: None
+) -> Trained:
+    """Train the model of a file on local processes.
+
+    Args:
+        say: is told what is being done, for a progress display.
+        tell: is told what a user must know: that the program was edited.
+    """
     say("loading the model")
     subject = load_model_file(path)
     assert subject.path is not None
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
     if compiled.edited:
-        say(f"running the program in {compiled.directory} as it was edited")
+        tell(
+            f"the program in {compiled.directory} was edited and is run as it is; compare it with one device: "
+            f"weft verify {path} --program {compiled.directory}"
+        )
+    chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
+    check_on_parts(chosen, cut_parameter(compiled.files))
     devices = compiled.devices
     num_ranks = devices if settings.devices is None else settings.devices
     if num_ranks % devices:
@@ -123,8 +138,8 @@ def train_rank(transport: ProcessTransport, order: Order) -> tuple[list[float], 
     settings, subject = order.settings, load_model_file(order.path)
     module = open_rank(order.files, transport, subject.model, seed=settings.seed)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = subject.optimizer if settings.lr is None else _adamw(settings.lr)
-    update = optimizer(parameters) if parameters else _Nothing()
+    chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
+    update = own_optimizer(chosen, parameters) if parameters else _Nothing()
     losses: list[float] = []
     started = time.perf_counter()
     batches = _batches(subject, module.replica, module.num_replicas)
@@ -138,6 +153,27 @@ def train_rank(transport: ProcessTransport, order: Order) -> tuple[list[float], 
                 started = time.perf_counter()
     seconds = time.perf_counter() - started
     return losses, (settings.steps - 1) / seconds if settings.steps > 1 else math.nan
+
+
+def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
+    """That of the file, or the one that was asked for."""
+    return subject.optimizer if settings.lr is None else _adamw(settings.lr)
+
+
+def own_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters, and over no other tensor."""
+    made = make_optimizer(subject, parameters)
+    own = {id(parameter) for parameter in parameters}
+    given = [parameter for group in made.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in given if id(parameter) not in own]
+    if strange:
+        raise ModelFileError(
+            f"optimizer(parameters) updates {len(strange)} tensors that are not among the parameters it was given, the "
+            f"first of shape {list(strange[0].shape)}",
+            place=subject.place,
+            remedy="make it over `parameters`: a model made in the file is not the one that is trained",
+        )
+    return made
 
 
 class _Nothing:
@@ -217,7 +253,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         with status:
-            trained = train_file(options.file, options.plan, settings, say=say)
+            tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+            trained = train_file(options.file, options.plan, settings, say=say, tell=tell)
     except KeyboardInterrupt:
         console.print("interrupted: all processes have ended")
         return INTERRUPTED

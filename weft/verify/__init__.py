@@ -2,5 +2,6 @@
 
 from weft.verify.compare import Difference, FirstDifference, Result
 from weft.verify.door import verify
+from weft.verify.program_dir import verify_program
 
-__all__ = ["Difference", "FirstDifference", "Result", "verify"]
+__all__ = ["Difference", "FirstDifference", "Result", "verify", "verify_program"]

@@ -26,12 +26,13 @@ from weft.ops.arguments import arguments, overload
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.launch import Pool
-from weft.verify.compare import Difference, Processes, Result, Sample, compare, count_silenced
-from weft.verify.locate import locate
+from weft.verify.compare import Difference, FirstDifference, Processes, Result, Sample, compare, count_silenced
+from weft.verify.generated import run_generated
+from weft.verify.locate import locate, locate_in_code
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
-from weft.verify.processes import compare_with_emulator, make_pool, one_thread, run_processes
+from weft.verify.processes import compare_with_emulator, emitted, make_pool, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.summary import summarize
 
@@ -165,7 +166,7 @@ def judge(
     first = None
     if not equal:
         say("looking for the first difference")
-        first = locate(program, subject, ours, reference, seed=seed, tolerance=tolerance)
+        first = look(program, subject, ours, reference, seed=seed, tolerance=tolerance, generated=pool is not None)
     say("training on both in the model's own precision")
     return Result(
         equal=equal,
@@ -188,11 +189,37 @@ def run_devices(
     say(f"training on {program.devices} emulated devices, in float64")
     if pool is None:
         return run_parallel(program, subject, seed=seed, wide=True, reference=reference), None
+    with emitted(program) as directory:
+        return run_both(directory, program.graph, subject, reference, seed=seed, say=say, pool=pool)
+
+
+def run_both(
+    directory: Path, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
+) -> tuple[Sample, Processes]:
+    """Train through the program in a directory on processes, and how they compare with the emulator."""
     with one_thread():
-        emulated = run_parallel(program, subject, seed=seed, wide=True, reference=reference)
-    say(f"training on {program.devices} processes, in float64")
-    ours = run_processes(program, subject, pool, seed=seed, wide=True, reference=reference)
-    return ours, compare_with_emulator(ours, emulated, program.devices)
+        emulated = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+    say(f"training on {pool.num_ranks} processes, in float64")
+    ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
+    return ours, compare_with_emulator(ours, emulated, pool.num_ranks)
+
+
+def look(
+    program: Program,
+    subject: Subject,
+    ours: Sample,
+    reference: Sample,
+    *,
+    seed: int,
+    tolerance: float,
+    generated: bool,
+) -> FirstDifference | None:
+    """Where the sides part. The interpreter knows every op; if it agrees with one device, generated code does not."""
+    if generated:
+        interpreted = run_parallel(program, subject, seed=seed, wide=True, reference=reference)
+        if max(found.value for found in compare(interpreted, reference)) < tolerance:
+            return locate_in_code(program.graph, ours, reference, tolerance)
+    return locate(program, subject, ours, reference, seed=seed, tolerance=tolerance)
 
 
 def measure_rounding(program: Program, subject: Subject, *, seed: int) -> tuple[Difference, ...]:

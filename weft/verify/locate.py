@@ -41,6 +41,18 @@ def locate(
     )
 
 
+def locate_in_code(graph: Graph, ours: Sample, reference: Sample, tolerance: float) -> FirstDifference | None:
+    """The same for generated code, whose operators cannot be looked at one by one."""
+    gradient = _first_gradient(graph, ours, reference, tolerance)
+    apart = difference(ours.losses[0], reference.losses[0])
+    if apart > tolerance:
+        where = "" if gradient is None else f"; the last parameter used whose gradient differs is {gradient.tensor}"
+        return FirstDifference(
+            "", str(graph.loss), "", apart, f"the loss of the first step differs: the fault is in forward{where}"
+        )
+    return gradient or _first_weight(ours, reference, tolerance)
+
+
 def _first_op(program: Program, subject: Subject, *, seed: int, tolerance: float) -> FirstDifference | None:
     graph = program.graph
     found = record(program, subject, seed=seed)
@@ -102,7 +114,7 @@ def _first_gradient(graph: Graph, ours: Sample, reference: Sample, tolerance: fl
     for name in reversed(_in_order_of_use(graph)):
         apart = apart_in(name, a, b, scale)
         if apart > tolerance:
-            return FirstDifference("", name, "", apart, "all forward values agree: the fault is in backward")
+            return FirstDifference("", name, "", apart, "the loss agrees: the fault is in backward")
     return None
 
 

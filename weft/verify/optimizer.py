@@ -62,12 +62,19 @@ def needs_closure(made: torch.optim.Optimizer) -> bool:
 
 def check_optimizer(subject: Subject, program: Program) -> None:
     """Refuse an optimizer that is none, or that mixes elements of a parameter which the plan stores in parts."""
+    parameters = program.graph.parameters
+    check_on_parts(
+        subject, next((p.names[0] for p in parameters if p.trainable and _in_parts(program, p.tensor)), None)
+    )
+
+
+def check_on_parts(subject: Subject, cut: str | None) -> None:
+    """The same, told the name of a trained parameter that is stored in parts, if there is one."""
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if not trained:
         return
     # on copies: some optimizers change their parameters when they are made
     made = make_optimizer(subject, [nn.Parameter(one.detach().clone()) for one in trained])
-    cut = next((p.names[0] for p in program.graph.parameters if p.trainable and _in_parts(program, p.tensor)), None)
     if cut is not None and mixes_elements(subject.optimizer):
         raise PlanError(
             f"{type(made).__name__} mixes the elements of a parameter, and the plan stores {cut} in parts: "

@@ -58,7 +58,8 @@ def run_parallel(
         transport = through(transport)
         return train(shares[transport.rank], transport, subject.optimizer)
 
-    return assemble(emulate(program.devices, body), scripts, program.graph, whole)
+    shapes = {tensor: program.graph.tensors[tensor].sizes for tensor in whole.names}
+    return assemble(emulate(program.devices, body), [mine.stored for mine in scripts], shapes, whole.names)
 
 
 def record(program: Program, subject: Subject, *, seed: int) -> list[Record]:
@@ -153,15 +154,33 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def assemble(locals_: Sequence[Local], scripts: Sequence[Script], graph: Graph, whole: Whole) -> Sample:
-    """Whole tensors from the ranks' parts, and what they disagree on."""
-    stored = [mine.stored for mine in scripts]
+def assemble(
+    locals_: Sequence[Local],
+    stored: Sequence[Mapping[str, Index]],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+) -> Sample:
+    """Whole tensors from the ranks' parts, and what they disagree on.
+
+    Args:
+        stored: what each rank stores of each tensor.
+        names: the reference's name of each tensor.
+    """
     quarrels: list[str] = []
-    gradients = []
-    for step in range(NUM_STEPS):
-        parts = [local.gradients[step] for local in locals_]
-        gradients.append(_join_all(parts, stored, graph, whole.names, f"gradient of step {step + 1}", quarrels))
-    weights = _join_all([local.weights for local in locals_], stored, graph, whole.names, "weight", quarrels)
+
+    def join_all(parts: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, torch.Tensor]:
+        joined = {}
+        for tensor in dict.fromkeys(name for part in parts for name in part):
+            pieces = [(rank, stored[rank][tensor], part[tensor]) for rank, part in enumerate(parts) if tensor in part]
+            joined[names[tensor]], faults = join(shapes[tensor], pieces)
+            quarrels.extend(f"{what} {names[tensor]}: {fault}" for fault in faults)
+        return joined
+
+    gradients = tuple(
+        join_all([local.gradients[step] for local in locals_], f"gradient of step {step + 1}")
+        for step in range(NUM_STEPS)
+    )
+    weights = join_all([local.weights for local in locals_], "weight")
     for step in range(NUM_STEPS):
         losses = [local.losses[step] for local in locals_]
         quarrels += [
@@ -169,23 +188,7 @@ def assemble(locals_: Sequence[Local], scripts: Sequence[Script], graph: Graph, 
             for rank, loss in enumerate(losses)
             if not same_bits(losses[0], loss)
         ]
-    return Sample(losses=locals_[0].losses, gradients=tuple(gradients), weights=weights, disagreements=tuple(quarrels))
-
-
-def _join_all(
-    parts: Sequence[Mapping[str, torch.Tensor]],
-    stored: Sequence[Mapping[str, Index]],
-    graph: Graph,
-    names: Mapping[str, str],
-    what: str,
-    quarrels: list[str],
-) -> dict[str, torch.Tensor]:
-    joined = {}
-    for tensor in dict.fromkeys(name for part in parts for name in part):
-        pieces = [(rank, stored[rank][tensor], part[tensor]) for rank, part in enumerate(parts) if tensor in part]
-        joined[names[tensor]], faults = join(graph.tensors[tensor].sizes, pieces)
-        quarrels += [f"{what} {names[tensor]}: {fault}" for fault in faults]
-    return joined
+    return Sample(losses=locals_[0].losses, gradients=gradients, weights=weights, disagreements=tuple(quarrels))
 
 
 def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor]]) -> tuple[torch.Tensor, list[str]]:

@@ -1,7 +1,7 @@
 """The same two steps on true processes, and how they compare with the emulator.
 
 In: a Program and the user's module and example. Out: a Sample like the emulator's, and whether the two are equal bit
-for bit. Each process gets nothing but its Share and where to find the optimizer: it captures and plans nothing.
+for bit. The Program is emitted, and the processes run the generated code: they capture and plan nothing.
 
 On gloo sums are added in group order, as in the emulator, and every bit is the same if operators run with as many
 threads. NCCL adds in an order of its own: there the results agree to rounding.
@@ -9,34 +9,23 @@ threads. NCCL adds in an order of its own: there the results agree to rounding.
 
 from __future__ import annotations
 
-import pickle
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.errors import RunError
+from weft.codegen import emit
 from weft.ir.program import Program
 from weft.runtime.backend import choose_backend
-from weft.runtime.groups import groups_of
 from weft.runtime.launch import Pool
-from weft.runtime.processes import TIMEOUT, ProcessTransport
+from weft.runtime.processes import TIMEOUT
 from weft.verify.compare import Processes, Sample, compare
-from weft.verify.model_file import Optimizer, Subject, load_optimizer
-from weft.verify.parallel import assemble, same_bits, told, whole_tensors, write_scripts
-from weft.verify.share import Local, Share, make_shares, train
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a process is to do. The optimizer of a model file is found there: a function of it cannot travel."""
-
-    share: Share
-    path: Path | None
-    optimizer: Optimizer | None
+from weft.verify.generated import run_generated
+from weft.verify.model_file import Subject
+from weft.verify.parallel import same_bits
 
 
 def run_processes(
@@ -49,28 +38,31 @@ def run_processes(
     reference: Sample | None = None,
     timeout: float = TIMEOUT,
 ) -> Sample:
-    """Train for two steps on the processes of a pool and put the results together."""
-    whole = whole_tensors(program.graph, subject, wide=wide)
-    scripts = write_scripts(program)
-    path = None if subject.path is None else subject.path.resolve()
-    optimizer = subject.optimizer if path is None else None
-    shares = make_shares(whole, scripts, program.graph, seed=seed, wide=wide, reference=reference)
-    orders = [Order(share, path, optimizer) for share in shares]
-    with _Travels(program):
-        found: list[Local] = told(lambda: pool.run(work, each=orders, known=groups_of(scripts), timeout=timeout))
-    return assemble(found, scripts, program.graph, whole)
+    """Train for two steps on the processes of a pool, through generated code, and put the results together."""
+    with emitted(program) as directory:
+        return run_generated(
+            directory,
+            program.graph,
+            subject,
+            seed=seed,
+            wide=wide,
+            reference=reference,
+            pool=pool,
+            timeout=timeout,
+        )
 
 
-def work(transport: ProcessTransport, order: Order) -> Local:
-    """What each process does."""
-    optimizer = load_optimizer(order.path) if order.path is not None else order.optimizer
-    assert optimizer is not None
-    return train(order.share, transport, optimizer, transport.begin_step)
+@contextmanager
+def emitted(program: Program) -> Iterator[Path]:
+    """The program's files, in a directory that goes away afterwards."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        emit(program, folder)
+        yield Path(folder)
 
 
 def make_pool(num_ranks: int) -> Pool:
     """Processes for verification, starting."""
-    pool = Pool(num_ranks, preload=(__name__,))
+    pool = Pool(num_ranks, preload=("weft.verify.generated",))
     pool.start()
     return pool
 
@@ -104,24 +96,3 @@ def _same_samples(a: Sample, b: Sample) -> bool:
         mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
         for mine, theirs in pairs
     )
-
-
-class _Travels:
-    """Says which operator cannot be sent to a process, where pickle says what it stumbled upon."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, pickle.PicklingError | AttributeError | TypeError):
-            return
-        opaque = [op for op in self._program.graph.ops if op.function is not None]
-        if opaque:
-            raise RunError(
-                f"the function of {opaque[0].name} cannot be sent to another process: {error}",
-                place=opaque[0].place,
-                remedy="define it at the top of an importable module, or verify without processes",
-            ) from error

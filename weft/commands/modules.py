@@ -1,0 +1,209 @@
+"""A Program by module: what is cut, where it runs, what is sent.
+
+In: a Program. Out: one Row per module path, layers that repeat folded into one (`h.*`), in the order of first use.
+Bytes are those that the busiest device sends in one step, forward and backward, recomputation counted again; what an
+operator sends by itself (a softmax over cut classes) is not in the Program and not counted: such rows say `inside`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weft.cost.reshard import measure
+from weft.ir.oplayout import Cut
+from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use
+from weft.ir.routes import Routing
+from weft.lower.script import script
+from weft.plan.select import fold
+from weft.runtime.groups import flat
+from weft.runtime.script import Peers, Run
+
+INPUTS, MODEL = "(inputs)", "(model)"
+SOME = 3
+"""So many different cuts are named in a row."""
+
+
+@dataclass
+class Row:
+    """One module path.
+
+    Args:
+        cuts: for each axis that cuts something, which names of the operators' rules, in how many parts.
+        devices: sets of devices, each as text.
+        collectives: how many of each kind in a step.
+        moved: bytes that a device sends in a step.
+    """
+
+    module: str
+    layers: int = 1
+    operators: int = 0
+    cuts: dict[str, list[str]] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    collectives: Counter[str] = field(default_factory=Counter)
+    moved: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "collectives": dict(self.collectives), "moved": round(self.moved)}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Moves of one module: of a step, how often they run."""
+
+    path: str
+    moves: tuple[Move, ...]
+    tensor: str
+    times: int
+
+
+def module_rows(program: Program) -> list[Row]:
+    """The whole Program."""
+    rows: dict[str, Row] = {}
+    layers: dict[str, set[str]] = {}
+
+    def row(path: str) -> Row:
+        folded = fold(f"{path}/")[:-1] or MODEL
+        layers.setdefault(folded, set()).add(path)
+        return rows.setdefault(folded, Row(folded))
+
+    inside = _ops_that_talk(program)
+    for step in _computes(program.steps):
+        op = program.graph.by_name[step.op]
+        found = row(op.path)
+        found.operators += 1
+        found.collectives["inside"] += op.name in inside
+        _add_cuts(found, step, main=any(name in program.graph.parameter_tensors for name in op.inputs))
+        devices = _devices(step.layout.grid.devices)
+        found.devices += [devices] if devices not in found.devices else []
+    loads: dict[tuple[Move, int], float] = {}
+    for sent in _sent(program, program.steps, 1):
+        itemsize = program.graph.tensors[sent.tensor].dtype.itemsize
+        for move in sent.moves:
+            if move.kind != "local":
+                bytes_ = loads.setdefault((move, itemsize), _bytes(move, itemsize))
+                found = row(sent.path)
+                found.collectives[move.kind] += sent.times
+                found.moved += sent.times * bytes_
+    for folded, found in rows.items():
+        found.layers = len(layers[folded])
+        found.collectives = Counter({kind: count for kind, count in found.collectives.items() if count})
+    return list(rows.values())
+
+
+def _add_cuts(row: Row, step: Compute, *, main: bool) -> None:
+    """Operators with parameters say what is cut; the others follow them, under names of their own."""
+    for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True):
+        if isinstance(use, Cut) and axis.size > 1:
+            names = row.cuts.setdefault(axis.name, [])
+            text = str(use).removeprefix("cut ")
+            if text not in names:
+                names.insert(0, text) if main else names.append(text)
+
+
+def _devices(devices: Sequence[int]) -> str:
+    """`0-3`, or a list.
+
+    >>> _devices([1, 0, 2]), _devices([0, 2, 2])
+    ('0-2', '0 2')
+    """
+    found = sorted(set(devices))
+    if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
+        return f"{found[0]}-{found[-1]}"
+    return " ".join(map(str, found))
+
+
+def _computes(steps: Sequence[Step]) -> Iterator[Compute]:
+    for step in steps:
+        if isinstance(step, Compute):
+            yield step
+        elif isinstance(step, Chunks | Recompute):
+            yield from _computes(step.body)
+
+
+def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]:
+    """All moves of a step. What is recomputed runs its forward twice."""
+    for step in steps:
+        match step:
+            case Use(value, moves):
+                tensor = program.values[value].tensor
+                yield Sent(_owner(program, tensor), moves, tensor, times)
+            case Reshard(source, _, forward, backward):
+                tensor = program.values[source].tensor
+                yield Sent(_owner(program, tensor), forward, tensor, times)
+                yield Sent(_owner(program, tensor), backward or (), tensor, 1)
+            case Sync(parameter, _, paths):
+                for path in paths:
+                    yield Sent(_owner(program, parameter), path, parameter, 1)
+            case Chunks(_, body, again):
+                yield from _sent(program, body, times * (2 if again else 1))
+            case Recompute(body):
+                yield from _sent(program, body, times * 2)
+
+
+def _owner(program: Program, tensor: str) -> str:
+    """The module that makes or holds a tensor."""
+    graph = program.graph
+    if tensor in graph.producers:
+        return graph.producers[tensor].path
+    held = {one.tensor: one.names[0] for one in graph.parameters} | {one.tensor: one.names[0] for one in graph.buffers}
+    return held[tensor].rpartition(".")[0] if tensor in held else INPUTS
+
+
+def _bytes(move: Move, itemsize: int) -> float:
+    """What the busiest device sends."""
+    routing = Routing(move.source, move.target)
+    if move.kind != "all_reduce":
+        return measure(routing, itemsize).moved
+    members = len(routing.group(move.source.grid.devices[0]))
+    local = max(_elements(part.shape) for part in move.source.parts())
+    return 2 * (members - 1) / members * local * itemsize
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _ops_that_talk(program: Program) -> set[str]:
+    """Operators whose parts talk to each other on rank 0."""
+    return {
+        step.op
+        for step in flat(script(program, 0).instructions)
+        if isinstance(step, Run) and any(map(_has_peers, (*step.args, *(value for _, value in step.kwargs))))
+    }
+
+
+def _has_peers(argument: object) -> bool:
+    if isinstance(argument, Peers):
+        return len(argument.ranks) > 1
+    return isinstance(argument, tuple | list) and any(map(_has_peers, argument))
+
+
+def show_bytes(count: float) -> str:
+    """`1.5 MiB`.
+
+    >>> show_bytes(0), show_bytes(512), show_bytes(1536 * 1024)
+    ('', '512 B', '1.5 MiB')
+    """
+    if not count:
+        return ""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def axis_sizes(program: Program) -> dict[str, int]:
+    """Axes that cut something, and their sizes."""
+    return {
+        axis.name: axis.size
+        for step in _computes(program.steps)
+        for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True)
+        if isinstance(use, Cut)
+    }

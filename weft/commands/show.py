@@ -1,0 +1,160 @@
+"""`weft show FILE --plan P`: what a plan makes of a model.
+
+In: the options. Out: a table by module; or the generated code, the Program as text, or JSON, and then nothing else on
+stdout. With `--out` the program's files are written; a program that somebody edited is not overwritten unasked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from weft import cache
+from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
+from weft.compile import Compiled, compile_subject
+from weft.cost.links import load as load_links
+from weft.errors import RunError, WeftError
+from weft.ir.program import Program
+from weft.ir.show_program import show_program
+from weft.runtime.program_files import CONSTANTS, META, changes
+from weft.verify.model_file import load_model_file
+
+HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
+WIDE = 200
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command."""
+    if options.force and options.out is None:
+        raise WeftError("--force says to overwrite, and nothing is written", remedy="add --out DIR")
+    if options.json and (options.code or options.program):
+        raise WeftError("--json tells code and program too", remedy="leave out --code and --program, or --json")
+    # what the user's code prints is not what was asked for
+    with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
+        compiled = compile_subject(
+            load_model_file(options.file),
+            options.plan,
+            options.devices,
+            links=None if options.links is None else load_links(options.links),
+            say=status.update,
+        )
+    if options.out is not None:
+        write(Path(options.out), compiled.files, force=options.force)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"written to {options.out}", markup=False)
+    program = compiled.program
+    assert program is not None, "nothing was looked up in a cache"
+    if options.code:
+        show_code(compiled.files)
+    elif options.program:
+        print(show_program(program))
+    elif options.json:
+        print(json.dumps(as_json(compiled, program, options)))
+    elif options.out is None:
+        show_table(compiled, program, f"{options.file} under {options.plan}")
+    return 0
+
+
+def code_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The files of the program that are Python."""
+    return {name: content.decode() for name, content in files.items() if name.endswith(".py")}
+
+
+def show_code(files: Mapping[str, bytes]) -> None:
+    """The text itself; with colors in a terminal."""
+    console = Console(soft_wrap=True)
+    texts = code_of(files)
+    for number, (name, text) in enumerate(texts.items()):
+        head = f"# {name}\n" if len(texts) > 1 else ""
+        if console.is_terminal:
+            console.print(Syntax(head + text, "python", background_color="default"))
+        else:
+            sys.stdout.write("\n\n" * bool(number) + head + text)
+
+
+def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -> dict[str, Any]:
+    """All that there is to show, as plain values."""
+    return {
+        "file": str(options.file),
+        "plan": str(options.plan),
+        "devices": compiled.devices,
+        "axes": axis_sizes(program),
+        "modules": [row.as_json() for row in module_rows(program)],
+        "proven": str(compiled.report),
+        "program": show_program(program),
+        "code": code_of(compiled.files),
+        "out": options.out,
+    }
+
+
+def show_table(compiled: Compiled, program: Program, title: str) -> None:
+    """The plan by module, for people."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # piped text is not squeezed into 80 columns
+        console = Console(highlight=False, width=WIDE)
+    axes = ", ".join(f"{name}={size}" for name, size in axis_sizes(program).items())
+    devices = "1 device" if compiled.devices == 1 else f"{compiled.devices} devices"
+    console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", markup=False, soft_wrap=True)
+    rows = module_rows(program)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, no_wrap=head == HEADS[0])
+    for row in rows:
+        cells = (row.module + (f"  x{row.layers}" if row.layers > 1 else ""), str(row.operators), _cuts(row))
+        sent = ", ".join(f"{count} {kind}" for kind, count in row.collectives.items())
+        table.add_row(*map(Text, (*cells, ", ".join(row.devices), sent, show_bytes(row.moved))))
+    total = sum(row.moved for row in rows)
+    console.print(table)
+    console.print(f"a device sends {show_bytes(total) or 'nothing'} in a step", markup=False)
+    if any("inside" in row.collectives for row in rows):
+        console.print("inside: operators whose parts talk to each other; their bytes are not counted", markup=False)
+    console.print(f"proven: {compiled.report}", markup=False, soft_wrap=True)
+
+
+def _cuts(row: Row) -> str:
+    """`dp: b 2; tp: n 2 of 3 in 4`, the most telling names only."""
+    return "; ".join(
+        f"{axis}: {', '.join(names[:SOME])}{', ...' if len(names) > SOME else ''}" for axis, names in row.cuts.items()
+    )
+
+
+def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
+    """Write a program's files, over an older program if nobody has edited it."""
+    if directory.exists() and not directory.is_dir():
+        raise RunError(f"{directory} is a file", remedy="give a directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        edited = _edited(directory)
+        if edited and not force:
+            raise RunError(
+                f"the program in {directory} was edited: {', '.join(edited)}",
+                place=str(directory),
+                remedy="give another --out DIR, or --force to overwrite it",
+            )
+        old = json.loads((directory / META).read_text(encoding="utf-8"))
+        for name in {*old.get("files", ()), CONSTANTS} - set(files):
+            (directory / name).unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    cache.write_files(directory, files)
+
+
+def _edited(directory: Path) -> list[str]:
+    """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
+    try:
+        return [name for name, what in changes(directory).items() if what == "edited"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise RunError(
+            f"{directory} holds something else than a program of weft's",
+            place=str(directory),
+            remedy="give a directory that is empty or not there",
+        ) from None

@@ -1,0 +1,145 @@
+"""`weft verify FILE`: a plan, or a program as it lies in a directory, against one device.
+
+In: the options. Out: the verdict as text for people, with `--json` one JSON object as the last line, and the exit code:
+0 if equal, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from weft.commands.aside import aside, table
+from weft.errors import WeftError
+from weft.verify import Result, verify, verify_program
+from weft.verify.compare import Processes, show
+
+OK, DIFFERENT = 0, 1
+MAX_LINES = 6
+"""Of operators that run whole."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command."""
+    if options.program is not None and options.links is not None:
+        raise WeftError("--links says how to make a program, and --program DIR is made", remedy="leave out --links")
+    with aside(options), Console(stderr=True).status("starting") as status:
+        if options.program is None:
+            result = verify(
+                options.file,
+                plan=options.plan,
+                devices=options.devices,
+                links=options.links,
+                seed=options.seed,
+                processes=options.processes,
+                say=status.update,
+            )
+        else:
+            result = verify_program(
+                options.file,
+                program=options.program,
+                devices=options.devices,
+                seed=options.seed,
+                processes=options.processes,
+                say=status.update,
+                tell=Console(highlight=False, soft_wrap=True, markup=False).print,
+            )
+    under = options.plan if options.program is None else f"the program in {options.program}"
+    show_result(result, title=f"{options.file} under {under}")
+    if options.json:
+        print(json.dumps(result.as_json(), allow_nan=False))
+    return OK if result.equal else DIFFERENT
+
+
+def show_result(result: Result, *, title: str) -> None:
+    """Print a verdict for people."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(title, markup=False)
+    summary = result.summary
+    axes = summary.get("axes", {})
+    console.print(f"{summary.get('operators', 0)} operators on {result.devices} devices", markup=False)
+    for name, axis in axes.items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
+        console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
+    _show_whole(console, result)
+    if proven := summary.get("proven"):
+        console.print(f"proven before running: {proven}", markup=False)
+    rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
+    console.print(table(("compared", "largest difference", "in"), rows), markup=False)
+    if result.silenced:
+        some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
+        console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
+    if result.rounding:
+        rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
+        console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
+    if result.processes is not None:
+        console.print(_compared_with_emulator(result.processes), markup=False)
+    _show_verdict(console, result)
+
+
+def _show_whole(console: Console, result: Result) -> None:
+    """Name what no axis cuts."""
+    if result.devices == 1:
+        return
+    axes, whole = result.summary.get("axes"), result.summary.get("whole", [])
+    if axes is not None and not any(axis["cut"] for axis in axes.values()):
+        console.print(
+            f"warning: this plan cuts nothing: all {result.devices} devices do the same work",
+            style="yellow",
+            markup=False,
+        )
+    lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
+    if light := [_describe(group) for group in whole if not (group["heavy"] or group["reason"])]:
+        some = ", ".join(light[:MAX_LINES])
+        lines.append(some + (f" and {len(light) - MAX_LINES} more kinds" if len(light) > MAX_LINES else ""))
+    if len(lines) == 1:
+        console.print(f"runs whole on every device: {lines[0]}", markup=False)
+    elif lines:
+        console.print("runs whole on every device:", markup=False)
+        hidden = len(lines) - MAX_LINES
+        lines = [*lines[: MAX_LINES - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+
+
+def _describe(group: Mapping[str, Any]) -> str:
+    """`2 linear (out_proj/linear; model.py:7)`, and why, if there is a reason."""
+    text = f"{group['count']} {group['kind']}"
+    if not (group["heavy"] or group["reason"]):
+        return text
+    return f"{text} ({'; '.join(str(group[key]) for key in ('first', 'source', 'reason') if group[key])})"
+
+
+def _compared_with_emulator(found: Processes) -> str:
+    text = f"on {found.backend} processes: "
+    if found.equal_bits:
+        return text + "equal to the emulator bit for bit"
+    return text + f"{_number(found.difference)} from the emulator in {found.tensor} ({found.why})"
+
+
+def _number(value: float, digits: int = 1) -> str:
+    return show(value, digits)
+
+
+def _show_verdict(console: Console, result: Result) -> None:
+    if result.equal:
+        console.print(f"equal to one device (every difference below {result.tolerance:.0e})", style="green")
+        return
+    console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
+    for text in result.disagreements:
+        console.print(f"  copies differ: {text}", markup=False)
+    first = result.first_difference
+    if first is not None:
+        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}", markup=False)
+        if first.op:
+            console.print(f"  operator: {first.op}", markup=False)
+        if first.source:
+            console.print(f"  at: {first.source}", markup=False)
+        if first.note:
+            console.print(f"  {first.note}", markup=False)
+        if first.remedy:
+            console.print(f"  try: {first.remedy}", markup=False)

@@ -1,0 +1,267 @@
+"""verify_program(): does a program, as it lies in a directory, give the same numbers as one device?
+
+In: a model file and a directory that a program was emitted to, perhaps edited since. Out: a Result, and what became
+of the program: as emitted, edited (which files), or stale (made from another model, or by another weft or torch).
+Promised: what runs is the code in the directory; nothing there is changed. A program that does not fit the model is
+refused with the first thing that does not; a stale one that fits is verified against the model as it is now.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.cache import origin
+from weft.errors import PlanError, RunError, WeftError
+from weft.ir.graph import Graph
+from weft.runtime.batch import dtype_name
+from weft.runtime.launch import Pool
+from weft.runtime.module import ParallelModule
+from weft.runtime.program_files import CONSTANTS, PARTS, changes, load_class, read_meta
+from weft.runtime.stored import Table
+from weft.verify.compare import Result, Sample, compare, count_silenced
+from weft.verify.door import Say, capture_subject, make_subject, run_both
+from weft.verify.generated import run_generated
+from weft.verify.locate import locate_in_code
+from weft.verify.model_file import Subject
+from weft.verify.optimizer import check_on_parts
+from weft.verify.processes import make_pool
+from weft.verify.reference import run_reference
+
+ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A program in a directory.
+
+    Args:
+        edited: what became of files that are not as they were emitted, by name.
+        stale: what it was made from that is not so now, in words.
+    """
+
+    directory: Path
+    meta: Mapping[str, Any]
+    edited: Mapping[str, str]
+    stale: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = ["as emitted"] if not self.edited else []
+        if self.edited:
+            words.append(f"edited ({', '.join(self.edited)})")
+        words += [f"stale: made from {', '.join(self.stale)}"] if self.stale else []
+        return f"the program in {self.directory} is {'; '.join(words)}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"directory": str(self.directory), "edited": list(self.edited), "stale": list(self.stale)}
+
+
+def verify_program(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
+    model_or_file: nn.Module | str | Path,
+    example: Any = None,
+    *,
+    program: str | Path,
+    devices: int | None = None,
+    seed: int = 0,
+    tolerance: float = 1e-9,
+    processes: bool = False,
+    say: Say = lambda text: None,
+    tell: Say = lambda text: None,
+) -> Result:
+    """Compare the program in a directory, as it lies there, with the eager module on one device, in float64.
+
+    Args:
+        program: the directory.
+        devices: refused if the program is for another number.
+        tell: is told, before anything runs, what became of the program since it was emitted.
+        model_or_file, example, seed, tolerance, processes, say: as of `verify`.
+    """
+    lying = open_directory(program)
+    if devices is not None and devices != lying.meta["devices"]:
+        raise PlanError(
+            f"the program is for {lying.meta['devices']} devices, {devices} were asked for",
+            place=str(lying.directory),
+            remedy="leave out --devices, or emit a program for that many: weft show FILE --plan P --out DIR",
+        )
+    say("loading the model")
+    subject = make_subject(model_or_file, example)
+    say("capturing the model")
+    graph = capture_subject(subject)
+    lying = compare_origin(lying, graph)
+    tell(str(lying))
+    classes = load_classes(lying)
+    check_program_fits(lying, classes, graph, subject)
+    check_on_parts(subject, next(_cut_parameters(classes), None))
+    with OwnLines(lying):
+        if not processes:
+            return _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say)
+        with make_pool(lying.meta["devices"]) as pool:
+            return _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+
+
+def _judge(
+    lying: Lying, graph: Graph, subject: Subject, *, seed: int, tolerance: float, say: Say, pool: Pool | None = None
+) -> Result:
+    num_devices, directory = int(lying.meta["devices"]), lying.directory
+    say("training on one device, in float64")
+    reference = run_reference(subject, seed=seed, wide=True)
+    say(f"training on {num_devices} emulated devices, in float64")
+    processes = None
+    if pool is None:
+        ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+    else:
+        ours, processes = run_both(directory, graph, subject, reference, seed=seed, say=say, pool=pool)
+    differences = compare(ours, reference)
+    largest = max(found.value for found in differences)
+    equal = largest < tolerance and not ours.disagreements
+    say("training on both in the model's own precision")
+    narrow: Sample = run_generated(directory, graph, subject, seed=seed, wide=False)
+    return Result(
+        equal=equal,
+        largest_difference=largest,
+        differences=differences,
+        tolerance=tolerance,
+        devices=num_devices,
+        first_difference=None if equal else locate_in_code(graph, ours, reference, tolerance),
+        disagreements=ours.disagreements,
+        rounding=compare(narrow, run_reference(subject, seed=seed, wide=False)),
+        silenced=count_silenced(ours, reference),
+        processes=processes,
+        summary={"operators": len(graph.ops), "program": lying.as_json()},
+    )
+
+
+def open_directory(directory: str | Path) -> Lying:
+    """What lies there, without running any of it. A missing or broken file is told by name."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
+    try:
+        meta = read_meta(folder)
+        lying = Lying(folder, meta, changes(folder))
+        num_devices, _, _ = int(meta["devices"]), str(meta["class"]), meta["ranks"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{folder} is no program of weft's: its meta.json cannot be read ({type(error).__name__}: {error})",
+            place=str(folder),
+            remedy="give the directory that weft show --out or weft train wrote; if this is one, write it anew",
+        ) from None
+    assert num_devices >= 1, f"{folder} is for {num_devices} devices"
+    missing = [name for name, what in lying.edited.items() if what == "missing"]
+    if missing:
+        raise RunError(f"the program lacks {', '.join(missing)}", place=str(folder), remedy=ANEW)
+    try:
+        at = folder / PARTS
+        json.loads(at.read_text(encoding="utf-8"))
+        if (at := folder / CONSTANTS).exists():
+            torch.load(at, weights_only=True, map_location="cpu")
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise RunError(
+            f"{at.name} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
+            place=str(at),
+            remedy=ANEW,
+        ) from None
+    return lying
+
+
+def compare_origin(lying: Lying, graph: Graph) -> Lying:
+    """What the program was made from that is not so now."""
+    made, now = lying.meta.get("made_from", {}), origin(graph)
+    words = {"graph": "another state of the model", "weft": "another weft", "torch": f"torch {made.get('torch')}"}
+    # a program emitted by hand says nothing of its origin: whether it fits is seen all the same
+    return replace(lying, stale=tuple(words[key] for key in words if key in made and made[key] != now[key]))
+
+
+def load_classes(lying: Lying) -> list[type[ParallelModule]]:
+    """The class of every file. Whatever is wrong with the text is told with its own line."""
+    with OwnLines(lying):
+        return [load_class(lying.directory, lying.meta, file) for file in lying.meta["files"]]
+
+
+def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], graph: Graph, subject: Subject) -> None:
+    """Refuse a program whose parameters, buffers or inputs are not the model's."""
+    model = subject.model
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = {name: tuple(tensor.shape) for name, tensor in tensors}
+    stored = {name: part.shape for cls in classes for name, part in cls.stored_parts().items()}
+    held = {each for one in graph.parameters for each in one.names}
+    held |= {each for one in graph.buffers for each in one.names}
+    wrong = [f"it stores {name}, which the model has not" for name in stored if name not in known]
+    wrong += [
+        f"it stores {name} as {list(shape)}, the model has {list(known[name])}"
+        for name, shape in stored.items()
+        if name in known and known[name] != shape
+    ]
+    tied = {each for cls in classes for part in cls.stored_parts().values() for each in part.tied}
+    wrong += [f"the model has {name}, which it does not store" for name in known if name in held - tied - set(stored)]
+    inputs = lying.meta.get("inputs", [])
+    if [one["index"] for one in inputs] != [one.index for one in graph.inputs]:
+        wrong.append(
+            f"it takes {len(inputs)} tensors of a batch, the example has {len(graph.inputs)}, or in other places"
+        )
+    for _, where, shape, dtype in lying.meta.get("batch", {}).get("tensors", []):
+        one = next((graph.tensors[one.tensor] for one in graph.inputs if one.where == where), None)
+        if one is not None and (list(one.sizes), dtype_name(one.dtype)) != (list(shape), dtype):
+            found = f"{list(one.sizes)} of {dtype_name(one.dtype)}"
+            wrong.append(f"it takes {where} as {list(shape)} of {dtype}, the example has {found}")
+    if wrong:
+        raise PlanError(
+            f"the program was made from another model or example: {wrong[0]}",
+            place=str(lying.directory),
+            remedy="give the model file that it was made from, or write it anew: weft show FILE --plan P --out DIR",
+        )
+
+
+def _cut_parameters(classes: Sequence[type[ParallelModule]]) -> Iterator[str]:
+    for cls in classes:
+        for name, part in cls.stored_parts().items():
+            if part.trained and part.cuts and not isinstance(part.cuts, Table):
+                yield name
+
+
+class OwnLines:
+    """Turns whatever the code in a program's directory raises into an error with the line there."""
+
+    def __init__(self, lying: Lying) -> None:
+        self._lying = lying
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or (isinstance(error, WeftError) and not isinstance(error, RunError)):
+            return
+        place = self._place(error)
+        if isinstance(error, RunError):
+            if place or self._lying.edited:
+                remedy = f"look at what was edited in {self._lying.directory}" if self._lying.edited else error.remedy
+                raise RunError(error.message, place=place or error.place, remedy=remedy) from error
+            return
+        raise RunError(
+            f"the program cannot be loaded: {type(error).__name__}: {getattr(error, 'msg', None) or error}",
+            place=place or str(self._lying.directory),
+            remedy=f"mend it, or {ANEW}" if self._lying.edited else ANEW,
+        ) from error
+
+    def _place(self, error: Exception) -> str:
+        """The innermost line of the program on the way to the error, here or in another process."""
+        if isinstance(error, SyntaxError):
+            return f"{error.filename}:{error.lineno}  {(error.text or '').strip()}".rstrip()
+        text = "".join(traceback.format_exception(error))
+        folder = re.escape(str(self._lying.directory.resolve()))
+        given = re.escape(str(self._lying.directory))
+        found = re.findall(rf'File "((?:{folder}|{given})/[^"]+)", line (\d+)', text)
+        if not found:
+            return ""
+        file, line = found[-1]
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        return f"{file}:{line}  {lines[int(line) - 1].strip() if int(line) <= len(lines) else ''}".rstrip()
