@@ -1,10 +1,10 @@
-"""What compiling costs: seconds of each pass and peak memory, against layers and devices.
+"""What compiling costs: seconds of each pass, peak memory and lines of text, against layers and devices.
 
     python bench/compile.py [--layers 4 8 16 32] [--out bench/results/compile.json]
 
-The model is Llama in the configuration of Llama-3-8B, on the meta device, one sequence of 4096 tokens, `tp=8`; and the
-deepest one once more with `dp=128,tp=8`, 1024 devices. Every measurement has a process of its own, so that peak memory
-is its own and nothing is warm. Nothing is judged here.
+The model is Llama in the configuration of Llama-3-8B, on the meta device, with a batch of 128 sequences of 4096 tokens,
+under `tp=8` and `dp=128,tp=8`: 8 and 1024 devices. Every measurement has a process of its own, so that peak memory is
+its own and nothing is warm. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ import weft
 from weft.compile import compile_program
 
 ROOT = Path(__file__).parents[1]
+BATCH, LENGTH = 128, 4096
+"""Rows, divisible by the largest degree of data parallelism, and tokens of each."""
+PLANS = ("tp=8", "dp=128,tp=8")
 LIMIT = 240
 """Seconds after which a measurement is given up; that is told, too."""
 RESULT = ROOT / "bench" / "results" / "compile.json"
 
 
-def llama(layers: int, batch: int) -> tuple[Any, Any]:
+def llama(layers: int, batch: int = BATCH) -> tuple[Any, Any]:
     """The module without weights, and an example."""
     config = LlamaConfig(
         vocab_size=128256,
@@ -48,14 +51,14 @@ def llama(layers: int, batch: int) -> tuple[Any, Any]:
     )
     with torch.device("meta"):
         module = LlamaForCausalLM(config)
-    ids = torch.zeros(batch, 4096, dtype=torch.int64)
+    ids = torch.zeros(batch, LENGTH, dtype=torch.int64)
     return module, {"input_ids": ids, "labels": ids}
 
 
-def measure(layers: int, plan: str, batch: int) -> dict[str, Any]:
+def measure(layers: int, plan: str) -> dict[str, Any]:
     """Compile once, in this process."""
     start = time.perf_counter()
-    module, example = llama(layers, batch)
+    module, example = llama(layers)
     built = time.perf_counter() - start
     before, busy = peak_memory(), time.process_time()
     compiled = compile_program(module, example, plan)
@@ -80,8 +83,8 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
-    argv = [sys.executable, __file__, "--one", str(layers), plan, str(batch)]
+def in_own_process(layers: int, plan: str) -> dict[str, Any]:
+    argv = [sys.executable, __file__, "--one", str(layers), plan]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT, timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -102,8 +105,9 @@ def in_own_process(layers: int, plan: str, batch: int) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
     return {
+        "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -116,17 +120,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--one", nargs=3, metavar=("LAYERS", "PLAN", "BATCH"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, metavar=("LAYERS", "PLAN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(int(options.one[0]), options.one[1], int(options.one[2]))))
+        print(json.dumps(measure(int(options.one[0]), options.one[1])))
         return
-    runs = [in_own_process(layers, "tp=8", 1) for layers in options.layers]
-    runs.append(in_own_process(max(options.layers), "dp=128,tp=8", 128))
-    ratio = runs[-1]["total"] / runs[-2]["total"] if "total" in runs[-1] else None
-    print(f"1024 devices against 8: {'unknown' if ratio is None else f'{ratio:.2f} times the seconds'}")
+    before = machine()
+    runs = {(layers, plan): in_own_process(layers, plan) for layers in options.layers for plan in PLANS}
+    ratios = {}
+    for layers in options.layers:
+        few, many = (runs[layers, plan].get("total") for plan in PLANS)
+        ratios[layers] = many / few if few and many else None
+        print(f"{layers:3d} layers, 1024 devices against 8: {ratios[layers] or float('nan'):.2f} times the seconds")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "runs": runs, "ratio_1024_devices": ratio}
+    content = {"machine": before, "runs": list(runs.values()), "ratio_1024_devices": ratios}
     options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,7 +1,8 @@
 """The static check against seeded faults: every wrong Program is refused, no right one is.
 
-Truth is a run on emulated ranks compared with one device; the verdict is whether `check` raises a CheckError. Any other
-exception of the check is a failure: it must end in a CheckError, whatever it is given.
+Truth is a run on emulated ranks compared with one device; the verdict is whether `check` raises a CheckError when it
+follows the Program on every device. Any other exception of the check is a failure: it must end in a CheckError,
+whatever it is given. The proof by types may accept only what is so accepted, with the same counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tests.property.mutate import mutant
 from tests.property.samples import Sample, samples
 from weft.errors import CheckError
 from weft.ir.program import Program
-from weft.lower.check import check
+from weft.lower.check import Report, check
+from weft.lower.typed import prove_by_types
 
 QUICK, FULL = 2000, 20_000
 
@@ -56,11 +58,16 @@ def runs_well(sample: Sample, program: Program) -> str:
 
 def judge(sample: Sample, kind: str, program: Program, told: str, tally: Tally) -> None:
     """Compare the verdict with the truth."""
-    refused = ""
+    refused, typed = "", None
     try:
-        check(program, sample.book)
+        typed = prove_by_types(program, sample.book)
+        report = check(program, sample.book, full=True)
+        if typed is not None and Report(**typed) != report:
+            tally.broken.append(f"{told}\n    by types {Report(**typed)}, in full {report}")
     except CheckError as error:
         refused = error.message.partition("\n")[0]
+        if typed is not None:
+            tally.missed.append(f"{told}\n    accepted by types: {refused}")
     except Exception:  # noqa: BLE001  the check must not end otherwise
         tally.broken.append(f"{told}\n{traceback.format_exc(limit=-4)}")
         return

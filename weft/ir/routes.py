@@ -270,7 +270,10 @@ class Routing:
     def _drawers(self, share: Cell, entries: Entries, fixed: dict[int, int]) -> Iterator[Cell]:
         """The target cells that need a box of an addend, whichever copy they take; `fixed` spares needless ones."""
         target = self.target
-        options = [crossing.targets_of[j] for crossing, j in zip(self._crossings, entries, strict=True)]
+        options = [
+            _at(target, dim, crossing.targets_of[j], fixed)
+            for dim, (crossing, j) in enumerate(zip(self._crossings, entries, strict=True))
+        ]
         copies = [(fixed[a],) if a in fixed else range(target.grid.axes[a].size) for a in self._target_copies]
         for found in itertools.product(*options):
             for at in itertools.product(*copies):
@@ -381,6 +384,17 @@ def _entries(layout: Layout, cell: Cell) -> Entries:
             flat = flat * layout.grid.axes[axis].size + cell[axis]
         entries.append(flat)
     return tuple(entries)
+
+
+def _at(layout: Layout, dim: int, entries: list[int], fixed: dict[int, int]) -> list[int]:
+    """The entries of a dim's table at fixed coordinates, where all of its axes are fixed; else all of them."""
+    axes = layout.axes_of[dim]
+    if not axes or not all(axis in fixed for axis in axes):
+        return entries
+    flat = 0
+    for axis in axes:
+        flat = flat * layout.grid.axes[axis].size + fixed[axis]
+    return [flat] if flat in entries else []
 
 
 def _table(layout: Layout, dim: int) -> tuple[Ranges, ...]:

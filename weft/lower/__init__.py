@@ -30,7 +30,8 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
     Args:
         plan: the decisions.
         links: what communication costs; gloo's defaults if not given.
-        outputs: "loss" returns the loss alone, "all" every output of the model, whole, on every device.
+        outputs: "loss" returns the loss alone, from which backward starts; "all" every output of the model, whole, on
+            every device, and backward starts from gradients that the caller has for them.
     """
     graph = plan.graph
     book = plan.rules
@@ -38,18 +39,13 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
     resharder = Resharder(links or default_links("gloo"))
     stored = store_tensors(plan, layouts, book, resharder)
     builder = Builder(graph, layouts, book, resharder, stored)
+    entries = {one.tensor: builder.enter(one.tensor) for one in graph.inputs if graph.tensors[one.tensor].needs_grad}
     for item in chains(graph, layouts, book):
         if isinstance(item, Chain):
             builder.chain(item)
         else:
             builder.compute(item)
-    every = tuple(range(plan.devices))
-    wanted = [graph.loss] if outputs == "loss" else list(graph.outputs)
-    returned = {
-        name: builder.fetch(name, Need(copied_on(graph.tensors[name].sizes, every), None))
-        for name in wanted
-        if name is not None
-    }
+    returned = _return(plan, builder, outputs)
     updates = {
         buffer.tensor: builder.fetch(buffer.update, Need(stored[buffer.tensor], None))
         for buffer in graph.buffers
@@ -65,9 +61,25 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
         steps=gather_regions(builder.steps),
         stored=stored,
         outputs=returned,
-        loss=None if graph.loss is None else _root(graph, builder),
+        loss=None if graph.loss is None or outputs == "all" else _root(graph, builder),
+        roots=tuple(value for name, value in returned.items() if outputs == "all" and graph.tensors[name].needs_grad),
+        entries=entries,
         updates=updates,
     )
+
+
+def _return(plan: Plan, builder: Builder, outputs: str) -> dict[str, str]:
+    """Outputs whole on every device. Of the loss the gradient starts where it is made; of others it comes from the
+    caller, who has the same one on every device."""
+    tensors, every = plan.graph.tensors, tuple(range(plan.devices))
+    returned: dict[str, str] = {}
+    for name in [plan.graph.loss] if outputs == "loss" else plan.graph.outputs:
+        if name is not None and name not in returned:
+            whole = copied_on(tensors[name].sizes, every)
+            returned[name] = builder.fetch(
+                name, Need(whole, whole if outputs == "all" and tensors[name].needs_grad else None)
+            )
+    return returned
 
 
 def _root(graph: Graph, builder: Builder) -> str | None:

@@ -100,7 +100,7 @@ class Builder:
         for held in self._holding.get(name, ()):
             if self._serves(self.values[held], need):
                 return held
-        if name in self.stored:
+        if self._is_stored(name):
             value = self._new(name, need.layout, need.grad)
             self.steps.append(Use(value, self._path(self.stored[name], need.layout, name)))
         else:
@@ -114,6 +114,18 @@ class Builder:
             self.steps.append(Reshard(source.name, value, forward, backward))
         self._holding.setdefault(name, []).append(value)
         return value
+
+    def enter(self, name: str) -> str:
+        """An input whose gradient goes back to the caller: from here on it is like what an op has made."""
+        value = self._new(name, self.stored[name], self.stored[name])
+        self.steps.append(Use(value, ()))
+        self._made[name] = value
+        self._holding[name] = [value]
+        return value
+
+    def _is_stored(self, name: str) -> bool:
+        """True for what comes through Use wherever it is needed."""
+        return name in self.stored and name not in self._made
 
     def sync(self, parameter: str) -> None:
         """Bring the gradients of all uses of a parameter to where it is stored."""
@@ -145,7 +157,7 @@ class Builder:
 
     def _enter(self, name: str, need: Need, merge: Merge, body: list[Step], taken: dict[tuple[str, Need], str]) -> str:
         """A value for use inside a loop: stored tensors slot by slot, others cut out of what the device holds."""
-        if name in self.stored:
+        if self._is_stored(name):
             return self.fetch(name, need)
         if (name, need) not in taken:
             grad = None if need.grad is None else merge.layout(need.grad)

@@ -7,9 +7,11 @@ each exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op
+from weft.ir.program import Compute
 from weft.ir.ranges import Ranges, whole
 from weft.lower.held import FaultError, Tracked, Where
 from weft.lower.terms import Content, Term, Universe, ascending, incomplete, volume
@@ -44,11 +46,12 @@ def missing_names(rule: Rule, position: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def gradient_universes(graph: Graph, book: RuleBook) -> Wanted:
-    """For every tensor that the loss depends on: the uses whose contributions make up its gradient."""
-    wanted: Wanted = {}
-    if graph.loss is not None and graph.tensors[graph.loss].needs_grad:
-        wanted[graph.loss] = {"root": ()}
+def gradient_universes(graph: Graph, book: RuleBook, roots: Iterable[str] | None = None) -> Wanted:
+    """For every tensor that the roots depend on: the uses whose contributions make up its gradient.
+
+    `roots`: the outputs that backward starts from; the loss if not given."""
+    starts = [graph.loss] if roots is None else list(roots)
+    wanted: Wanted = {name: {"root": ()} for name in starts if name is not None and graph.tensors[name].needs_grad}
     for op in reversed(graph.ops):
         if not any(name in wanted for name in op.outputs):
             continue
@@ -58,6 +61,16 @@ def gradient_universes(graph: Graph, book: RuleBook) -> Wanted:
                 space = tuple((missing, whole(rule.sizes[missing])) for missing in missing_names(rule, position))
                 wanted.setdefault(name, {})["use", op.name, position, ""] = space
     return wanted
+
+
+def summed_space(rule: Rule, step: Compute) -> Space:
+    """The names whose cut leaves addends in the output, with all of their indices."""
+    names = [
+        name
+        for name in step.layout.cut_names
+        if name in rule.summed or (name in rule.algorithms and rule.algorithms[name].output == "partial")
+    ]
+    return tuple((name, whole(rule.sizes[name])) for name in sorted(names))
 
 
 def prefixed(position: int, summed: Space) -> Space:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from weft.ir.layout import verify_layout
 from weft.ir.program import Move
-from weft.ir.ranges import Ranges, text, tidy
+from weft.ir.ranges import Ranges, overlap, text, tidy
 from weft.lower.terms import Content, added, placed, taken, zeros
 from weft.lower.transfer import Transfers
 from weft.runtime.script import Transfer
@@ -153,6 +153,25 @@ def cut_out(content: Content, index: tuple[Ranges, ...]) -> Content:
     if len(index) != len(shape) or any(stop > size for at, size in zip(index, shape, strict=True) for _, stop in at):
         raise FaultError(f"positions {show_box(index)} are cut out of a part of {content.tensor} of shape {shape}")
     return taken(content, index)
+
+
+def put_together(
+    pieces: Sequence[tuple[tuple[Ranges, ...], Content] | str], tensor: str, declared: tuple[Ranges, ...], add: bool
+) -> Held:
+    """What the chunks of a loop give, as one part."""
+    good = [piece for piece in pieces if not isinstance(piece, str)]
+    if len(good) < len(pieces):
+        return next(piece for piece in pieces if isinstance(piece, str))
+    return placed(tensor, declared, good, add)
+
+
+def restricted(grad: Content, content: Content) -> Content:
+    """The gradient of a whole, seen by one of its parts."""
+    return taken(grad, tuple(_positions_in(mine, theirs) for mine, theirs in zip(grad.dims, content.dims, strict=True)))
+
+
+def _positions_in(held: Ranges, wanted: Ranges) -> Ranges:
+    return tuple((s.source, s.source + s.length) for s in overlap(held, wanted))
 
 
 Shapes = Mapping[Where, tuple[int, ...] | None]

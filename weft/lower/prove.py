@@ -12,12 +12,24 @@ from weft.ir.graph import Op
 from weft.ir.layout import Layout, verify_layout
 from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
-from weft.ir.ranges import Ranges, count, overlap, tidy, whole
-from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, whole_terms
+from weft.ir.ranges import Ranges, count, tidy, whole
+from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, summed_space, whole_terms
 from weft.lower.forms import refuse_cuts, refuse_hanging_talk, refuse_malformed
-from weft.lower.held import FaultError, Held, Mover, Tracked, Where, cut_out, refuse_other_shapes, shapes_of, show_box
+from weft.lower.held import (
+    FaultError,
+    Held,
+    Mover,
+    Tracked,
+    Where,
+    cut_out,
+    put_together,
+    refuse_other_shapes,
+    restricted,
+    shapes_of,
+    show_box,
+)
 from weft.lower.script import outputs_of, positions
-from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, placed, taken, zeros
+from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, zeros
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import CellView, Rule
@@ -30,7 +42,8 @@ class Prover:
         self.values: dict[str, Tracked] = {}
         self.universes: dict[str, Universe] = {}
         self.backward: list[tuple[Step, Callable[[], None]]] = []
-        self.wanted = gradient_universes(program.graph, book)
+        # a program without a loss starts backward from every output that it returns
+        self.wanted = gradient_universes(program.graph, book, program.outputs if program.loss is None else None)
         self.counts = dict.fromkeys(("operands", "sums", "collectives", "gradients", "parameters"), 0)
         self.synced: dict[str, dict[Where, Held]] = {}
         self.undone: list[OpBackward] = []
@@ -157,7 +170,7 @@ class Prover:
                 elif self.universes[content.tensor] is not WHOLE:
                     self.counts["sums"] += 1
         if not partial:
-            return rule.added if _summed_space(rule, step) else frozenset()
+            return rule.added if summed_space(rule, step) else frozenset()
         for operands in (rule.added, *rule.linear):
             if set(partial) <= operands:
                 return operands
@@ -174,7 +187,7 @@ class Prover:
         carried: frozenset[int],
     ) -> list[Tracked]:
         """What the op makes on every cell."""
-        space = _summed_space(rule, step)
+        space = summed_space(rule, step)
         only_added = carried <= rule.added
         universe: dict[object, Space] = {}
         if only_added:
@@ -273,7 +286,7 @@ class Prover:
                     raise FaultError(f"{step.source} on device {device} does not fit into {step.target}")
                 pieces.append((index, content))
                 used.append((where, (device, 0)))
-            result.contents[device, 0] = _put_together(
+            result.contents[device, 0] = put_together(
                 pieces, self.program.values[step.target].tensor, held[0].ranges, adds
             )
         self._hold(result)
@@ -285,7 +298,7 @@ class Prover:
                 if isinstance(grad, str) or isinstance(content, str):
                     source.receive(where, grad)
                 else:
-                    source.receive(where, _restricted(grad, content))
+                    source.receive(where, restricted(grad, content))
 
         self.backward.append((step, undo))
 
@@ -357,14 +370,24 @@ class Prover:
     # backward and the ends
 
     def _root(self) -> None:
-        if self.program.loss is None:
+        if self.program.loss is None and not self.program.roots:
             if self.wanted:
                 raise FaultError("gradients are needed, but backward starts nowhere")
             return
-        root = self._find(self.program.loss)
+        if self.program.loss is not None:
+            self._start(self.program.loss, self.graph.loss)
+        for name in self.program.roots:
+            tensor = self._value(name).tensor
+            if self.program.outputs.get(tensor) != name or self.program.loss is not None:
+                raise FaultError(f"backward starts from {name}, which the caller does not get")
+            self._start(name, tensor)
+
+    def _start(self, name: str, tensor: str | None) -> None:
+        """A gradient enters, once and whole, on every device that holds what it is of."""
+        root = self._find(name)
         for where, content in root.contents.items():
-            if isinstance(content, str) or content.tensor != self.graph.loss:
-                raise FaultError(f"backward starts from {self.program.loss}, which does not hold the loss")
+            if isinstance(content, str) or content.tensor != tensor:
+                raise FaultError(f"backward starts from {name}, which does not hold {tensor}")
             root.receive(where, full(content.tensor, content.dims, "root"))
 
     def _sync(self, step: Sync) -> None:
@@ -418,9 +441,26 @@ class Prover:
                 parts = self.program.stored[buffer.tensor].parts()
                 name = self.program.updates.get(buffer.tensor, "the update")
                 self._end(buffer.update, name, {part.device: part.ranges for part in parts})
+        for one in self.graph.inputs:
+            if self.wanted.get(one.tensor):
+                self._handed_back(one.tensor)
         for parameter in self.graph.parameters:
             if self.wanted.get(parameter.tensor) and parameter.tensor not in self.synced:
                 raise FaultError(f"the gradient of {parameter.tensor} is never brought to where it is stored")
+
+    def _handed_back(self, tensor: str) -> None:
+        """The gradient of an input is complete on every device: the caller goes on with it on each."""
+        if tensor not in self.program.entries:
+            raise FaultError(f"the gradient of the input {tensor} never goes back to the caller")
+        entry = self._find(self.program.entries[tensor])
+        for device in range(self.program.devices):
+            if (device, 0) not in entry.contents:
+                raise FaultError(f"the input {tensor} does not enter on device {device}")
+            grad = entry.gradient((device, 0))
+            reason = grad if isinstance(grad, str) else incomplete(grad, Universe(self.wanted[tensor]))
+            if reason:
+                raise FaultError(f"the gradient of the input {tensor} on device {device} is not complete: {reason}")
+            self.counts["parameters"] += 1
 
     def _end(self, tensor: str, name: str, places: dict[int, tuple[Ranges, ...]]) -> None:
         value = self._find(name)
@@ -436,31 +476,3 @@ class Prover:
             if reason:
                 raise FaultError(f"{tensor} on device {device} is not complete at the end: {reason}")
             self.counts["sums"] += 1
-
-
-def _summed_space(rule: Rule, step: Compute) -> Space:
-    """The names whose cut leaves addends in the output, with all of their indices."""
-    names = [
-        name
-        for name in step.layout.cut_names
-        if name in rule.summed or (name in rule.algorithms and rule.algorithms[name].output == "partial")
-    ]
-    return tuple((name, whole(rule.sizes[name])) for name in sorted(names))
-
-
-def _put_together(
-    pieces: Sequence[tuple[tuple[Ranges, ...], Content] | str], tensor: str, declared: tuple[Ranges, ...], add: bool
-) -> Held:
-    good = [piece for piece in pieces if not isinstance(piece, str)]
-    if len(good) < len(pieces):
-        return next(piece for piece in pieces if isinstance(piece, str))
-    return placed(tensor, declared, good, add)
-
-
-def _restricted(grad: Content, content: Content) -> Content:
-    """The gradient of a whole, seen by one of its parts."""
-    return taken(grad, tuple(_positions_in(mine, theirs) for mine, theirs in zip(grad.dims, content.dims, strict=True)))
-
-
-def _positions_in(held: Ranges, wanted: Ranges) -> Ranges:
-    return tuple((s.source, s.source + s.length) for s in overlap(held, wanted))

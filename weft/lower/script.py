@@ -139,7 +139,7 @@ class Writer:
         if not forward and not backward and not any(mine):
             return []
         tensor = self.graph.tensors[source.tensor]
-        producer = self.graph.producers[source.tensor]
+        producer = self.graph.producers.get(source.tensor)
         return [
             rt.Reshard(
                 step.source,
@@ -149,7 +149,7 @@ class Writer:
                 shapes(source.layout, self.rank),
                 shapes(target.layout, self.rank),
                 tensor.dtype,
-                producer.place,
+                "" if producer is None else producer.place,
             )
         ]
 
@@ -190,8 +190,7 @@ class Writer:
 
     @cached_property
     def _returned(self) -> set[str]:
-        program = self.program
-        return {*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])}
+        return set(self.program.ends)
 
     @cached_property
     def _all_reads(self) -> Counter[str]:
@@ -209,9 +208,7 @@ def script(program: Program, rank: int, book: RuleBook | None = None, shared: Tr
     writer = Writer(program, rank, book or RuleBook(program.graph), shared or Transfers())
     instructions = writer.steps(program.steps)
     syncs = tuple(made for step in program.syncs if (made := writer.sync(step)) is not None)
-    kept = {*program.outputs.values(), *program.updates.values(), *(name for sync in syncs for name in sync.sources)}
-    if program.loss is not None:
-        kept.add(program.loss)
+    kept = {*program.ends, *(name for sync in syncs for name in sync.sources)}
     stored = {name: layout.parts_on(rank)[0].ranges for name, layout in program.stored.items() if layout.parts_on(rank)}
     holds_loss = program.loss is not None and bool(program.values[program.loss].layout.parts_on(rank))
     return rt.Script(

@@ -103,7 +103,7 @@ def placed(tensor: str, target: Box, pieces: Sequence[tuple[Index, Content]], ad
     wrong = [piece.tensor for _, piece in pieces if piece.tensor != tensor]
     if wrong:
         return f"a piece of {wrong[0]} arrives where {tensor} is put together"
-    if not add and not _apart([ascending(index) for index, _ in pieces]):
+    if not add and not apart([ascending(index) for index, _ in pieces]):
         return f"two pieces of {tensor} are put in one place"
     dims = []
     for dim in range(len(target)):
@@ -114,7 +114,7 @@ def placed(tensor: str, target: Box, pieces: Sequence[tuple[Index, Content]], ad
     return Content(tensor, tuple(dims), tuple(term for _, piece in pieces for term in piece.terms))
 
 
-def _apart(boxes: Sequence[Box]) -> bool:
+def apart(boxes: Sequence[Box]) -> bool:
     """True if no two boxes share an element.
 
     Along a dim whose ranges are either equal or apart, boxes of different ranges are apart: only those of equal ranges
@@ -126,7 +126,7 @@ def _apart(boxes: Sequence[Box]) -> bool:
         for box in boxes:
             groups.setdefault(box[dim], []).append(box)
         if len(groups) > 1 and _disjoint(groups):
-            return all(_apart(group) for group in groups.values())
+            return all(apart(group) for group in groups.values())
     return all(not _touch(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
 
 
@@ -196,7 +196,7 @@ def incomplete(content: Content, universe: Universe) -> str:
         boxes = [box for box in boxes if volume(box)]
         total = volume((*(ranges for _, ranges in space), *target))
         covered = sum(map(volume, boxes))
-        if covered > total or not _apart(boxes):
+        if covered > total or not apart(boxes):
             return f"addend {show_base(base)} is counted more than once"
         if covered < total:
             return f"addend {show_base(base)} is missing in part ({covered} of {total} elements)"

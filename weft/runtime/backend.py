@@ -80,7 +80,10 @@ class Backend:
         they made different ones)."""
         if self.name == "gloo":
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout, options._devices, options._threads = FOREVER, list(links), 1
+            options._timeout, options._devices = FOREVER, list(links)
+            # a thread is not done with one exchange until it gets the interpreter's lock to let go of its tensors; with
+            # one thread the next exchange waits for that, and takes three times as long
+            options._threads = 2
             return ProcessGroupGloo(store, position, size, options)
         nccl: Any = vars(dist)["ProcessGroupNCCL"]  # not in every build
         options = nccl.Options()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from weft.runtime.boxes import Boxes, repeated
 from weft.runtime.groups import Group, Groups
-from weft.runtime.signature import NUMBERS, Signature, difference, from_json
+from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_json
 from weft.runtime.sums import add_up, combine
 from weft.runtime.transport import CollectiveMismatch
 from weft.runtime.watch import PeerLost, Watch
@@ -201,18 +201,18 @@ class Channel:
 
     def begin(self, signature: Signature) -> None:
         """Before a call's own bytes: tell the watch, and agree with the members if calls are checked."""
-        self._watch.enter(self._lane, signature.group, signature.number, str(signature))
+        self._watch.enter(self._lane, signature.group, signature.number, signature)
         if not self.check:
             return
-        members = sorted(signature.group)
-        mine = torch.tensor([signature.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
+        members, words = sorted(signature.group), signature.words
+        mine = torch.tensor([words.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
         each = [NUMBERS * mine.itemsize] * len(members)
         theirs = self._carry(as_bytes(mine), each, each, signature.group).view(torch.int64).view(-1, NUMBERS).tolist()
-        apart = [p for p, found in zip(members, theirs, strict=True) if p != self.rank and not signature.fits(p, found)]
+        apart = [p for p, found in zip(members, theirs, strict=True) if p != self.rank and not words.fits(p, found)]
         if apart:
-            self._refuse(signature, apart[0])
+            self._refuse(words, apart[0])
 
-    def _refuse(self, mine: Signature, other: int) -> None:
+    def _refuse(self, mine: Words, other: int) -> None:
         """Find out what the other meant, and raise."""
         self._watch.say(f"clash/{self.rank}", json.dumps(mine.as_json()))
         heard = self._watch.hear(f"clash/{other}")

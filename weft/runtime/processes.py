@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.runtime.backend import Backend, Store
 from weft.runtime.channel import Channel
 from weft.runtime.groups import Group, Groups
-from weft.runtime.signature import Signature, text_of
+from weft.runtime.signature import Signature
 from weft.runtime.transport import CollectiveMismatch, Doing, Expected, Stopped
 from weft.runtime.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
 from weft.runtime.wire import Want
@@ -72,6 +72,8 @@ class ProcessTransport:
         self.rank, self.num_ranks = groups.rank, num_ranks
         self.device, self.doing = groups.backend.device(local_rank), Doing()
         self.step: int | None = None
+        self.always_check = False
+        """Whoever would switch the check off is not to."""
         self._groups = groups
         self._watch = Watch(store, self.rank, num_ranks, self._busy, ends_process=ends_process)
         self._main, self._aside = (
@@ -116,17 +118,11 @@ class ProcessTransport:
         outside = (sends.keys() | expects.keys()) - set(group)
         assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
         wants = {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
-        signature = Signature(
-            kind,
-            group,
-            self._main.number(group),
-            {peer: text_of(tensors) for peer, tensors in sends.items() if tensors},
-            {peer: text_of(expected) for peer, expected in expects.items() if expected},
-        )
+        signature = Signature(kind, group, self._main.number(group), sends=sends, expects=expects)
         return self._main.exchange(sends, wants, signature)
 
     def barrier(self, group: Group) -> None:
-        self._main.barrier(Signature("barrier", group, self._main.number(group), {}, {}))
+        self._main.barrier(Signature("barrier", group, self._main.number(group)))
 
     # -- beyond it
 
@@ -137,13 +133,13 @@ class ProcessTransport:
             parts: one for each member, in the order of `group`. All members' parts for one rank are alike.
         """
         assert len(parts) == len(group), f"{len(parts)} parts for the {len(group)} ranks of {group}"
-        own = text_of([parts[group.index(self.rank)]]) if self.rank in group else ""
+        own = [parts[group.index(self.rank)]] if self.rank in group else []
         signature = Signature(
             f"reduce_scatter({op})",
             group,
             self._main.number(group),
-            {peer: text_of([part]) for peer, part in zip(group, parts, strict=True) if peer != self.rank},
-            {peer: own for peer in group if peer != self.rank},
+            sends={peer: [part] for peer, part in zip(group, parts, strict=True) if peer != self.rank},
+            expects={peer: own for peer in group if peer != self.rank},
         )
         return self._main.reduce_scatter(parts, op, signature)
 
@@ -196,7 +192,7 @@ class ProcessTransport:
 
     def _same(self, channel: Channel, kind: str, tensor: Tensor, group: Group) -> Signature:
         """The signature of a call in which all members' tensors are alike."""
-        return Signature(f"{kind} of {text_of([tensor])}", group, channel.number(group), {}, {})
+        return Signature(kind, group, channel.number(group), alike=tensor)
 
     def _known(self, expected: Expected, peer: int) -> Want:
         shape, dtype = expected

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +21,13 @@ from weft.runtime.transport import Expected
 
 NUMBERS = 3
 """Numbers per peer."""
+NOTHING = "nothing"
+EMPTY: Mapping[int, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Signature:
-    """One rank's side of a collective.
+class Words:
+    """One rank's side of a collective, as text.
 
     Args:
         kind: with the operation of a sum; and the tensor, where all members must have the same.
@@ -65,13 +69,50 @@ class Signature:
         }
 
 
-def from_json(found: Mapping[str, object]) -> Signature:
+Tensors = Sequence[Tensor] | Sequence[Expected]
+
+
+class Signature:
+    """The same, put into words only when somebody asks: most calls end well and nobody does.
+
+    Args:
+        kind: with the operation of a sum.
+        alike: the tensor, where all members must have the same.
+        sends, expects: by peer; empty sequences are nothing.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: tuple[int, ...],
+        number: int,
+        *,
+        alike: Tensor | None = None,
+        sends: Mapping[int, Tensors] = EMPTY,
+        expects: Mapping[int, Tensors] = EMPTY,
+    ) -> None:
+        self.group, self.number = group, number
+        self._kind, self._alike, self._sends, self._expects = kind, alike, sends, expects
+
+    @cached_property
+    def words(self) -> Words:
+        kind = self._kind if self._alike is None else f"{self._kind} of {text_of([self._alike])}"
+        sends, expects = (
+            {peer: text_of(tensors) for peer, tensors in one.items() if tensors} for one in (self._sends, self._expects)
+        )
+        return Words(kind, self.group, self.number, sends, expects)
+
+    def __str__(self) -> str:
+        return str(self.words)
+
+
+def from_json(found: Mapping[str, object]) -> Words:
     """Read what `as_json` wrote, after a passage through JSON."""
     sends, expects = ({int(p): str(t) for p, t in dict(found[key]).items()} for key in ("sends", "expects"))  # type: ignore[call-overload]
-    return Signature(str(found["kind"]), tuple(found["group"]), int(str(found["number"])), sends, expects)  # type: ignore[arg-type]
+    return Words(str(found["kind"]), tuple(found["group"]), int(str(found["number"])), sends, expects)  # type: ignore[arg-type]
 
 
-def difference(rank: int, mine: Signature, other: int, theirs: Signature) -> str:
+def difference(rank: int, mine: Words, other: int, theirs: Words) -> str:
     """Why the calls of two ranks do not fit."""
     if (mine.kind, mine.group, mine.number) != (theirs.kind, theirs.group, theirs.number):
         where = mine.where if mine.where == theirs.where else f"{mine.where}, there {theirs.where}"
@@ -83,10 +124,7 @@ def difference(rank: int, mine: Signature, other: int, theirs: Signature) -> str
     return f"ranks {rank} and {other} entered different collectives, in {mine.where}"
 
 
-NOTHING = "nothing"
-
-
-def text_of(tensors: Sequence[Tensor] | Sequence[Expected]) -> str:
+def text_of(tensors: Tensors) -> str:
     """`float64[2 3]` for each, `nothing` if there are none."""
     words = [_word(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _word(tuple(x[0]), x[1]) for x in tensors]
     return " and ".join(words) or NOTHING

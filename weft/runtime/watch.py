@@ -66,12 +66,12 @@ class PeerLost(RuntimeError):  # noqa: N818 - says what happened
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that this rank has entered and not left."""
+    """A collective that this rank has entered and not left. `what` is put into words when the others are told."""
 
     lane: str
     group: tuple[int, ...]
     number: int
-    what: str
+    what: object
     since: float
 
     @property
@@ -113,7 +113,7 @@ class Watch:
 
     # -- what the rank tells
 
-    def enter(self, lane: str, group: tuple[int, ...], number: int, what: str) -> None:
+    def enter(self, lane: str, group: tuple[int, ...], number: int, what: object) -> None:
         """The rank has entered a collective."""
         call = Call(lane, group, number, what, time.monotonic())
         self._counts[call.key] = number + 1
@@ -209,7 +209,7 @@ class Watch:
             "beat": self._beats,
             "state": state,
             "doing": str(doing) if step is None else f"{doing}, step {step}",
-            "calls": [[call.key, call.number, list(call.group), call.what] for call in calls],
+            "calls": [[call.key, call.number, list(call.group), str(call.what)] for call in calls],
             "counts": dict(self._counts),
             "what": doing.what,
             "place": doing.place,

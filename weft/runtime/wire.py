@@ -19,9 +19,11 @@ Want = tuple[tuple[int, ...], torch.dtype]
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's content, in order; a view if it lies so in memory."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    # conjugates and negatives of complex numbers are views that have not been worked out
-    return flat.resolve_conj().resolve_neg().view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        # conjugates and negatives of complex numbers are views that have not been worked out
+        flat = flat.resolve_conj().resolve_neg()
+    return flat.view(torch.uint8)
 
 
 def pack(
@@ -45,6 +47,8 @@ def num_bytes(wanted: Sequence[Want]) -> int:
 
 def unpack(flat: Tensor, members: Sequence[Sequence[Want]]) -> list[list[Tensor]]:
     """The tensors in a flat byte tensor, per member: views of it if all are of one dtype, else copies."""
+    if sum(map(len, members)) == 1:
+        return [[flat.view(dtype).view(shape) for shape, dtype in wanted] for wanted in members]
     mixed = len({dtype for wanted in members for _, dtype in wanted}) > 1
     at, found = 0, []
     for wanted in members:
