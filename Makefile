@@ -18,8 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(READY)  ## a small GPT on four emulated devices, against one
-	$(BIN)/weft verify examples/gpt.py --plan dp=2,tp=2
+demo: $(READY)  ## a small GPT from one device to four, in a minute
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 check: $(READY)  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

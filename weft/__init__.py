@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft import errors as errors
     from weft.capture import capture as capture
+    from weft.capture.example import dynamic as dynamic
     from weft.ir.graph import Graph as Graph
     from weft.ir.layout import Layout as Layout
     from weft.ir.program import Program as Program
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from weft.plan import recompute as recompute
     from weft.plan import save_plan as save_plan
     from weft.plan import w as w
+    from weft.train import clip_grad_norm_ as clip_grad_norm_
     from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
 
@@ -45,13 +47,16 @@ _HOMES = {
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
     **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
-    "parallelize": "weft.train",
+    **dict.fromkeys(("parallelize", "clip_grad_norm_"), "weft.train"),
+    "dynamic": "weft.capture.example",
 }
 _ROOMS = ("capture", "verify", "errors")
 
 __all__ = [
     "__version__",
     "parallelize",
+    "clip_grad_norm_",
+    "dynamic",
     "capture",
     "verify",
     "errors",

@@ -20,10 +20,19 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from weft import __version__
 from weft.errors import WeftError
 
 FAILED, INTERRUPTED = 2, 130
 PLAN = "a recipe (dp=2,tp=2), a plan file, or path.py:function"
+TOUR = """a tour, in three commands:
+  weft ops    examples/gpt.py                              what the model is made of, and what of it may be cut
+  weft verify examples/gpt.py --plan dp=2,tp=2             is the plan equal to one device? no GPU needed
+  weft train  examples/gpt.py --plan dp=2 --steps 100      train on processes of this machine
+
+In place of examples/gpt.py: a file of your own with model(), whose forward returns the loss, and example(), a batch;
+or a Hugging Face model that lies here: hf:FOLDER, hf:LlamaConfig(hidden_size=64, num_hidden_layers=2).
+weft COMMAND --help says more, with examples. weft completion bash|zsh|fish completes all this in a shell."""
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -55,15 +64,46 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft",
         description="Draws one single-device PyTorch model across many devices, to the same numbers.",
-        epilog="weft COMMAND --help says more, with an example.",
+        epilog=TOUR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_verify, _add_show, _add_train, _add_profile):
+    for add in (_add_ops, _add_verify, _add_show, _add_train, _add_profile, _add_completion):
         command = add(commands)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("--json", action="store_true", help="one JSON object as the last line")
         command.add_argument("--debug", action="store_true", help="show the stack trace of an error")
     return parser
+
+
+def _add_ops(commands: Commands) -> argparse.ArgumentParser:
+    ops = commands.add_parser(
+        "ops",
+        help="what a model is made of, and what of it may be cut",
+        description="Each operator: how often, its share of the floating-point work and of the memory traffic, the\n"
+        "rule that says how it may be cut and where that rule comes from. What has no rule runs copied on every\n"
+        "device, and its share says what that costs. No plan is needed.",
+        epilog="example:\n  weft ops examples/gpt.py",
+    )
+    ops.set_defaults(command=run_ops)
+    _add_file(ops)
+    return ops
+
+
+def _add_completion(commands: Commands) -> argparse.ArgumentParser:
+    completion = commands.add_parser(
+        "completion",
+        help="a script that completes commands and options in a shell",
+        description="Print a script for the shell. It knows every command and option.",
+        epilog="example:\n"
+        "  weft completion bash > ~/.local/share/bash-completion/completions/weft\n"
+        "  weft completion zsh >> ~/.zshrc\n"
+        "  weft completion fish > ~/.config/fish/completions/weft.fish",
+    )
+    completion.set_defaults(command=run_completion)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return completion
 
 
 def _add_verify(commands: Commands) -> argparse.ArgumentParser:
@@ -133,10 +173,17 @@ def _add_train(commands: Commands) -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train on processes of this machine",
-        description="Compile the model for the plan, start processes and train on data(), or on example() again and\n"
-        "again. A program in the cache that was edited is run as it is, and that is said.\n"
-        "Exit code 0 if all went well, 2 on errors, 130 after Ctrl-C.",
-        epilog="example:\n  weft train examples/gpt.py --plan dp=2 --steps 100",
+        description="Compile the model for the plan, start processes and train: on data() of the file, on a text or\n"
+        "arrays (--data), or on example() again and again. A program in the cache that was edited is run as it is,\n"
+        "and that is said. Exit code 0 if all went well, 2 on errors, 130 after Ctrl-C.\n\n"
+        "A text becomes bytes if the model knows 256 tokens, else its sorted characters numbered from 0; `labels` get\n"
+        "the same piece as the inputs, other integer inputs the piece one token further on. Arrays (.npy, .npz,\n"
+        ".safetensors) are named like the forward's arguments. The last tenth is kept for --eval-every.",
+        epilog="example:\n"
+        "  weft train examples/gpt.py --plan dp=2 --steps 100\n"
+        "  weft train examples/gpt.py --plan tp=2 --steps 100 --lr 3e-3 --schedule cosine --warmup 10 --clip 1 "
+        "--save run\n"
+        "  weft train examples/gpt.py --plan dp=2 --steps 200 --lr 3e-3 --resume run",
     )
     train.set_defaults(command=run_train)
     _add_file(train)
@@ -144,21 +191,43 @@ def _add_train(commands: Commands) -> argparse.ArgumentParser:
     train.add_argument(
         "--devices", type=_positive, metavar="N", help="processes; k times as many as the plan needs train k replicas"
     )
-    train.add_argument("--steps", type=_positive, default=10, metavar="K", help="optimizer steps (default 10)")
-    train.add_argument("--cache", default=".weft", metavar="DIR", help="where programs are kept (default .weft)")
+    train.add_argument("--steps", type=_positive, default=10, metavar="K", help="optimizer steps in all (default 10)")
+    train.add_argument("--data", metavar="FILE", help="a text, or arrays (.npy, .npz, .safetensors)")
     train.add_argument("--lr", type=float, metavar="X", help="of AdamW, instead of the optimizer of the file")
+    train.add_argument(
+        "--schedule", choices=("constant", "cosine", "linear"), default="constant", help="of the learning rate"
+    )
+    train.add_argument("--warmup", type=_natural, default=0, metavar="N", help="steps in which the rate rises")
+    train.add_argument("--clip", type=float, metavar="X", help="the largest norm of all gradients together")
+    train.add_argument(
+        "--eval-every", type=_positive, metavar="K", help="evaluate on eval_data(), or the end of --data"
+    )
+    train.add_argument("--save", metavar="DIR", help="write model, optimizer and step there at the end")
+    train.add_argument("--save-every", type=_positive, metavar="K", help="and every K steps")
+    train.add_argument("--resume", metavar="DIR", help="go on from what --save has written, under this plan or another")
+    train.add_argument("--tensorboard", metavar="DIR", help="write events there")
+    train.add_argument("--cache", default=".weft", metavar="DIR", help="where programs are kept (default .weft)")
     train.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
     return train
 
 
 def _add_file(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", metavar="FILE", help="a Python file with model() and example()")
+    command.add_argument(
+        "file", metavar="FILE", help="a Python file with model() and example(), or hf:FOLDER, hf:LlamaConfig(...)"
+    )
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of devices")
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not 0 or more")
     return value
 
 
@@ -168,6 +237,22 @@ def run_verify(options: argparse.Namespace) -> int:
     with Console(stderr=True).status("starting"):
         from weft.commands.verify import run
     return run(options)
+
+
+def run_ops(options: argparse.Namespace) -> int:
+    """`weft ops FILE`."""
+    with Console(stderr=True).status("starting"):
+        from weft.commands.ops import run
+    return run(options)
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    """`weft completion SHELL`."""
+    from weft.commands.completion import script
+
+    text = script(options.shell, make_parser())
+    print(json.dumps({"shell": options.shell, "script": text}) if options.json else text, end="\n" * options.json)
+    return 0
 
 
 def run_show(options: argparse.Namespace) -> int:

@@ -8,24 +8,30 @@ from the same content is not made again. A pass that raises leaves nothing behin
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from weft import cache
+from weft.capture.specialise import at_example
 from weft.codegen import generate
+from weft.codegen.form import form_of
+from weft.codegen.sampled import Make, generate_for_sizes
 from weft.cost.links import Links
+from weft.errors import CaptureError
 from weft.ir.graph import Graph
 from weft.ir.program import Program
-from weft.lower import lower
+from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
-from weft.runtime.batch import Form, dtype_name
-from weft.verify.door import PlanLike, capture_subject, check_fit, make_plan
+from weft.runtime.returns import NotReturned, Returns, lost, returns_of
+from weft.verify.door import PlanLike, check_fit, graph_for, make_plan
 from weft.verify.model_file import Subject
 
 Say = Callable[[str], None]
@@ -84,6 +90,8 @@ def compile_subject(
     *,
     links: Links | None = None,
     folder: str | Path | None = None,
+    outputs: str = "loss",
+    like: Plan | None = None,
     say: Say = lambda text: None,
 ) -> Compiled:
     """The same for what a model file gives.
@@ -91,53 +99,96 @@ def compile_subject(
     Args:
         links: what communication costs; gloo's built-in table if not given.
         folder: of the cache; none if not given.
+        outputs: "loss": the forward must return one, and the program does. "all": the program returns what the forward
+            returns, and backward starts from there. "any": a loss if there is one, else all.
+        like: a plan of the same model: parameters are stored as it has them.
         say: is told what is being done, for a progress display.
     """
     timer = Timer(say)
     with timer("capture"):
-        graph = plan.graph if isinstance(plan, Plan) else capture_subject(subject)
+        graph = graph_for(plan, subject, trains=outputs == "loss")
         check_fit(graph, subject)
+        if is_open(graph, outputs):
+            returned(graph)
     with timer("plan"):
-        made = make_plan(plan, graph, subject, devices)
+
+        def make(other: Graph) -> Plan:
+            return make_plan(plan, other, subject, devices)
+
+        made = make(at_example(graph))
     if folder is None:
-        return build(graph, made, links, timer)
-    # other costs may make another program of the same plan
-    key = cache.program_key(graph, made, "" if links is None else links.to_json())
+        return build(graph, made, links, timer, outputs=outputs, like=like, make=make)
+    key = cache.program_key(graph, made, _more(graph, links, outputs, like))
     directory = cache.directory_of(Path(folder), graph, key)
     found = cache.look_up(directory, key)
     if found is not None:
         files = found.files()
         return Compiled(graph, made, None, None, files, directory, found.edited, timer.seconds)
-    compiled = build(graph, made, links, timer, key)
+    compiled = build(graph, made, links, timer, key, outputs=outputs, like=like, make=make)
     found = cache.write(directory, key, compiled.files)
     return replace(compiled, directory=found.directory, edited=found.edited)
 
 
-def build(graph: Graph, plan: Plan, links: Links | None, timer: Timer, key: str = "") -> Compiled:
-    """The passes from a plan to files."""
+def build(
+    graph: Graph,
+    plan: Plan,
+    links: Links | None,
+    timer: Timer,
+    key: str = "",
+    *,
+    outputs: str = "loss",
+    like: Plan | None = None,
+    make: Make | None = None,
+) -> Compiled:
+    """The passes from a plan to files.
+
+    Args:
+        make: plans the graph at other sizes, if it has dynamic dims.
+    """
+    returns_all = is_open(graph, outputs)
+    about: dict[str, Any] = {"key": key, "batch": form_of(graph).to_json(), "made_from": cache.origin(graph)}
+    if returns_all:
+        about["returns"] = returned(graph).to_json()
+        if kinds := lost(graph.out_leaves):
+            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=5)
+    about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
+    stored = None if like is None else stored_parameters(like, links=links)
+    lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
+    if graph.symbols:
+        assert make is not None, "dynamic dims, and nobody plans them at other sizes"
+        with timer("emit for all sizes"):
+            sized = generate_for_sizes(graph, plan, make, lowered, about=about)
+        return Compiled(graph, plan, sized.program, sized.report, sized.files, timings=timer.seconds)
     with timer("lower"):
-        program = lower(plan, links=links)
+        program = lowered(plan)
     with timer("check"):
         report = check(program, plan.rules)
     with timer("emit"):
-        about = {"key": key, "batch": form_of(graph).to_json(), "made_from": cache.origin(graph)}
         files = generate(program, about=about)
     return Compiled(graph, plan, program, report, files, timings=timer.seconds)
 
 
-def form_of(graph: Graph) -> Form:
-    """What every batch must look like."""
-    keywords = graph.in_spec.child(1).context if graph.in_spec is not None else ()
-    tensors = {one.index for one in graph.inputs}
-    return Form(
-        spec=str(graph.in_spec),
-        keywords=tuple(keywords),
-        leaves=tuple("" if at in tensors else repr(leaf) for at, leaf in enumerate(graph.leaves)),
-        tensors=tuple(
-            (one.index, one.where, graph.tensors[one.tensor].sizes, dtype_name(graph.tensors[one.tensor].dtype))
-            for one in graph.inputs
-        ),
-    )
+def returned(graph: Graph) -> Returns:
+    """What the forward returns; refuses what a program cannot give back."""
+    try:
+        return returns_of(graph.out_spec, graph.outputs, graph.out_leaves)
+    except NotReturned as error:
+        raise CaptureError(
+            str(error), remedy="return tensors, in tuples, lists, dicts or dataclasses of an importable class"
+        ) from None
+
+
+def _more(graph: Graph, links: Links | None, outputs: str, like: Plan | None) -> str:
+    """What else the text of a program depends on: other costs may make another program of the same plan."""
+    words = ["" if links is None else links.to_json()]
+    words += [str(returned(graph))] if is_open(graph, outputs) else []
+    words += [] if like is None else [cache.program_key(like.graph, like)]
+    return " ".join(words)
+
+
+def is_open(graph: Graph, outputs: str) -> bool:
+    """True if the program returns what the forward returns, not its loss alone."""
+    return outputs == "all" or (outputs == "any" and graph.loss is None)
 
 
 class Timer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import multiprocessing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -66,11 +68,23 @@ class Net""",
 
 @dataclass(frozen=True)
 class Case:
+    """One bad input.
+
+    Args:
+        model: the text of net.py; None: there is no such file.
+        lines: of a plan function, instead of `plan`.
+        files: others that are there, by name; a name that ends in / is an empty directory.
+        argv: a command line, instead of `weft verify net.py --plan ...`.
+        says: words of the error.
+    """
+
     name: str
     model: str | None = MODEL
     plan: str = "dp=2"
     lines: str = ""
     devices: int | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    argv: str = ""
     says: tuple[str, ...] = ()
 
 
@@ -125,28 +139,107 @@ CASES = (
     Case("groups that do not divide", lines='plan = plan.trans("up", cut("n", 2, groups=3))', says=("3",)),
     Case("unknown parameter", lines='plan = plan.store("up.wait", cut(0, 2, axis="dp"))', says=("up.wait",)),
     Case("a rank that raises", model=FAILING, says=("rank", "not on a rank", "net.py")),
+    Case("sp without tp", plan="dp=2,sp", says=("sp", "tp")),
+    Case("zero without dp", plan="tp=2,zero=3", says=("zero", "dp")),
+    Case("megatron without attention", plan="megatron=7", says=("7",)),
+    Case("a value where none belongs", plan="tp=2,sp=3", says=("sp",)),
+    Case("an empty recipe", plan="", says=("recipe",)),
+    Case("recompute what is not there", plan="dp=2,recompute=encoder.*", says=("encoder.*",)),
+    Case("a plan file that is no YAML", plan="p.yaml", files={"p.yaml": "{a: ["}, says=("p.yaml",)),
+    Case("a plan file of something else", plan="p.yaml", files={"p.yaml": "a: 1"}, says=("p.yaml",)),
+    Case("no such plan function", plan="p.py:plan", files={"p.py": "x = 1"}, says=("plan", "p.py")),
+    Case("a plan module that fails", plan="p.py:plan", files={"p.py": "import no_such_thing"}, says=("no_such_thing",)),
+    Case(
+        "a branch on values",
+        model=MODEL.replace("hidden =", "if x.sum() > 0:\n            x = -x\n        hidden ="),
+        says=("net.py",),
+    ),
+    Case(
+        "an optimizer that is none", model=MODEL + "\n\ndef optimizer(parameters):\n    return 5\n", says=("optimizer",)
+    ),
+    Case("no command", argv="", says=(), model=None, plan="-"),
+    Case("no such command", argv="verfy net.py", says=("verfy",)),
+    Case("verify what", argv="verify net.py", says=("--plan",)),
+    Case("plan and program", argv="verify net.py --plan dp=2 --program d", says=("--program",)),
+    Case("no devices", argv="verify net.py --plan dp=2 --devices 0", says=("0",)),
+    Case("devices in words", argv="verify net.py --plan dp=2 --devices two", says=("two",)),
+    Case("no such program", argv="verify net.py --program d", says=("d",)),
+    Case("an empty program", argv="verify net.py --program d", files={"d/": ""}, says=("d",)),
+    Case(
+        "a truncated program",
+        argv="verify net.py --program d",
+        files={"d/meta.json": '{"devices": 2'},
+        says=("meta.json",),
+    ),
+    Case("no such costs", argv="verify net.py --plan dp=2 --links l.json", says=("l.json",)),
+    Case(
+        "costs of something else",
+        argv="verify net.py --plan dp=2 --links l.json",
+        files={"l.json": "[1]"},
+        says=("l.json",),
+    ),
+    Case("force without out", argv="show net.py --plan dp=2 --force", says=("--out",)),
+    Case("out into a file", argv="show net.py --plan dp=2 --out f", files={"f": "x"}, says=("f",)),
+    Case("out over something else", argv="show net.py --plan dp=2 --out d", files={"d/x": "x"}, says=("d",)),
+    Case("json and code", argv="show net.py --plan dp=2 --json --code", says=("--code",)),
+    Case("no steps", argv="train net.py --plan dp=2 --steps 0", says=("0",)),
+    Case("no such data", argv="train net.py --plan dp=2 --data t.txt --cache c", says=("t.txt",)),
+    Case("nothing to resume", argv="train net.py --plan dp=2 --resume r --cache c", says=("r",)),
+    Case("a negative clip", argv="train net.py --plan dp=2 --clip -1 --cache c", says=("clip",)),
+    Case("ops of nothing", argv="ops none.py", says=("none.py",)),
+    Case("a Hugging Face model that is not here", argv="ops hf:nobody/nothing", says=("nobody/nothing",)),
+    Case("a configuration that is none", argv="ops hf:NoSuchConfig", says=("NoSuchConfig",)),
+    Case("no such shell", argv="completion powershell", says=("powershell",)),
+    Case("no such backend", argv="profile --backend mpi", says=("mpi",)),
 )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bad_input(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    if case.model is not None:
-        Path("net.py").write_text(case.model)
-    plan = case.plan
-    if case.lines:
-        Path("plans.py").write_text(PLAN.format(lines=case.lines))
-        plan = "plans.py:plan"
-    before = set(tmp_path.iterdir())
-    devices = [] if case.devices is None else ["--devices", str(case.devices)]
-    code = main(["verify", "net.py", "--plan", plan, *devices, "--json"])
+    write(case)
+    before, processes = set(tmp_path.rglob("*")), set(multiprocessing.active_children())
+    code = run(command_line(case))
     told = capfd.readouterr().err
     assert code == 2, told
     assert "error:" in told and "Traceback" not in told and "fault in Weft" not in told, told
-    assert "try:" in told, told
+    assert "try:" in told or "usage:" in told, told
     for words in case.says:
         assert words in told, told
-    assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
+    assert {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts} == before
+    assert set(multiprocessing.active_children()) == processes
+
+
+def write(case: Case) -> None:
+    """The files of a case, in the current directory."""
+    if case.model is not None:
+        Path("net.py").write_text(case.model)
+    if case.lines:
+        Path("plans.py").write_text(PLAN.format(lines=case.lines))
+    for name, text in case.files.items():
+        path = Path(name)
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text(text)
+
+
+def command_line(case: Case) -> list[str]:
+    if case.argv or case.plan == "-":
+        return case.argv.split()
+    devices = [] if case.devices is None else ["--devices", str(case.devices)]
+    return ["verify", "net.py", "--plan", "plans.py:plan" if case.lines else case.plan, *devices, "--json"]
+
+
+def run(argv: list[str]) -> int:
+    """The exit code; argparse leaves by an exception."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return int(str(end.code))
+
+
+def test_there_are_sixty() -> None:
+    assert len(CASES) >= 60 and len({case.name for case in CASES}) == len(CASES)
 
 
 def test_a_plan_for_another_model(

@@ -18,7 +18,9 @@ from weft.cli import main
 from weft.errors import PlanError, WeftError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
-from weft.train.command import Settings, _batches, train_file
+from weft.train.command import train_file
+from weft.train.data import Own
+from weft.train.settings import Settings
 from weft.verify.model_file import load_model_file
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +97,8 @@ def test_an_edited_program_is_told_and_run_as_it_is(tmp_path: Path, capsys: pyte
 def test_data_is_shared_out_to_replicas(tmp_path: Path) -> None:
     path = write(tmp_path, "def data():\n    return [torch.full((4, 4), float(i)) for i in range(4)]\n")
     subject = load_model_file(path)
-    firsts = [[next(batches)[0, 0].item() for _ in range(3)] for batches in (_batches(subject, r, 2) for r in (0, 1))]
+    dealt = [Own(subject).batches(replica, 2) for replica in (0, 1)]
+    firsts = [[next(batches)[0, 0].item() for _ in range(3)] for batches in dealt]
     assert firsts == [[0.0, 2.0, 0.0], [1.0, 3.0, 1.0]]
     trained = train_file(path, "dp=1", Settings(steps=2, devices=2))
     assert trained.replicas == 2 and trained.devices == 2
@@ -141,10 +144,13 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_mixes_elements_is_refused_on_cut_parameters(tmp_path: Path) -> None:
     more = "\ndef optimizer(parameters):\n    return torch.optim.Adafactor(parameters, lr=0.1)\n"
+    path = write(tmp_path, more)
+    wide = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))"
+    Path(path).write_text(Path(path).read_text().replace("nn.Linear(4, 1)", wide))
     with pytest.raises(PlanError, match=r"Adafactor mixes the elements .* layer"):
-        train_file(write(tmp_path, more), "tp=2", Settings(steps=1))
-    # nothing is cut, or another optimizer was asked for
-    train_file(write(tmp_path, more), "dp=2", Settings(steps=1))
+        train_file(path, "tp=2", Settings(steps=1))
+    # another optimizer is asked for
+    train_file(path, "tp=2", Settings(steps=1, lr=0.1))
 
 
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.train.eager import gpt
 from weft.compile import compile_program
 from weft.errors import RunError
 from weft.runtime.emulator import run_ranks
-from weft.runtime.initialise import build, replay, stored_parts
+from weft.runtime.initialise import build, replay_parts, stored_parts
 from weft.runtime.replicas import Replica
 from weft.runtime.transfers import take
 from weft.train.opened import open_program
@@ -25,7 +26,7 @@ def cut():
     """A module, and an empty program of the second of two ranks."""
     module, batch = gpt()
     files = compile_program(module, batch, "tp=2").files
-    return module, run_ranks(2, lambda transport: open_program(files, Replica(transport, 2))[0])[1]
+    return module, run_ranks(2, lambda transport: open_program(files, Replica(transport, 2)).program)[1]
 
 
 def check(cut, source) -> None:
@@ -65,6 +66,29 @@ def test_missing_and_misshapen_weights_are_refused(cut) -> None:
         fill(program, "absent.safetensors")
 
 
+def test_unknown_weights_are_named(cut) -> None:
+    module, program = cut
+    state = {**module.state_dict(), **{f"other{i}": torch.zeros(1) for i in range(10)}}
+    with pytest.raises(RunError, match=r"no other0, other1.* and 2 more"):
+        fill(program, state, known=frozenset(module.state_dict()))
+
+
+def test_a_folder_with_an_index(cut, tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in cut[0].state_dict().items()}
+    names = list(state)
+    save_file({name: state[name] for name in names[::2]}, tmp_path / "one.safetensors")
+    save_file({name: state[name] for name in names[1::2]}, tmp_path / "two.safetensors")
+    check(cut, tmp_path)
+    wrong = {name: torch.full_like(tensor, 7) for name, tensor in state.items()}
+    save_file(wrong, tmp_path / "stale.safetensors")
+    index = {name: f"{'one' if i % 2 == 0 else 'two'}.safetensors" for i, name in enumerate(names)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    check(cut, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"no \.safetensors files"):
+        fill(cut[1], tmp_path / "empty")
+
+
 def test_one_of_two_tied_names_is_enough(cut) -> None:
     state = dict(cut[0].state_dict())
     del state["transformer.wte.weight"]
@@ -93,7 +117,7 @@ def test_replay_gives_what_the_seed_would() -> None:
         return nn.Linear(4, 6)
 
     index = {"weight": (((1, 3), (5, 6)), ((0, 4),)), "bias": (((0, 6),),)}
-    found = replay(make, 5, index)
+    found = replay_parts(make, 5, index)
     torch.manual_seed(5)
     whole = make()
     assert torch.equal(found["weight"], whole.weight[[1, 2, 5]]) and torch.equal(found["bias"], whole.bias)

@@ -51,6 +51,7 @@ def assemble(
         in_spec=example.spec,
         out_spec=output.spec,
         leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in example.leaves),
+        out_leaves=output.leaves,
         symbols=symbols_of(state, builder, names),
     )
 

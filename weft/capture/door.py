@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from weft.capture.assemble import assemble
 from weft.capture.builder import Builder, Context
 from weft.capture.convert import Converter
-from weft.capture.example import Example, flatten_example
+from weft.capture.example import Example, flatten_example, marked
 from weft.capture.functional import read
+from weft.capture.guards import guards_of
 from weft.capture.modules import refuse_modules
 from weft.capture.sizes import Sizes
 from weft.capture.state import bind_state
@@ -29,7 +31,8 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
     Args:
         module: any module, in the mode (train or eval) that is wanted. It is not changed and its weights are not read.
         example: a tuple of positional arguments, a dict of keyword arguments, or one tensor.
-        dynamic: dims whose size may vary: input name or position -> dims. Other sizes are fixed to the example's.
+        dynamic: dims whose size may vary: input name or position -> dims; those marked with `weft.dynamic` if not
+            given. Other sizes are fixed to the example's.
 
     Raises:
         CaptureError: forward does something that the Graph could not hold faithfully.
@@ -41,12 +44,13 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
     """
     refuse_modules(module)
     flat = flatten_example(module, example)
+    dynamic = marked(flat) if dynamic is None else dynamic
     watch = Watch(module)
     try:
-        traced = trace(module, flat, dynamic or {}, tolerant=True)
+        traced = trace(module, flat, dynamic, tolerant=True)
         graph = convert(module, flat, traced)
         if traced.settling:
-            refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic or {})))
+            refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic)))
     finally:
         watch.restore_objects()
     verify_graph(graph)
@@ -69,7 +73,8 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     converter = Converter(builder, traced.found)
     outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
     results = [read(handle, builder, Context()) for handle in outputs]
-    return assemble(module, flat, traced.output, state, builder, results)
+    graph = assemble(module, flat, traced.output, state, builder, results)
+    return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
 
 
 def ambient_autocast() -> Autocast | None:

@@ -144,11 +144,14 @@ def holds_tensor(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Output:
-    """What forward returned: for each leaf whether it is a tensor, the spec, the position of the loss."""
+    """What forward returned: for each leaf whether it is a tensor, the spec, the position of the loss, the leaves that
+    are no tensors."""
 
     tensors: tuple[bool, ...]
     spec: pytree.TreeSpec
     loss: int | None
+    leaves: tuple[Any, ...] = ()
+    """None where a tensor stands."""
 
 
 def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
@@ -157,7 +160,8 @@ def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
     loss = find_loss(output)
     position = next((i for i, leaf in enumerate(leaves) if loss is not None and leaf is loss), None)
     kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return Output(kinds, spec, position), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Output(kinds, spec, position, others), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
@@ -172,6 +176,45 @@ def find_loss(output: Any) -> torch.Tensor | None:
         found = output[0] if isinstance(output, tuple | list) and output else None
     is_scalar = isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point()
     return found if is_scalar else None
+
+
+MARK = "_weft_dynamic"
+"""The attribute of an example's tensor that holds its marked dims."""
+
+
+def dynamic(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Mark dims of an example's tensor whose size may vary from batch to batch; the tensor itself.
+
+    Marked dims of several inputs that have the same place and the same size in the example are one size: tokens and
+    targets grow together. `torch._dynamo.mark_dynamic(tensor, dim)` says the same.
+
+    Example:
+        >>> tokens = dynamic(torch.zeros(4, 16, dtype=torch.long), 0, 1)
+    """
+    wrong = [dim for dim in dims if not -tensor.dim() <= dim < tensor.dim()]
+    if wrong or not dims:
+        raise CaptureError(
+            f"dynamic: a tensor of {tensor.dim()} dims has no dim {wrong[0]}" if wrong else "dynamic: no dim is given",
+            remedy="weft.dynamic(tensor, 0, 1) marks the first two dims",
+        )
+    setattr(tensor, MARK, frozenset(getattr(tensor, MARK, ())) | {dim % tensor.dim() for dim in dims})
+    return tensor
+
+
+def marked(example: Example) -> dict[str, tuple[int, ...]]:
+    """The dims that are marked on the example's tensors, by position."""
+    return {str(i): dims for i, value in enumerate(example.values) if (dims := marks_of(value))}
+
+
+def is_marked(example: Any) -> bool:
+    """True if a tensor of an example has a marked dim."""
+    leaves = pytree.tree_leaves(example)
+    return any(marks_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def marks_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The marked dims of a tensor."""
+    return tuple(sorted({*getattr(tensor, MARK, ()), *getattr(tensor, "_dynamo_dynamic_indices", ())}))
 
 
 def dynamic_shapes(example: Example, dynamic: Mapping[str, tuple[int, ...]]) -> list[dict[int, Any] | None]:

@@ -27,6 +27,7 @@ NUMBER_REMEDY = (
     "to log it, return it as an output instead of reading it in forward; to compute with it, keep it a tensor "
     "(no .item(), int(), float(), .tolist(), .numpy())"
 )
+FIXED_REMEDY = "leave that dim unmarked (weft.dynamic), mark all inputs that share it, or let forward not depend on it"
 READS = (
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -92,7 +93,7 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
         return CaptureError(
             f"a dim marked dynamic cannot vary: {reason(error)}",
             place=place,
-            remedy="leave that dim out of `dynamic`, or remove the dependence on its size",
+            remedy=FIXED_REMEDY,
         )
     return CaptureError(
         f"forward could not be traced: {type(error).__name__}: {first}",

@@ -40,9 +40,19 @@ def specialise(graph: Graph, sizes: Mapping[str, int]) -> Graph:
             )
     tensors = {name: fixed_tensor(tensor, sizes) for name, tensor in graph.tensors.items()}
     ops = tuple(fixed_op(op, sizes) for op in graph.ops)
-    result = replace(graph, tensors=tensors, ops=ops, symbols={})
+    result = replace(graph, tensors=tensors, ops=ops, symbols={}, guards=())
     try_ops(result)
     return result
+
+
+def hints(graph: Graph) -> dict[str, int]:
+    """Each symbol's size in the example."""
+    return {symbol: graph.tensors[tensor].sizes[dim] for symbol, (tensor, dim) in graph.symbols.items()}
+
+
+def at_example(graph: Graph) -> Graph:
+    """The Graph at the sizes of the example; itself if none of its dims is dynamic."""
+    return specialise(graph, hints(graph)) if graph.symbols else graph
 
 
 def evaluate(arg: Any, sizes: Mapping[str, int]) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.fx.proxy import TracerBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
+from weft.capture.guards import refuse_fixed
 from weft.capture.intercept import Interception, Listener, intercept, patched
 from weft.capture.refuse import Translating
 from weft.capture.running import forward_of_batch_norm
@@ -58,6 +60,7 @@ class Traced(nn.Module):
         example: Example,
         found: Interception,
         seen: Callable[[tuple[Output, bool]], None],
+        shapes: Sequence[Mapping[int, Any] | None],
         *,
         tolerant: bool,
     ) -> None:
@@ -65,6 +68,7 @@ class Traced(nn.Module):
         self.module = module
         self.training = module.training
         self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
+        self.shapes = shapes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.example.arguments(tensors)
@@ -73,6 +77,7 @@ class Traced(nn.Module):
             # translated here already: torch prints the whole graph beside an error of its own
             with Translating(self.module), Listener(self.found):
                 result = self.module(*args, **kwargs)
+            refuse_fixed(self.module, self.example, tensors, self.shapes)
             watch.refuse_changes(lambda: self.module(*args, **kwargs))
             for old, new in watch.updates():
                 with torch.no_grad():
@@ -93,7 +98,7 @@ def trace(
     states = torch.get_rng_state()
     with ExitStack() as stack:
         found = stack.enter_context(intercept())
-        traced = Traced(module, example, found, outputs.append, tolerant=tolerant)
+        traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant)
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(quiet_torch())
         stack.enter_context(torch.enable_grad())

@@ -278,11 +278,7 @@ class Folder:
         """What the last layer leaves for others; None if an earlier one does."""
         inside = {id(step) for layer in layers for step in every_step(layer)}
         program = self._program
-        readers: set[str] = {
-            *program.outputs.values(),
-            *program.updates.values(),
-            *([program.loss] if program.loss else []),
-        }
+        readers: set[str] = set(program.ends)
         for step in every_step(program.steps):
             if id(step) not in inside and not isinstance(step, Chunks | Recompute):
                 readers.update(reads_of(step, program))

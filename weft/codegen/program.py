@@ -80,7 +80,7 @@ def _order(name: str) -> tuple[int, str]:
 def _forward(sheet: Sheet) -> list[str]:
     program = sheet.program
     inputs = [INPUT + one.tensor for one in program.graph.inputs]
-    kept = [*program.outputs.values(), *program.updates.values(), *([program.loss] if program.loss else [])]
+    kept = sorted(program.ends)
     steps = Folder(sheet).fold([step for step in program.steps if not isinstance(step, Sync)])
     frame = Frame(sheet, steps, inputs, kept)
     arguments = [f"{frame.env[name]}: Tensor" for name in inputs]
@@ -90,7 +90,8 @@ def _forward(sheet: Sheet) -> list[str]:
         name = next(one.names[0] for one in program.graph.buffers if one.tensor == buffer)
         lines.append(f'        self.update("{name}", {frame.read(value)})')
     lines += _ending(sheet, frame)
-    kind = "Tensor" if len(program.outputs) == 1 else "dict[str, Tensor]"
+    several = "tuple[Tensor, ...]" if program.roots else "dict[str, Tensor]"
+    kind = "Tensor" if len(program.outputs) == 1 else several
     return [*statement("def forward(", ["self", *arguments], f") -> {kind}:", 1), *lines]
 
 
@@ -98,6 +99,8 @@ def _ending(sheet: Sheet, frame: Frame) -> list[str]:
     """The last statement: the loss tied to all that was done, or the outputs."""
     program = sheet.program
     loss = program.graph.loss
+    if program.roots:
+        return statement("return self.outputs(", [frame.read(value) for value in program.outputs.values()], ")", 2)
     roots: list[str] = []
     if program.loss is not None:
         root = frame.read(program.loss) if program.loss in frame.env else ""

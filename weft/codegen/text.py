@@ -69,7 +69,7 @@ def _calls(head: str) -> bool:
 
 def _item(argument: str, indent: int) -> list[str]:
     """One argument on lines of its own, with a comma."""
-    opening = _last_bracket(argument)
+    opening = last_bracket(argument)
     if len(TAB * indent + argument) < WIDTH or opening < 0:
         return [f"{TAB * indent}{argument},"]
     return statement(argument[: opening + 1], top_level(argument[opening + 1 : -1]), argument[-1] + ",", indent)
@@ -108,14 +108,14 @@ def top_level(text: str) -> list[str]:
 def assign(targets: str, expression: str, indent: int, comment: str = "") -> list[str]:
     """`targets = expression`, broken inside the expression's last bracket if it does not fit."""
     head = f"{targets} = " if targets else ""
-    opening = _last_bracket(expression)
+    opening = last_bracket(expression)
     if opening < 0:
         return simple(head + expression, indent, comment)
     inside = expression[opening + 1 : -1]
     return statement(head + expression[: opening + 1], top_level(inside), expression[-1], indent, comment)
 
 
-def _last_bracket(expression: str) -> int:
+def last_bracket(expression: str) -> int:
     """Where the bracket opens that the expression ends with; -1 if it does not end with one."""
     if not expression or expression[-1] not in ")]":
         return -1

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print(show_program(program))
     elif options.json:
         print(json.dumps(as_json(compiled, program, options)))
-    elif options.out is None:
+    else:
         show_table(compiled, program, f"{options.file} under {options.plan}")
     return 0
 

@@ -70,6 +70,8 @@ def show_result(result: Result, *, title: str) -> None:
         console.print(f"proven before running: {proven}", markup=False)
     rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
     console.print(table(("compared", "largest difference", "in"), rows), markup=False)
+    for one in result.sizes:
+        console.print(f"the same program {one}", markup=False)
     if result.silenced:
         some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
         console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
@@ -92,6 +94,10 @@ def _show_whole(console: Console, result: Result) -> None:
             style="yellow",
             markup=False,
         )
+    for text in result.summary.get("warnings", ()):
+        console.print(f"warning: {text}", style="yellow", markup=False)
+    told = {text.split(" ")[0] for text in result.summary.get("warnings", ())}
+    whole = [group for group in whole if not (group["reason"] and group["kind"] in told)]
     lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
     if light := [_describe(group) for group in whole if not (group["heavy"] or group["reason"])]:
         some = ", ".join(light[:MAX_LINES])

@@ -86,7 +86,11 @@ def from_json(text: str, place: str = "") -> Links:
         raise WeftError(f"not JSON: {error}", place=place, remedy="measure the links again") from None
     names = [field.name for field in dataclasses.fields(Links)]
     if not isinstance(found, dict) or sorted(found) != sorted(names):
-        raise WeftError(f"a table of links has exactly the fields {', '.join(names)}", place=place)
+        raise WeftError(
+            f"a table of links has exactly the fields {', '.join(names)}",
+            place=place,
+            remedy="write one with weft profile",
+        )
     wrong = [
         name
         for name in names[1:]

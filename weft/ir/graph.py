@@ -203,7 +203,9 @@ class Graph:
         loss: the scalar loss among the outputs, or None (a sub-module).
         in_spec, out_spec: pytree specs of (args, kwargs) and of the output.
         leaves: all flattened leaves of the example; None where a tensor stands.
+        out_leaves: the same of the output.
         symbols: the dynamic dims: symbol -> (input tensor, dim).
+        guards: what the symbols must fulfil for this to be the program: a condition, and the user's line behind it.
     """
 
     name: str
@@ -218,7 +220,9 @@ class Graph:
     in_spec: Any = None
     out_spec: Any = None
     leaves: tuple[Any, ...] = ()
+    out_leaves: tuple[Any, ...] = ()
     symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    guards: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def producers(self) -> Mapping[str, Op]:

@@ -135,6 +135,9 @@ class Program:
             in the same layout.
         outputs: for each graph output that was asked for, the value that holds it (copied on every device).
         loss: the value that backward starts from; its gradient is 1 in every cell.
+        roots: in place of a loss, the values of outputs that backward starts from. The caller gives their gradients,
+            the same on every device.
+        entries: for each input that needs a gradient, the value whose gradient the caller gets, on every device.
         updates: buffer tensor -> value holding its new content, in its stored layout.
     """
 
@@ -145,7 +148,15 @@ class Program:
     stored: Mapping[str, Layout]
     outputs: Mapping[str, str] = field(default_factory=dict)
     loss: str | None = None
+    roots: tuple[str, ...] = ()
+    entries: Mapping[str, str] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """The values that are read after the last step: outputs, updates, and what backward starts from."""
+        loss = () if self.loss is None else (self.loss,)
+        return frozenset((*self.outputs.values(), *self.updates.values(), *self.roots, *loss))
 
     @cached_property
     def syncs(self) -> tuple[Sync, ...]:

@@ -58,6 +58,8 @@ def _head(graph: Graph) -> Iterator[str]:
     yield f"graph {graph.name}"
     for symbol, (tensor, dim) in sorted(graph.symbols.items()):
         yield f"size {symbol} = dim {dim} of %{tensor}"
+    for guard, place in graph.guards:
+        yield f"where {guard}" + (f"  # {place}" if place else "")
     for item in graph.inputs:
         yield f"input {graph.tensors[item.tensor]}  # {item.where}"
     for parameter in graph.parameters:

@@ -18,6 +18,7 @@ def show_program(program: Program) -> str:
     lines += [f"stored   %{name}: {program.stored[name]}" for name in sorted(program.graph.parameter_tensors)]
     lines += [text for _, text in _lines(program.steps, 0)]
     lines += [f"loss     %{program.loss}"] if program.loss else []
+    lines += [f"root     %{name}" for name in program.roots]
     return "\n".join(lines)
 
 

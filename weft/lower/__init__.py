@@ -24,21 +24,24 @@ from weft.plan.follow import resolve
 from weft.plan.plan import Plan
 
 
-def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> Program:
+def lower(
+    plan: Plan, *, links: Links | None = None, outputs: str = "loss", stored: Mapping[str, Layout] | None = None
+) -> Program:
     """Turn a plan into a Program.
 
     Args:
         plan: the decisions.
         links: what communication costs; gloo's defaults if not given.
-        outputs: "loss" returns the loss alone, from which backward starts; "all" every output of the model, whole, on
-            every device, and backward starts from gradients that the caller has for them.
+        outputs: "loss" returns the loss alone, "all" every output of the model, whole, on every device; backward starts
+            from the loss. "open" returns every output too, and backward starts from gradients that the caller gives.
+        stored: where parameters lie; as the plan has it if not given.
     """
     graph = plan.graph
     book = plan.rules
     layouts = resolve(plan, book)
     resharder = Resharder(links or default_links("gloo"))
-    stored = store_tensors(plan, layouts, book, resharder)
-    builder = Builder(graph, layouts, book, resharder, stored)
+    lying = {**store_tensors(plan, layouts, book, resharder), **(stored or {})}
+    builder = Builder(graph, layouts, book, resharder, lying)
     entries = {one.tensor: builder.enter(one.tensor) for one in graph.inputs if graph.tensors[one.tensor].needs_grad}
     for item in chains(graph, layouts, book):
         if isinstance(item, Chain):
@@ -47,7 +50,7 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
             builder.compute(item)
     returned = _return(plan, builder, outputs)
     updates = {
-        buffer.tensor: builder.fetch(buffer.update, Need(stored[buffer.tensor], None))
+        buffer.tensor: builder.fetch(buffer.update, Need(lying[buffer.tensor], None))
         for buffer in graph.buffers
         if buffer.update is not None
     }
@@ -59,25 +62,31 @@ def lower(plan: Plan, *, links: Links | None = None, outputs: str = "loss") -> P
         devices=plan.devices,
         values=builder.values,
         steps=gather_regions(builder.steps),
-        stored=stored,
+        stored=lying,
         outputs=returned,
-        loss=None if graph.loss is None or outputs == "all" else _root(graph, builder),
-        roots=tuple(value for name, value in returned.items() if outputs == "all" and graph.tensors[name].needs_grad),
+        loss=None if graph.loss is None or outputs == "open" else _root(graph, builder),
+        roots=tuple(value for name, value in returned.items() if outputs == "open" and graph.tensors[name].needs_grad),
         entries=entries,
         updates=updates,
     )
 
 
+def stored_parameters(plan: Plan, *, links: Links | None = None) -> dict[str, Layout]:
+    """Where a plan stores parameters, for a program of another form on the same weights."""
+    resharder = Resharder(links or default_links("gloo"))
+    found = store_tensors(plan, resolve(plan, plan.rules), plan.rules, resharder)
+    return {name: layout for name, layout in found.items() if name in plan.graph.parameter_tensors}
+
+
 def _return(plan: Plan, builder: Builder, outputs: str) -> dict[str, str]:
-    """Outputs whole on every device. Of the loss the gradient starts where it is made; of others it comes from the
-    caller, who has the same one on every device."""
+    """Outputs whole on every device. A gradient that comes from the caller is the same there."""
     tensors, every = plan.graph.tensors, tuple(range(plan.devices))
     returned: dict[str, str] = {}
     for name in [plan.graph.loss] if outputs == "loss" else plan.graph.outputs:
         if name is not None and name not in returned:
             whole = copied_on(tensors[name].sizes, every)
             returned[name] = builder.fetch(
-                name, Need(whole, whole if outputs == "all" and tensors[name].needs_grad else None)
+                name, Need(whole, whole if outputs == "open" and tensors[name].needs_grad else None)
             )
     return returned
 

@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.ir.oplayout import Cut
+from weft.ops.work import multiplications
 from weft.plan.colors import Color, Member, find_colors
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
-from weft.plan.weigh import Weight, multiplications, weigh
+from weft.plan.weigh import Weight, weigh
 
 LEAST_FLOPS_PER_BYTE = 1.0
 """Below that even a laptop computes faster than it sends: dividing the work does not pay for moving the result."""

@@ -17,11 +17,12 @@ from collections.abc import Iterable, Mapping
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
+from weft.ops.work import multiplications
 from weft.plan.chains import allowed, connected
 from weft.plan.colors import Color, Member, OpName, find_colors
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
-from weft.plan.weigh import multiplications, weigh
+from weft.plan.weigh import weigh
 from weft.plan.writing import check_count, cut_all, no_chain
 
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")

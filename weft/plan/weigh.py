@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
 from weft.ops.rule import Dims, Rule
+from weft.ops.work import multiplications
 
 Roles = tuple[str, str]
 """Of a value and of its gradient; a split is written with its dim."""
@@ -43,31 +44,6 @@ def weigh(graph: Graph, rules: RuleBook, cut: Mapping[str, str]) -> Weight:
     flops = sum(multiplications(rules.rule(graph.by_name[op])) for op in cut)
     tensors = dict.fromkeys(t for op in cut for t in (*graph.by_name[op].inputs, *graph.by_name[op].outputs))
     return Weight(flops, sum(_moved(graph, rules, cut, tensor) for tensor in tensors))
-
-
-def multiplications(rule: Rule) -> int:
-    """Floating-point operations of a contraction; 0 for an op that touches each element once.
-
-    The index space is that of the names which two operands share; an op whose index space is no larger than its
-    largest operand does not contract, unless it is a product with a single row (a batch of one).
-    """
-    operands = (*rule.inputs, *rule.outputs)
-    held = [frozenset(name for one in dims for name in one.names) for dims in operands]
-    shared = [name for name in rule.names if sum(name in names for names in held) > 1]
-    volume = math.prod(rule.sizes[name] for name in shared)
-    largest = max((math.prod(rule.sizes[name] for name in names) for names in held), default=0)
-    return 2 * volume if volume > largest or _is_product(rule) else 0
-
-
-def _is_product(rule: Rule) -> bool:
-    """True for a matrix times a vector: a summed name of two inputs, an output's name that one of them lacks."""
-    held = [frozenset(name for one in dims for name in one.names) for dims in rule.inputs]
-    made = frozenset(name for dims in rule.outputs for one in dims for name in one.names)
-    for summed in rule.summed:
-        factors = [names for i, names in enumerate(held) if summed in names and i not in rule.added]
-        if len(factors) > 1 and made & (frozenset.union(*factors) - frozenset.intersection(*factors)):
-            return True
-    return False
 
 
 def _moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> int:

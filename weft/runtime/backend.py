@@ -14,6 +14,8 @@ The nccl half is written after the documentation and has never run: there is no 
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +38,7 @@ __all__ = [
     "backend_named",
     "choose_backend",
     "own_connection",
+    "peak_memory",
 ]
 
 FOREVER = timedelta(days=7)
@@ -113,6 +116,14 @@ NCCL = Backend(
     },
     host_waits=False,
 )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has used at most: of the device's memory, or of the host's where that is the device."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
 def choose_backend(ranks_per_host: int) -> Backend:

@@ -2,22 +2,32 @@
 
 In: positional and keyword arguments, as for the original module. Out: its tensors in the order of the program's
 inputs. A batch of another form, shape or dtype than the example's is refused, with the difference, and so is
-another value of an argument that is no tensor: the program was made for that one.
+another value of an argument that is no tensor: the program was made for that one. Dims that were marked in the example
+may have other sizes, if the program serves them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft.runtime.sizes import FreeSize, Guard, evaluate, refused
+
+Dim = int | str
+"""A size, or an expression over free sizes."""
+
 
 class BatchMismatch(ValueError):  # noqa: N818 - says what happened
     """A batch that the program was not made for."""
+
+
+class OtherForm(BatchMismatch):
+    """A batch of other arguments, whatever their sizes."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +39,15 @@ class Form:
         keywords: names of the keyword arguments, in the example's order.
         leaves: text of the leaves that are no tensors; "" in place of tensors.
         tensors: for each input of the program, its leaf, its place in words, shape and dtype.
+        sizes: that batches choose; guards: what they must fulfil beside.
     """
 
     spec: str
     keywords: tuple[str, ...]
     leaves: tuple[str, ...]
-    tensors: tuple[tuple[int, str, tuple[int, ...], str], ...]
+    tensors: tuple[tuple[int, str, tuple[Dim, ...], str], ...]
+    sizes: tuple[FreeSize, ...] = ()
+    guards: tuple[Guard, ...] = ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a batch."""
@@ -43,29 +56,54 @@ class Form:
         if str(spec) != self.spec or len(leaves) != len(self.leaves):
             wanted = f"{', '.join(self.keywords)} by keyword" if self.keywords else "positional arguments only"
             given = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
-            raise BatchMismatch(f"the batch has another form than the example: {given}; the example has {wanted}")
+            raise OtherForm(f"the batch has another form than the example: {given}; the example has {wanted}")
         for number, (leaf, text) in enumerate(zip(leaves, self.leaves, strict=True)):
             if text and (isinstance(leaf, Tensor) or repr(leaf) != text):
-                raise BatchMismatch(f"argument {number} of the batch is {leaf!r}, in the example it is {text}")
+                raise OtherForm(f"argument {number} of the batch is {leaf!r}, in the example it is {text}")
         for at, where, shape, dtype in self.tensors:
-            _check(leaves[at], where, shape, dtype)
+            _check_kind(leaves[at], where, shape, dtype)
+        sizes = {one.name: int(leaves[one.leaf].shape[one.dim]) for one in self.sizes}
+        for at, where, shape, _ in self.tensors:
+            _check_shape(leaves[at], where, shape, sizes)
+        if reason := refused(self.sizes, self.guards, sizes):
+            raise BatchMismatch(reason)
         return [leaves[at] for at, _, _, _ in self.tensors]
 
     def to_json(self) -> dict[str, Any]:
-        return {"spec": self.spec, "keywords": self.keywords, "leaves": self.leaves, "tensors": self.tensors}
+        found = {"spec": self.spec, "keywords": self.keywords, "leaves": self.leaves, "tensors": self.tensors}
+        if not self.sizes:
+            return found
+        return {**found, "sizes": list(map(asdict, self.sizes)), "guards": list(map(asdict, self.guards))}
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Form:
         tensors = tuple((at, where, tuple(shape), dtype) for at, where, shape, dtype in found["tensors"])
-        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors)
+        sizes = tuple(FreeSize(**one) for one in found.get("sizes", ()))
+        guards = tuple(Guard(**one) for one in found.get("guards", ()))
+        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards)
 
 
-def _check(given: Any, where: str, shape: tuple[int, ...], dtype: str) -> None:
+def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> None:
     if not isinstance(given, Tensor):
         raise BatchMismatch(f"{where} of the batch is a {type(given).__name__}, in the example it is a tensor")
-    if tuple(given.shape) != shape or dtype_name(given.dtype) != dtype:
-        found = f"{list(given.shape)} of {dtype_name(given.dtype)}"
-        raise BatchMismatch(f"{where} of the batch is {found}, in the example it is {list(shape)} of {dtype}")
+    if given.dim() != len(shape) or dtype_name(given.dtype) != dtype:
+        raise BatchMismatch(_differs(given, where, shape, dtype))
+
+
+def _check_shape(given: Tensor, where: str, shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> None:
+    wanted = tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
+    if tuple(given.shape) == wanted:
+        return
+    told = f", where {', '.join(f'{name} is {size}' for name, size in sizes.items())}" if sizes else ""
+    raise BatchMismatch(
+        f"{_differs(given, where, shape, dtype_name(given.dtype))}{told}; dims whose size may vary are marked in the "
+        "example: weft.dynamic(tensor, dim)"
+    )
+
+
+def _differs(given: Tensor, where: str, shape: tuple[Dim, ...], dtype: str) -> str:
+    found, wanted = f"{list(given.shape)} of {dtype_name(given.dtype)}", f"[{', '.join(map(str, shape))}] of {dtype}"
+    return f"{where} of the batch is {found}, in the example it is {wanted}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

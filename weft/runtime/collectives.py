@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.runtime import script
 from weft.runtime.cuts import Axes, Cut, Place, as_axes
+from weft.runtime.gathered import Use
 from weft.runtime.moves import Move, all_reduce, slice_to
 from weft.runtime.reshard import run_reshard
 from weft.runtime.tape import Tape, tie
@@ -58,7 +59,7 @@ class Collectives:
     def __init__(
         self, transport: Transport, place: Place, tables: Mapping[str, Irregular], owner: Owner, anchor: Tensor
     ) -> None:
-        self._transport, self._place, self._tables = transport, place, tables
+        self._transport, self._place, self._tables = transport, place, dict(tables)
         self._owner, self._anchor = owner, anchor
         self._steps: dict[Any, script.Reshard] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
@@ -91,12 +92,26 @@ class Collectives:
         results = self._run(step, _listed(x))
         return _joined(results, found.chunks)
 
+    def know(self, key: str, found: Irregular) -> str:
+        """One more change of layout for `move` and `use_parts`; its key."""
+        self._tables.setdefault(key, found)
+        return key
+
     def use(self, parameter: Tensor, forward: Moves, *, sync: Moves) -> Tensor:
         """A trained parameter in another layout than it is stored in; `sync` brings the gradient of this use back."""
         transfers, shape = self._chain(tuple(forward), tuple(parameter.shape))
         back, _ = self._chain(tuple(sync), shape)
         name = self._owner.name_of(parameter)
-        return self._used(name, [parameter], transfers, back, parameter.dtype)[0]
+        talks = any(transfer.kind != "local" for transfer in transfers)
+        if not talks or not torch.is_grad_enabled():
+            return self._used(name, [parameter], transfers, back, parameter.dtype)[0]
+        dtype, transport = parameter.dtype, self._transport
+
+        def gather() -> Tensor:
+            transport.doing = Doing(f"use of {name}")
+            return execute_all(transfers, [parameter.detach()], transport, dtype=dtype)[0]
+
+        return self._owner.tape.gather(Use(name, parameter, gather), parameter, back, self._anchor)
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""

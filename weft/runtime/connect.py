@@ -75,6 +75,8 @@ class _Told:
 def connect(*, timeout: float = TIMEOUT) -> Job:
     """The job of this process. Every rank calls it, as often as the others.
 
+    With `WEFT_CHECK=1`, on all ranks, members make sure in every step that they mean the same.
+
     Args:
         timeout: seconds that one collective may take.
     """
@@ -90,8 +92,13 @@ def connect(*, timeout: float = TIMEOUT) -> Job:
     local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     groups = Groups(PrefixStore("groups", store), rank, backend, local=local)
     transport = ProcessTransport(
-        store, groups, num_ranks, local_rank=int(os.environ.get("LOCAL_RANK", "0")), timeout=timeout
+        store,
+        groups,
+        num_ranks,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        timeout=timeout,
     )
+    transport.always_check = os.environ.get("WEFT_CHECK") == "1"
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
 

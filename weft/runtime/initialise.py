@@ -1,18 +1,21 @@
 """Exact initialisation: each rank gets its parts of the values that the original module would start from.
 
 In: whole tensors, or a way to get at them one by one, and what this rank stores. Out: the rank's parts, in memory of
-their own. `replay` builds the original module under a seed and keeps only this rank's ranges: the same values on
-every rank and under every plan as `torch.manual_seed(seed)` followed by the constructor would give on one device.
+their own. What a function makes is recorded and replayed tensor by tensor (`recording.py`, `replaying.py`): the same
+values on every rank and under every plan as `torch.manual_seed(seed)` and the function would give on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.recording import Record, Unrecordable, record_module
+from weft.runtime.replaying import fill_strays, replay
 from weft.runtime.script import Index
 from weft.runtime.transfers import size, take
 
@@ -63,8 +66,39 @@ def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
         return factory()
 
 
-def replay(factory: Callable[[], nn.Module], seed: int, stored: Mapping[str, Index]) -> dict[str, Tensor]:
-    """Build the module under the seed, keep this rank's parts by dotted name, drop the rest.
+@dataclass(frozen=True)
+class Start:
+    """What a function makes, before its values are wanted.
+
+    Args:
+        module: to be captured; its parameters are hollow if there is a record.
+        record: how the values come about; None: the module has them.
+        reason: why there is none.
+    """
+
+    module: nn.Module
+    record: Record | None = None
+    reason: str = ""
+
+
+def begin(factory: Callable[[], nn.Module], seed: int) -> Start:
+    """The module of a function without the values of its parameters, or whole where that is impossible."""
+    try:
+        recorded = record_module(factory, seed)
+    except Unrecordable as error:
+        return Start(build(factory, seed), reason=str(error))
+    fill_strays(recorded)
+    return Start(recorded.module, recorded.record)
+
+
+def replay_parts(factory: Callable[[], nn.Module], seed: int, stored: Mapping[str, Index]) -> dict[str, Tensor]:
+    """This rank's parts of the module under the seed, by dotted name; one whole tensor at a time where possible.
 
     Seeds are a matter of the whole process: not for several threads at once."""
-    return stored_parts(module_tensors(build(factory, seed)), stored)
+    start = begin(factory, seed)
+    if start.record is None:
+        return stored_parts(module_tensors(start.module), stored)
+    found: dict[str, Tensor] = {}
+    wanted = [name for name in stored if name in start.record.tensors]
+    replay(start.record, wanted, lambda name, tensor: found.update({name: part_of(tensor, stored[name], name)}))
+    return found

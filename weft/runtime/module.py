@@ -10,16 +10,17 @@ backward, in the reverse order of use, by `grad_sync`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from weft.runtime.collectives import Collectives
 from weft.runtime.cuts import Cuts, Place, index_at, whole
+from weft.runtime.ending import tied_loss, tied_outputs
 from weft.runtime.gives import take_part
 from weft.runtime.moves import Move, all_reduce
 from weft.runtime.random import Draw, Stream
@@ -32,6 +33,16 @@ from weft.runtime.transport import Doing, Transport
 from weft.runtime.values import Gradient
 
 __all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
+
+
+Refusal = Callable[[str, str], Exception]
+"""From what is wrong and what to do instead to an error."""
+
+
+TWICE = (
+    "backward goes through one forward of a parallel module a second time",
+    "call the module again before another backward, or add the losses and call backward once",
+)
 
 
 class GradSync(Protocol):
@@ -101,6 +112,9 @@ class ParallelModule(Container):
         self._names: dict[int, str] = {}
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
+        self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
+        """Makes the error for a wrong call."""
+        self.rerun_mode: AbstractContextManager[Any] | None = None
         for name, part in self._stored.items():
             self._hold(name, part, state, trained=True)
         for name, part in self._buffered.items():
@@ -110,6 +124,16 @@ class ParallelModule(Container):
     def grid(cls) -> Mapping[str, int]:
         """The axes of the grid and their sizes."""
         return cls._grid
+
+    @classmethod
+    def stored_parts(cls) -> dict[str, Part]:
+        """How parameters and buffers are stored, by first name."""
+        return {**cls._stored, **cls._buffered}
+
+    @classmethod
+    def trained_parts(cls) -> dict[str, Part]:
+        """How trained parameters are stored, by first name."""
+        return {name: part for name, part in cls._stored.items() if part.trained}
 
     # What is stored.
 
@@ -146,6 +170,17 @@ class ParallelModule(Container):
         *way, last = name.split(".")
         return self.get_submodule(".".join(way))._buffers[last]
 
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Use this very parameter under a name, as another program of the same model does."""
+        if self._parts.get(name) is parameter or name not in self._stored:
+            return
+        part = self._stored[name]
+        self._parts[name], self._names[id(parameter)] = parameter, name
+        if part.trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived(name))
+        for each in (name, *part.tied):
+            self.hold(each, parameter)
+
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter."""
         return self._names[id(parameter)]
@@ -159,8 +194,11 @@ class ParallelModule(Container):
     # What forward needs.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.tape = Tape()
-        return super().__call__(*args, **kwargs)
+        tape = self.tape = Tape()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            tape.gathered.close()
 
     def draw(self, number: int, shape: tuple[int, ...], at: Cuts | Index | None = None) -> dict[str, Any]:
         """This rank's elements of a random draw: arguments of a random function.
@@ -179,6 +217,17 @@ class ParallelModule(Container):
     def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
         """A chunk's part of a tensor; zeros of that shape if it has none."""
         return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.sink(x))
+
+    def sized(self, key: str, *sizes: int) -> Any:
+        """What differs by rank, at sizes of the batch."""
+        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
+        return self._tables.sized.at("here", key, sizes)
+
+    def sized_move(self, key: str, *sizes: int) -> str:
+        """The key of a change of layout at sizes of the batch."""
+        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
+        found = self._tables.sized.at("moves", key, sizes)
+        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", found)
 
     def recompute(self, function: Callable[..., Any], *inputs: Any, plain: Sequence[int] = ()) -> Any:
         """Run a function without keeping what is inside it; run it again in backward.
@@ -206,9 +255,17 @@ class ParallelModule(Container):
         tape, self.tape = self.tape, Tape()
         if not torch.is_grad_enabled():
             return value.detach()
-        live = [root for root in roots if root.requires_grad]
-        loss: Tensor = _Finish.apply(self, tape, len(live), self._anchor, value.detach(), *live, *tape.tokens)
-        return loss
+        return tied_loss(self, tape, self._anchor, value, roots)
+
+    def outputs(self, *values: Tensor) -> Any:
+        """What the model returns, complete on every rank, tied to all that this forward has done: backward starts from
+        the gradients that the caller has for them, the same on every rank."""
+        tape, self.tape = self.tape, Tape()
+        if torch.is_grad_enabled():
+            found = tied_outputs(self, tape, self._anchor, values)
+        else:
+            found = tuple(value.detach() for value in values)
+        return found[0] if len(found) == 1 else found
 
     # What backward needs.
 
@@ -222,6 +279,9 @@ class ParallelModule(Container):
 
     def begin_backward(self, tape: Tape) -> None:
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
+        if tape.spent:
+            raise self.refusal(*TWICE)
+        tape.spent = True
         if self._backward is None:
             self._backward = _Backward({}, [])
             for name, parameter in self.trained():
@@ -229,8 +289,27 @@ class ParallelModule(Container):
                     self._backward.before[name], parameter.grad = parameter.grad, None
             self.sinks.clear()
             self.grad_sync.begin(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if self.rerun_mode is None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward.tapes.append(tape)
+
+    def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
+        """From now on backward does not complete gradients: more will come (`runtime/deferred.py`).
+
+        Args:
+            mode: what is recomputed in backward runs under it.
+        """
+        self.rerun_mode = mode
+
+    def complete_gradients(self) -> None:
+        """All gradients have come: complete them."""
+        self.rerun_mode = None
+        if self._backward is not None:
+            self._end_backward()
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """True for a trained parameter, as it is stored or as it is used."""
+        return id(tensor) in self._names or self.tape.sink(tensor) is not None
 
     def _end_backward(self) -> None:
         assert self._backward is not None
@@ -238,6 +317,10 @@ class ParallelModule(Container):
         found = self.grad_sync.end(self, backward.tapes)
         for name, parameter in self.trained():
             before, gradient = backward.before.get(name), found.get(name)
+            if not parameter.requires_grad:
+                # frozen for the time being: as in eager, nothing is added
+                parameter.grad = before
+                continue
             if before is not None and gradient is not None:
                 before.add_(gradient)
             parameter.grad = gradient if before is None else before
@@ -273,10 +356,11 @@ class ParallelModule(Container):
 
 @dataclass(frozen=True)
 class Original:
-    """A tensor of the original model: its whole shape, and all of its names."""
+    """A tensor of the original model: its whole shape, all of its names, and whether a state dict has it."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
+    persistent: bool = True
 
 
 def shapes_of(module: ParallelModule) -> dict[str, Original]:
@@ -284,7 +368,7 @@ def shapes_of(module: ParallelModule) -> dict[str, Original]:
     found: dict[str, Original] = {}
     for name, part in (*module._stored.items(), *module._buffered.items()):
         names = (name, *part.tied)
-        found.update(dict.fromkeys(names, Original(part.shape, names)))
+        found.update(dict.fromkeys(names, Original(part.shape, names, part.persistent)))
     return found
 
 
@@ -294,23 +378,6 @@ class _Backward:
 
     before: dict[str, Tensor]
     tapes: list[Tape]
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, module: ParallelModule, tape: Tape, num_roots: int, anchor: Tensor, value: Tensor, *inputs: Tensor
-    ) -> Tensor:
-        ctx.module, ctx.tape, ctx.num_roots = module, tape, num_roots
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.module.begin_backward(ctx.tape)
-        zero = torch.zeros((), device=gradient.device)
-        num_tokens = len(ctx.tape.tokens)
-        return (None, None, None, None, None, *(gradient,) * ctx.num_roots, *(zero,) * num_tokens)
 
 
 class EndSync:

@@ -24,10 +24,12 @@ from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Place
 from weft.runtime.module import GradSync, ParallelModule
 from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.sizes import SizedTables, is_sized
 from weft.runtime.stored import Tables
 from weft.runtime.transport import Transport
 
 META, PARTS, CONSTANTS = "meta.json", "parts.json", "constants.pt"
+ROOMS = ("here", "stored", "moves")
 SELF = -1
 """Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
 
@@ -116,11 +118,20 @@ def _file_of(ranks: Any, rank: int) -> int:
 
 def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
     """The tables as the rank at this place sees them."""
-    moves = {key: _irregular(_look_up(table, place), place.rank) for key, table in parts["moves"].items()}
+    mine = {room: {key: _look_up(table, place) for key, table in parts[room].items()} for room in ROOMS}
+    sized = {(room, key): table for room in ROOMS for key, table in mine[room].items() if is_sized(table)}
+    for room, key in sized:
+        del mine[room][key]
+    moves = {key: _irregular(table, place.rank) for key, table in mine["moves"].items()}
     return Tables(
-        here={key: _tupled(_look_up(table, place)) for key, table in parts["here"].items()},
-        parts={key: _tupled(_look_up(table, place)) for key, table in parts["stored"].items()},
+        here={key: _tupled(table) for key, table in mine["here"].items()},
+        parts={key: _tupled(table) for key, table in mine["stored"].items()},
         moves={key: found for key, found in moves.items() if found is not None},
+        sized=SizedTables(
+            parts["sizes"], sized, {"here": _tupled, "moves": lambda table: _irregular(table, place.rank)}
+        )
+        if "sizes" in parts
+        else None,
     )
 
 

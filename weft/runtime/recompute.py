@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +38,10 @@ class Owner(Protocol):
     """The module that runs the function: its tape is exchanged while it runs again."""
 
     tape: Tape
+    stream: Any
+    """What random functions draw from."""
+    rerun_mode: AbstractContextManager[Any] | None
+    """What it runs under when it runs again."""
 
 
 @dataclass
@@ -53,6 +58,8 @@ class _Work:
     plain: frozenset[int]
     """Positions of results that need no gradient."""
     ambient: Ambient
+    stream: Any
+    """Of the forward that this is part of: others may have run since when it runs again."""
     nested: list[int] = field(default_factory=list)
     """For each result how many tensors it has; 0 for a bare tensor. Known after the first run."""
 
@@ -111,7 +118,7 @@ def run(
     """Run a function now and again in backward; with `chunks` once for each."""
     tensors: list[Tensor] = []
     arguments = [_dig(argument, owner.tape, tensors) for argument in inputs]
-    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), Ambient.here())
+    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), Ambient.here(), owner.stream)
     if not torch.is_grad_enabled():
         results = _forward(work, tensors)
     else:
@@ -193,13 +200,14 @@ def _replay(
     work: _Work, leaves: Sequence[Tensor], tape: Tape, chunk: int | None, gradients: Sequence[Tensor | None]
 ) -> None:
     """Run once more, with autograd, and send the gradients of the results through."""
-    outer = work.owner.tape
+    outer, now = work.owner.tape, work.owner.stream
     inner = work.owner.tape = Tape(sinks={**outer.sinks, **tape.sinks})
+    work.owner.stream = work.stream
     try:
-        with work.ambient.entered(grad=True):
+        with work.ambient.entered(grad=True), work.owner.rerun_mode or nullcontext():
             pairs = _roots(work, leaves, chunk, gradients)
     finally:
-        work.owner.tape = outer
+        work.owner.tape, work.owner.stream = outer, now
     roots = [root for root, _ in pairs] + inner.tokens
     if roots:
         torch.autograd.backward(roots, [*(g for _, g in pairs), *(torch.zeros_like(token) for token in inner.tokens)])

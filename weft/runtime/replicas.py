@@ -13,9 +13,6 @@ from torch import Tensor
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Doing, Expected, Transport
 
-CHECKED_STEPS = 1
-"""Steps in which processes make sure, before every collective, that they mean the same. Later steps repeat them."""
-
 
 class Replica:
     """The transport of one replica: `Transport`, with ranks counted from its first."""
@@ -27,6 +24,7 @@ class Replica:
         self.rank, self.num_ranks = transport.rank % size, size
         self.device = transport.device
         self._first = self.number * size
+        self._checked: set[str] = set()
 
     @property
     def doing(self) -> Doing:
@@ -45,12 +43,16 @@ class Replica:
         """The ranks of a group in all replicas, as ranks of the job."""
         return tuple(number * self.num_ranks + rank for number in range(self.num_replicas) for rank in group)
 
-    def begin_step(self, step: int) -> None:
-        """From now on messages name this step. All ranks of the job say so at the same place."""
+    def begin_step(self, step: int, program: str = "") -> None:
+        """From now on messages name this step. All ranks of the job say so at the same place.
+
+        The first step of a program is one in which processes make sure, before every collective, that they mean the
+        same; later steps of it repeat what was checked. Which program runs is the same on all ranks, and a program has
+        one form of batches, so all ranks switch together."""
         if isinstance(self.whole, ProcessTransport):
             self.whole.begin_step(step)
-            if step == CHECKED_STEPS:
-                self.whole.check = False
+            self.whole.check = self.whole.always_check or program not in self._checked
+            self._checked.add(program)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
         return self.whole.all_reduce(tensor, self._ranks(group), op)

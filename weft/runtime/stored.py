@@ -19,6 +19,7 @@ from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Axes, Cuts
 from weft.runtime.moves import Move
 from weft.runtime.script import Index
+from weft.runtime.sizes import SizedTables
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Tables:
     parts: Mapping[str, Index | None]
     """What is stored of tensors that do not follow the axes; None: nothing."""
     moves: Mapping[str, Irregular]
+    sized: SizedTables | None = None
+    """Those that depend on sizes of the batch."""
 
 
 NO_TABLES = Tables({}, {}, {})

@@ -8,6 +8,7 @@ recomputed function reads. `Used` knows how the gradient of one use of a paramet
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.runtime.gathered import Gathered, Use, as_edge
 from weft.runtime.script import Transfer
 from weft.runtime.values import Gradient, make_leaf
 
@@ -38,19 +40,22 @@ class Tape:
 
     tokens: list[Tensor] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
-    sinks: dict[int, tuple[Tensor, Gradient]] = field(default_factory=dict)
-    """Leaves by identity, and where their gradients are summed."""
+    sinks: dict[int, tuple[weakref.ref[Tensor], Gradient]] = field(default_factory=dict)
+    """Leaves by identity, and where their gradients are summed. The tape holds no leaf: a gathered weight must go."""
+    gathered: Gathered = field(default_factory=Gathered)
+    spent: bool = False
+    """A backward has gone through it."""
 
     def leaf(self, tensor: Tensor) -> tuple[Tensor, Gradient]:
         """A fresh leaf on the same memory."""
         leaf, sink = make_leaf(tensor)
-        self.sinks[id(leaf)] = leaf, sink
+        self.sinks[id(leaf)] = weakref.ref(leaf), sink
         return leaf, sink
 
     def sink(self, tensor: Tensor) -> Gradient | None:
         """Where the gradient of a leaf is summed; None if the tensor is none."""
         found = self.sinks.get(id(tensor))
-        return None if found is None else found[1]
+        return None if found is None or found[0]() is not tensor else found[1]
 
     def use(
         self, parameter: str, parts: Sequence[Tensor], transfers: tuple[Transfer, ...], dtype: torch.dtype
@@ -59,6 +64,18 @@ class Tape:
         pairs = [self.leaf(part) for part in parts]
         self.used.append(Used(parameter, tuple((leaf.shape, sink) for leaf, sink in pairs), transfers, dtype))
         return [leaf for leaf, _ in pairs]
+
+    def gather(self, use: Use, stored: Tensor, sync: tuple[Transfer, ...], anchor: Tensor) -> Tensor:
+        """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
+        whole, sink = use.whole(), Gradient()
+        if whole.untyped_storage()._cdata == stored.untyped_storage()._cdata:
+            # this member stores all of it; the others gather, and it must come to their transfers in backward too
+            whole = whole.clone()
+        self.gathered.add(use, whole)
+        leaf = as_edge(whole, anchor, sink)
+        self.sinks[id(leaf)] = weakref.ref(leaf), sink
+        self.used.append(Used(use.name, ((leaf.shape, sink),), sync, stored.dtype))
+        return leaf
 
 
 def tie(results: Sequence[Tensor], tape: Tape) -> list[Tensor]:

@@ -26,7 +26,9 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 def train_step(module: Callable[..., Any], batch: Any, optimizer: Optimizer) -> Tensor:
     """Forward, backward, update; the loss before the update. Gradients stay to be looked at until the next step."""
     optimizer.zero_grad(set_to_none=True)
-    loss: Tensor = call(module, batch)
+    loss = call(module, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError("train_step() needs a loss, and this module returns none: make one of what it returns")
     loss.backward()
     optimizer.step()
     return loss.detach()

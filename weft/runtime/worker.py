@@ -84,6 +84,7 @@ def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection
         check=job.check,
         timeout=job.timeout,
     )
+    transport.always_check = os.environ.get("WEFT_CHECK") == "1"
     with _Reported(transport, pipe):
         # written by the launcher, which is this program
         payload = torch.load(job.payload, weights_only=False)

@@ -1,8 +1,8 @@
 """`weft train FILE --plan P`: compile here, start local processes, train.
 
-In: a model file, a plan, a number of steps. Out: the losses and how fast it went. The launcher compiles; each process
-gets its share of the program, makes the model of the file, keeps its own parts and trains on `data()`, or on
-`example()` again and again. A rank that fails ends all, with one message; so does Ctrl-C.
+In: a model file, a plan, settings. Out: the losses, how fast it went, what it needed. The launcher checks everything
+that can be checked, then compiles; each process gets its share of the program, makes the model of the file, keeps its
+own parts and trains (`train/loop.py`). A rank that fails ends all, with one message; so does Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
+from torch import Tensor
 
-from weft.compile import compile_subject
-from weft.errors import ModelFileError, PlanError, RunError
+from weft.compile import Compiled, compile_subject
+from weft.errors import PlanError, RunError
+from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
-from weft.train.opened import cut_parameter, open_rank
-from weft.verify.model_file import Inside, Optimizer, Subject, load_model_file
+from weft.train.data import Choice, Source, make_source
+from weft.train.door import in_eval
+from weft.train.loop import Order, Told, chosen_optimizer, train_rank
+from weft.train.opened import cut_parameter
+from weft.train.saved import check_saved, check_target, open_saved
+from weft.train.settings import Settings, Trained
+from weft.train.text import vocabularies
+from weft.verify.model_file import Subject, load_model_file
 from weft.verify.optimizer import check_on_parts, make_optimizer
 from weft.verify.parallel import told
 
@@ -36,96 +39,79 @@ Say = Callable[[str], None]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to train.
-
-    Args:
-        devices: processes to start; as many as the plan needs if not given, and k times that for k replicas.
-        lr: of AdamW, instead of the optimizer of the file.
-        cache: where programs are kept; None keeps none.
-        show: draw a progress bar.
-    """
-
-    steps: int = 10
-    devices: int | None = None
-    lr: float | None = None
-    seed: int = 0
-    show: bool = False
-    cache: str | Path | None = None
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What came of it. Losses are means over the replicas."""
-
-    losses: tuple[float, ...]
-    steps_per_second: float
-    """After the first step; NaN if there was no other."""
-    devices: int
-    replicas: int
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "loss_from": self.losses[0],
-            "loss_to": self.losses[-1],
-            "losses": list(self.losses),
-            "steps": len(self.losses),
-            "steps_per_second": None if math.isnan(self.steps_per_second) else self.steps_per_second,
-            "devices": self.devices,
-            "replicas": self.replicas,
-        }
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a process is to do."""
-
-    path: Path
-    files: Mapping[str, bytes]
-    settings: Settings
+MEBI = 1 << 20
 
 
 def train_file(
-    path: str | Path, plan: str, settings: Settings, *, say: Say = lambda text: None, tell: Say = lambda text: None
+    path: str | Path,
+    plan: str,
+    settings: Settings,
+    *,
+    say: Say = lambda text: None,
+    tell: Say = lambda text: None,
+    pool: Pool | None = None,
 ) -> Trained:
     """Train the model of a file on local processes.
 
     Args:
         say: is told what is being done, for a progress display.
-        tell: is told what a user must know: that the program was edited.
+        tell: is told what a user must know: that the program was edited, that an operator has no rule.
+        pool: of processes that are there already, as many as are needed.
     """
+    if settings.save is not None:
+        check_target(settings.save)
+    saved = None if settings.resume is None else open_saved(settings.resume)
     say("loading the model")
     subject = load_model_file(path)
-    assert subject.path is not None
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
+    _tell(compiled, path, tell)
+    chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
+    check_on_parts(chosen, cut_parameter(compiled.files))
+    num_ranks = _num_ranks(compiled.devices, settings.devices)
+    choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
+    source = make_source(subject, choice)
+    order = Order(subject.origin, compiled.files, settings, choice, saved=saved)
+    if settings.eval_every is not None:
+        order = replace(order, eval_files=_compile_eval(subject, plan, compiled, settings, say))
+    _check_states(order, chosen, compiled, source)
+    say(f"starting {num_ranks} processes")
+    with Pool(num_ranks, preload=(__name__,)) if pool is None else nullcontext(pool) as workers:
+        found: list[Told] = told(lambda: workers.run(train_rank, order))
+    replicas = num_ranks // compiled.devices
+    unit, per_step = count_example(subject.example)
+    return Trained(
+        losses=found[0].losses,
+        steps_per_second=found[0].steps_per_second,
+        devices=num_ranks,
+        replicas=replicas,
+        evaluations=found[0].evaluations,
+        unit=unit,
+        per_step=per_step * replicas,
+        memory=tuple(one.memory for one in found),
+        start=order.start,
+        saved=settings.save,
+    )
+
+
+def _tell(compiled: Compiled, path: str | Path, tell: Say) -> None:
     if compiled.edited:
         tell(
             f"the program in {compiled.directory} was edited and is run as it is; compare it with one device: "
             f"weft verify {path} --program {compiled.directory}"
         )
-    chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
-    check_on_parts(chosen, cut_parameter(compiled.files))
-    devices = compiled.devices
-    num_ranks = devices if settings.devices is None else settings.devices
+    if compiled.devices > 1:
+        for text in unruled_warnings(coverage(compiled.graph).kinds):
+            tell(f"warning: {text}")
+
+
+def _num_ranks(devices: int, asked: int | None) -> int:
+    num_ranks = devices if asked is None else asked
     if num_ranks % devices:
         raise PlanError(
             f"the plan is for {devices} devices, {num_ranks} were asked for",
             remedy=f"ask for a multiple of {devices}: each {devices} train a replica",
         )
-    order = Order(subject.path.resolve(), compiled.files, settings)
-    say(f"starting {num_ranks} processes")
-    with Pool(num_ranks, preload=(__name__,)) as pool:
-        found = told(lambda: pool.run(train_rank, order))
-    losses = zip(*(one[0] for one in found[::devices]), strict=True)
-    return Trained(
-        losses=tuple(statistics.fmean(step) for step in losses),
-        steps_per_second=found[0][1],
-        devices=num_ranks,
-        replicas=num_ranks // devices,
-    )
+    return num_ranks
 
 
 def _devices_for(plan: str, devices: int | None) -> int | None:
@@ -133,116 +119,50 @@ def _devices_for(plan: str, devices: int | None) -> int | None:
     return devices if ".py:" in plan else None
 
 
-def train_rank(transport: ProcessTransport, order: Order) -> tuple[list[float], float]:
-    """What each process does: losses of all steps, and steps per second after the first."""
-    settings, subject = order.settings, load_model_file(order.path)
-    module = open_rank(order.files, transport, subject.model, seed=settings.seed)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
-    update = own_optimizer(chosen, parameters) if parameters else _Nothing()
-    losses: list[float] = []
-    started = time.perf_counter()
-    batches = _batches(subject, module.replica, module.num_replicas)
-    with _bar(settings, transport.rank) as advance:
-        for step in range(settings.steps):
-            losses.append(module.train_step(next(batches), update).item())
-            if not math.isfinite(losses[-1]):
-                raise RunError(f"the loss is {losses[-1]} in step {step}", remedy="a smaller --lr, or other data")
-            advance(losses[-1])
-            if step == 0:
-                started = time.perf_counter()
-    seconds = time.perf_counter() - started
-    return losses, (settings.steps - 1) / seconds if settings.steps > 1 else math.nan
+def _compile_eval(subject: Subject, plan: str, compiled: Compiled, settings: Settings, say: Say) -> Mapping[str, bytes]:
+    """The program of `eval()`, which has no dropout."""
+    with in_eval(subject.model):
+        return compile_subject(subject, plan, compiled.devices, folder=settings.cache, say=say).files
 
 
-def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
-    """That of the file, or the one that was asked for."""
-    return subject.optimizer if settings.lr is None else _adamw(settings.lr)
-
-
-def own_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer over this rank's parameters, and over no other tensor."""
-    made = make_optimizer(subject, parameters)
-    own = {id(parameter) for parameter in parameters}
-    given = [parameter for group in made.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in given if id(parameter) not in own]
-    if strange:
-        raise ModelFileError(
-            f"optimizer(parameters) updates {len(strange)} tensors that are not among the parameters it was given, the "
-            f"first of shape {list(strange[0].shape)}",
-            place=subject.place,
-            remedy="make it over `parameters`: a model made in the file is not the one that is trained",
+def _check_states(order: Order, chosen: Subject, compiled: Compiled, source: Source) -> None:
+    """Refuse a state that cannot be saved whole, or that is of another run."""
+    settings = order.settings
+    hidden = [one.names[0] for one in compiled.graph.buffers if one.update is not None and not one.persistent]
+    if hidden and (settings.save or settings.resume):
+        raise RunError(
+            f"{hidden[0]} changes in every step and is not in the state dict: a resumed run would differ",
+            place=chosen.place,
+            remedy="register_buffer(..., persistent=True)",
         )
-    return made
-
-
-class _Nothing:
-    """The optimizer of a rank that stores no trained parameter."""
-
-    def step(self) -> None:
-        return None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        return None
-
-
-def _adamw(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=lr)
-
-
-def _batches(subject: Subject, replica: int, num_replicas: int) -> Iterator[Any]:
-    """The batches of one replica, without end: `data()` from its start again when it has run out."""
-    while subject.data is not None:
-        number = -1
-        with Inside(subject.path, "data()"):
-            for number, batch in enumerate(subject.data()):
-                if number % num_replicas == replica:
-                    yield batch
-        if number + 1 < num_replicas:
-            raise ModelFileError(
-                f"data() gave {number + 1} batches for {num_replicas} replicas",
-                place=subject.place,
-                remedy="give at least one for each",
-            )
-    while True:
-        yield subject.example
-
-
-class _bar:  # noqa: N801 - used as a function
-    """A progress bar on rank 0; `advance(loss)` after each step."""
-
-    def __init__(self, settings: Settings, rank: int) -> None:
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=rank != 0 or not settings.show,
-            transient=True,
+    if order.saved is None:
+        return
+    trained = [parameter for parameter in chosen.model.parameters() if parameter.requires_grad]
+    kind = type(make_optimizer(chosen, trained)).__name__
+    check_saved(order.saved, compiled.graph, optimizer=kind, seed=settings.seed, alphabet=source.alphabet)
+    if order.start >= settings.steps:
+        raise RunError(
+            f"the saved run has done {order.start} steps, and {settings.steps} were asked for",
+            remedy=f"--steps counts from the start: more than {order.start}",
         )
-        self._task = self._progress.add_task("", total=settings.steps, loss=math.nan)
 
-    def __enter__(self) -> Callable[[float], None]:
-        self._progress.start()
-        return lambda loss: self._progress.update(self._task, advance=1, loss=loss)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._progress.stop()
+def count_example(example: Any) -> tuple[str, int]:
+    """What a batch counts as: tokens if its first tensor holds integers of (rows, length), else samples."""
+    values = example.values() if isinstance(example, Mapping) else example
+    first = example if isinstance(example, Tensor) else next((one for one in values if isinstance(one, Tensor)), None)
+    if first is None or not first.dim():
+        return "samples", 1
+    if first.dim() == 2 and not first.dtype.is_floating_point:
+        return "tokens", first.numel()
+    return "samples", first.shape[0]
 
 
 def run(options: argparse.Namespace) -> int:
     """The command: 0 if it trained, 130 if it was interrupted."""
     console = Console(stderr=True)
-    settings = Settings(
-        steps=options.steps,
-        devices=options.devices,
-        lr=options.lr,
-        seed=options.seed,
-        show=console.is_terminal and not options.json,
-        cache=options.cache,
-    )
+    taken = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
+    settings = Settings(**taken, show=console.is_terminal and not options.json)
     status = console.status("starting")
 
     def say(text: str) -> None:
@@ -257,12 +177,28 @@ def run(options: argparse.Namespace) -> int:
             trained = train_file(options.file, options.plan, settings, say=say, tell=tell)
     except KeyboardInterrupt:
         console.print("interrupted: all processes have ended")
+        if options.json:
+            print(json.dumps({"error": "interrupted", "at": "", "try": ""}))
         return INTERRUPTED
-    show = Console(highlight=False, soft_wrap=True)
-    replicas = f", {trained.replicas} replicas" if trained.replicas > 1 else ""
-    show.print(f"{options.file} under {options.plan} on {trained.devices} processes{replicas}", markup=False)
-    rate = "" if math.isnan(trained.steps_per_second) else f", {trained.steps_per_second:.3g} steps/s"
-    show.print(f"{len(trained.losses)} steps{rate}: loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}")
+    show_trained(trained, f"{options.file} under {options.plan}")
     if options.json:
         print(json.dumps(trained.as_json(), allow_nan=False))
     return 0
+
+
+def show_trained(trained: Trained, title: str) -> None:
+    """What came of it, for people."""
+    show = partial(Console(highlight=False, soft_wrap=True).print, markup=False)
+    replicas = f", {trained.replicas} replicas" if trained.replicas > 1 else ""
+    show(f"{title} on {trained.devices} processes{replicas}")
+    rate = ""
+    if not math.isnan(trained.steps_per_second):
+        rate = f", {trained.steps_per_second:.3g} steps/s, {trained.per_second:.3g} {trained.unit}/s"
+    after = f" after {trained.start}" if trained.start else ""
+    show(f"{len(trained.losses)} steps{after}{rate}: loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}")
+    if trained.evaluations:
+        show(f"evaluation: {', '.join(f'{loss:.4f} at {step}' for step, loss in trained.evaluations[-5:])}")
+    most = max(trained.memory, default=0)
+    show(f"memory: {most / MEBI:.0f} MiB at most on a rank ({', '.join(f'{m / MEBI:.0f}' for m in trained.memory)})")
+    if trained.saved is not None:
+        show(f"saved in {trained.saved}; go on with --resume {trained.saved}")

@@ -1,9 +1,10 @@
 """Emulated: all ranks of a parallel module as threads of this process, behind the calls of one.
 
-In: a function that makes a rank's module on its transport. Out: a module whose call gives the loss of rank 0 and whose
-backward runs every rank's. `parameters()` are those of all ranks, so that one elementwise optimizer updates them all,
-as one per rank would; `state_dict()` is the original module's: whole tensors under the original names. The rank threads
-live as long as the module; when a rank fails, all end, and the error names it.
+In: a function that makes a rank's module on its transport. Out: a module whose call gives the loss of rank 0, or what
+the original returns, and whose backward runs every rank's: all get the same gradients, and those of inputs are rank
+0's. `parameters()` are those of all ranks, so that one elementwise optimizer updates them all, as one per rank would;
+`state_dict()` is the original module's: whole tensors under the original names. The rank threads live as long as the
+module; when a rank fails, all end, and the error names it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from weft.errors import RunError, WeftError
+from weft.runtime.batch import BatchMismatch
 from weft.runtime.context import Ambient
-from weft.runtime.module import shapes_of
-from weft.runtime.parallel import Parallel
+from weft.runtime.module import TWICE, shapes_of
+from weft.runtime.parallel import Batch, Parallel
 from weft.runtime.script import Index
 from weft.runtime.training import Optimizer, train_step
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
+from weft.train.opened import refusal
 from weft.verify.parallel import emulate, join
+
+GOODBYE = 2.0
+"""Seconds that ranks get to end."""
 
 Make = Callable[[Transport], Parallel]
 Work = Callable[[Parallel], Any]
@@ -59,8 +66,9 @@ class Crew:
             except WeftError as error:
                 heard.put(error)
 
-        threading.Thread(target=run, name="ranks", daemon=True).start()
-        weakref.finalize(self, _dismiss, told)
+        thread = threading.Thread(target=run, name="ranks", daemon=True)
+        thread.start()
+        weakref.finalize(self, _dismiss, told, thread)
         self.modules = self._answers()
 
     def each(self, work: Work) -> list[Any]:
@@ -87,9 +95,12 @@ class Crew:
         return [found[rank] for rank in sorted(found)]
 
 
-def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]]) -> None:
+def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]], thread: threading.Thread) -> None:
     for one in told:
         one.put(None)
+    if threading.current_thread() is threading.main_thread():
+        # threads of torch that are still running when the interpreter ends abort the process
+        thread.join(GOODBYE)
 
 
 class Emulated(nn.Module):
@@ -97,12 +108,12 @@ class Emulated(nn.Module):
 
     Args:
         make: makes a rank's module on its transport.
-        prepare_eval: is called before the ranks go to `eval()`, here and not in their threads.
+        prepare_eval: is called before the ranks need a program of `eval()`, here and not in their threads.
     """
 
     replica, num_replicas = 0, 1
 
-    def __init__(self, make: Make, num_ranks: int, prepare_eval: Callable[[], Any]) -> None:
+    def __init__(self, make: Make, num_ranks: int, prepare_eval: Callable[[Batch | None], Any]) -> None:
         super().__init__()
         self._prepare_eval = prepare_eval
         self._crew = Crew(num_ranks, make)
@@ -112,13 +123,27 @@ class Emulated(nn.Module):
         self._shapes = {name: found.shape for one in originals for name, found in one.items()}
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of the batch, as every rank has it."""
-        losses: list[Tensor] = self._crew.each(lambda module: module(*args, **kwargs))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the batch, or what the original returns, as every rank has it."""
+        self._refuse(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        grads = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not torch.is_grad_enabled():
-            return losses[0]
-        found: Tensor = _Ranks.apply(self._anchor, self._crew, losses)
-        return found
+            return self._crew.each(lambda module: module(*args, **kwargs))[0]
+        call = _Call(self._crew, leaves, spec, grads)
+        found: tuple[Tensor, ...] = _Ranks.apply(self._anchor, call, *(leaves[at] for at in grads))
+        return pytree.tree_unflatten(call.joined(found), call.out_spec)
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
+        first: Any = self._crew.modules[0]
+        try:
+            if not self.training and not first.has_program(args, kwargs):
+                self._prepare_eval((args, kwargs))
+            else:
+                first.runnable(args, kwargs).bind(args, kwargs)
+        except BatchMismatch as error:
+            raise refusal(str(error), "give batches in the form of the example") from None
 
     def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
         """Forward, backward, update of all ranks; the loss before the update."""
@@ -128,7 +153,7 @@ class Emulated(nn.Module):
         """As of any module; the first `eval()` compiles the program for it."""
         self.training = mode
         if not mode:
-            self._prepare_eval()
+            self._prepare_eval(None)
         self._crew.each(lambda module: module.train(mode))
         return self
 
@@ -161,18 +186,78 @@ class Emulated(nn.Module):
         return take(whole, stored[name])
 
 
+class _Call:
+    """One call of all ranks: what each was given and returned.
+
+    Args:
+        grads: positions among the leaves of the batch of tensors whose gradient the caller wants.
+    """
+
+    def __init__(self, crew: Crew, leaves: Sequence[Any], spec: pytree.TreeSpec, grads: Sequence[int]) -> None:
+        self.crew, self._leaves, self._spec, self._grads = crew, leaves, spec, grads
+        self.given: dict[int, list[Tensor]] = {}
+        self.returned: dict[int, list[Any]] = {}
+        self.out_spec: Any = None
+        self.spent = False
+
+    def forward(self) -> list[Any]:
+        """The leaves of what rank 0 returns."""
+        self.crew.each(self._forward)
+        return self.returned[id(self.crew.modules[0])]
+
+    def _forward(self, module: Parallel) -> None:
+        leaves = list(self._leaves)
+        for at in self._grads:
+            leaves[at] = leaves[at].detach().requires_grad_()
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        found, spec = pytree.tree_flatten(module(*args, **kwargs))
+        self.given[id(module)] = [leaves[at] for at in self._grads]
+        self.returned[id(module)] = found
+        if module is self.crew.modules[0]:
+            self.out_spec = spec
+
+    def live(self) -> list[int]:
+        """Positions of returned tensors that need a gradient."""
+        found = self.returned[id(self.crew.modules[0])]
+        return [at for at, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def joined(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The leaves of the output, with these in place of the tensors."""
+        rest = iter(tensors)
+        found = self.returned[id(self.crew.modules[0])]
+        return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in found]
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Backward of every rank; the gradients of what rank 0 was given."""
+        live = self.live()
+
+        def work(module: Parallel) -> None:
+            roots = [self.returned[id(module)][at] for at in live]
+            torch.autograd.backward(roots, [one.to(root.device) for one, root in zip(gradients, roots, strict=True)])
+
+        with torch.enable_grad():
+            self.crew.each(work)
+        return [one.grad for one in self.given[id(self.crew.modules[0])]]
+
+
 class _Ranks(torch.autograd.Function):
-    """Rank 0's loss as a root of autograd whose backward is that of every rank's loss."""
+    """What rank 0 returns as roots of autograd whose backward is that of every rank."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, crew: Crew, losses: Sequence[Tensor]) -> Tensor:
-        ctx.crew, ctx.losses = crew, losses
-        return losses[0].detach().clone()
+    def forward(ctx: Any, anchor: Tensor, call: _Call, *given: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            found = [leaf for leaf in call.forward() if isinstance(leaf, Tensor)]
+        ctx.call = call
+        # what the ranks returned stays theirs
+        made = [tensor.detach().clone() for tensor in found]
+        ctx.live = [at for at, tensor in enumerate(found) if tensor.requires_grad]
+        ctx.mark_non_differentiable(*(tensor for at, tensor in enumerate(made) if at not in ctx.live))
+        return tuple(made)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        mine = dict(zip(map(id, ctx.crew.modules), ctx.losses, strict=True))
-        with torch.enable_grad():
-            ctx.crew.each(lambda module: mine[id(module)].backward(grad.to(mine[id(module)].device)))
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.call.spent:
+            raise refusal(*TWICE)
+        ctx.call.spent = True
+        return (None, None, *ctx.call.backward([gradients[at] for at in ctx.live]))

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from weft.cache import write_files
+from weft.errors import RunError
 from weft.runtime.batch import Form
 from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import ParallelModule
-from weft.runtime.parallel import Parallel
-from weft.runtime.program_files import load_program, read_meta
+from weft.runtime.parallel import Batch, Parallel, Runnable
+from weft.runtime.program_files import load_class, load_program, read_meta
 from weft.runtime.replicas import Replica
+from weft.runtime.returns import Returns
 from weft.runtime.transport import Transport
-from weft.train.weights import Weights, fill
+from weft.train.weights import Values, fill
 
 Content = Mapping[str, bytes]
 """Files of a program by name."""
+
+EvalFiles = Callable[[Batch | None], Content]
+"""The program of `eval()`: for the example, or for a batch of other arguments."""
 
 
 def num_devices(files: Content) -> int:
@@ -32,35 +36,64 @@ def num_devices(files: Content) -> int:
         return int(read_meta(folder)["devices"])
 
 
-def open_program(files: Content, transport: Replica) -> tuple[ParallelModule, Form]:
-    """The rank's program, its parts still zeros, and the form of its batches."""
+def cut_parameter(files: Content) -> str | None:
+    """The first trained parameter of which some rank stores a part only; None if there is none."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        write_files(Path(folder), files)
+        meta = read_meta(folder)
+        classes = [load_class(Path(folder), meta, file) for file in meta["files"]]
+    for cls in classes:
+        for name, part in cls.trained_parts().items():
+            if part.cuts:
+                return name
+    return None
+
+
+def open_program(files: Content, transport: Replica) -> Runnable:
+    """The rank's program, its parts still zeros, and how it is called."""
     folder = tempfile.TemporaryDirectory(prefix="weft-")
     write_files(Path(folder.name), files)
     program = load_program(folder.name, transport, grad_sync=BucketSync())
     weakref.finalize(program, folder.cleanup)
-    return program, Form.from_json(read_meta(folder.name)["batch"])
+    meta = read_meta(folder.name)
+    returns = meta.get("returns")
+    return Runnable(
+        program,
+        Form.from_json(meta["batch"]),
+        None if returns is None else Returns.from_json(returns),
+        tuple(meta.get("needs_grad", ())),
+    )
 
 
 def open_rank(
     files: Content,
     transport: Transport,
-    weights: Weights,
+    weights: Values,
     *,
     seed: int = 0,
-    eval_files: Callable[[], Content] | None = None,
+    otherwise: Values | None = None,
+    known: Collection[str] = (),
+    eval_files: EvalFiles | None = None,
 ) -> Parallel:
     """The rank's module, with its values.
 
     Args:
-        eval_files: gives the program of `eval()` when it is asked for.
+        otherwise: has the buffers that `weights` lack because they are not saved.
+        known: all names of the original model.
+        eval_files: gives the programs of `eval()` when they are asked for.
     """
     replica = Replica(transport, num_devices(files))
-    program, form = open_program(files, replica)
-    fill(program, weights)
+    runnable = open_program(files, replica)
+    fill(runnable.program, weights, otherwise, known)
 
-    def make_eval() -> ParallelModule:
+    def make_eval(batch: Batch | None) -> Runnable:
         assert eval_files is not None
-        content = eval_files()
-        return program if content == files else open_program(content, replica)[0]
+        content = eval_files(batch)
+        return runnable if content == files else open_program(content, replica)
 
-    return Parallel(program, form, seed=seed, make_eval=None if eval_files is None else make_eval)
+    return Parallel(runnable, seed=seed, make_eval=None if eval_files is None else make_eval, refusal=refusal)
+
+
+def refusal(message: str, remedy: str) -> RunError:
+    """A wrong call of a parallel module, as an error of ours."""
+    return RunError(message, remedy=remedy)

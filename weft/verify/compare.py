@@ -89,6 +89,31 @@ class Processes:
 
 
 @dataclass(frozen=True)
+class AtSizes:
+    """How the same program compares at other sizes of the batch."""
+
+    sizes: Mapping[str, int]
+    equal: bool
+    differences: tuple[Difference, ...]
+
+    @property
+    def largest(self) -> Difference:
+        return max(self.differences, key=lambda found: found.value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "sizes": dict(self.sizes),
+            "equal": self.equal,
+            "differences": {found.kind: _plain(found) for found in self.differences},
+        }
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        what = f", in the {self.largest.kind} of {self.largest.tensor}" if not self.equal else ""
+        return f"at {where}: largest difference {show(self.largest.value)}{what}"
+
+
+@dataclass(frozen=True)
 class Result:
     """The verdict of `weft.verify`.
 
@@ -101,6 +126,7 @@ class Result:
         silenced: elements of gradients that are rounding only, and that the updates took as zero.
         processes: how the processes compare with the emulator, if the devices were processes.
         summary: numbers about the plan and its check, for printing.
+        sizes: the same program at other sizes, if dims of the example are marked.
     """
 
     equal: bool
@@ -114,6 +140,7 @@ class Result:
     silenced: int = 0
     processes: Processes | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
+    sizes: tuple[AtSizes, ...] = ()
 
     def __bool__(self) -> bool:
         return self.equal
@@ -132,12 +159,14 @@ class Result:
             "rounding": {found.kind: plain(found.value) for found in self.rounding},
             "gradients_taken_as_zero": self.silenced,
             "processes": None if self.processes is None else _plain(self.processes),
+            **({"sizes": [one.as_json() for one in self.sizes]} if self.sizes else {}),
             **self.summary,
         }
 
     def __str__(self) -> str:
         lines = ["equal to one device" if self.equal else "different from one device"]
         lines += [f"  {d.kind}: {show(d.value)} ({d.tensor})" for d in self.differences]
+        lines += [f"  {one}" for one in self.sizes]
         lines += [f"  copies differ: {text}" for text in self.disagreements]
         if self.first_difference is not None:
             lines.append(f"  first: {describe(self.first_difference)}")

@@ -8,14 +8,20 @@ rounding is told, not judged.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from weft.capture import capture
+from weft.capture.example import is_marked
+from weft.capture.specialise import at_example
+from weft.codegen.sampled import generate_for_sizes
 from weft.cost.links import load as load_links
 from weft.errors import ModelFileError, PlanError
 from weft.ir.graph import Graph
@@ -34,6 +40,7 @@ from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
 from weft.verify.processes import compare_with_emulator, emitted, make_pool, one_thread
 from weft.verify.reference import run_reference
+from weft.verify.sizes import with_other_sizes
 from weft.verify.summary import summarize
 
 PlanLike = Plan | str | Path | Callable[[Graph], Plan]
@@ -68,19 +75,29 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     say("loading the model")
     subject = make_subject(model_or_file, example)
     say("capturing the model")
-    graph = plan.graph if isinstance(plan, Plan) else capture_subject(subject)
+    graph = graph_for(plan, subject)
     check_fit(graph, subject)
     say("lowering the plan")
-    made = make_plan(plan, graph, subject, devices)
-    program = lower(made, links=None if links is None else load_links(links))
+    made = make_plan(plan, at_example(graph), subject, devices)
+    lowered = partial(lower, links=None if links is None else load_links(links))
+    program = lowered(made)
     say("checking the program")
     report = check(program)
     check_optimizer(subject, program)
-    if not processes:
-        result = judge(program, subject, seed=seed, tolerance=tolerance, say=say)
-    else:
-        with make_pool(program.devices) as pool:
-            result = judge(program, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+    with ExitStack() as stack:
+        files = None
+        if graph.symbols:
+            say("making one program for all sizes")
+            files = generate_for_sizes(
+                graph, made, partial(make_plan, plan, subject=subject, devices=devices), lowered
+            ).files
+        pool = stack.enter_context(make_pool(program.devices)) if processes else None
+        result = judge(program, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+        if files is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            result = with_other_sizes(result, folder, graph, subject, seed=seed, pool=pool, say=say)
     return replace(result, summary=summarize(program, report))
 
 
@@ -96,12 +113,12 @@ def make_subject(model_or_file: nn.Module | str | Path, example: Any) -> Subject
     return Subject(model_or_file, example)
 
 
-def capture_subject(subject: Subject) -> Graph:
-    """The Graph of a subject; refuses one without a loss."""
+def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
+    """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
     with Inside(subject.path, "the forward", only=(SystemExit,)):
         graph = capture(subject.model, subject.example)
     check_dense(graph)
-    if graph.loss is None or not graph.tensors[graph.loss].needs_grad:
+    if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):
         raise ModelFileError(
             "the forward gives no loss to train: "
             + ("it returns no scalar" if graph.loss is None else "its loss depends on no trained parameter"),
@@ -109,6 +126,13 @@ def capture_subject(subject: Subject) -> Graph:
             remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
         )
     return graph
+
+
+def graph_for(plan: PlanLike, subject: Subject, *, trains: bool = True) -> Graph:
+    """The Graph that a plan is about: its own, unless dims of the example were marked since."""
+    if isinstance(plan, Plan) and (plan.graph.symbols or not is_marked(subject.example)):
+        return plan.graph
+    return capture_subject(subject, trains=trains)
 
 
 def check_dense(graph: Graph) -> None:
@@ -139,7 +163,11 @@ def make_plan(plan: PlanLike, graph: Graph, subject: Subject, devices: int | Non
     """A Plan for the graph, from whatever describes one."""
     if isinstance(plan, str | Path):
         return load_plan(str(plan), graph, devices, batch_dims=subject.batch_dims)
-    made = plan if isinstance(plan, Plan) else plan(graph)
+    if isinstance(plan, Plan):
+        # what it says is said again of the graph at other sizes
+        made = plan if plan.graph is graph else Plan(graph, plan.devices, plan.lines)
+    else:
+        made = plan(graph)
     if not isinstance(made, Plan):
         raise PlanError(f"the plan function returned a {type(made).__name__}", remedy="return a Plan")
     if devices is not None and devices < made.devices:

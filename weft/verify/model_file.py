@@ -1,5 +1,5 @@
 """Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `data()`,
-`batch_dims()`.
+`eval_data()`, `batch_dims()`; or `hf:FOLDER`, `hf:CONFIG_CLASS(...)` in its place.
 
 In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
 with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
@@ -24,6 +24,7 @@ from torch import nn
 from weft.capture.example import find_loss
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
+from weft.verify.hugging_face import PREFIX, load_hugging_face
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
@@ -45,6 +46,8 @@ class Subject:
         batch_dims: the batch dim of each input, in order or by name, None for one without; dim 0 if not given.
         path: the model file, or None if the module was given in Python.
         data: gives the batches of the steps, one after the other; the example again and again if there is none.
+        eval_data: gives the batches of an evaluation.
+        origin: what another process loads to have the same, if anything.
     """
 
     model: nn.Module
@@ -53,15 +56,20 @@ class Subject:
     batch_dims: BatchDims | None = None
     path: Path | None = None
     data: Data | None = None
+    eval_data: Data | None = None
+    origin: str = ""
 
     @property
     def place(self) -> str:
         """For errors: the model file, or the module's class."""
-        return type(self.model).__name__ if self.path is None else str(self.path)
+        return (self.origin or type(self.model).__name__) if self.path is None else str(self.path)
 
 
 def load_model_file(path: str | Path) -> Subject:
-    """Run a model file and make its module and example."""
+    """Run a model file, or read what `hf:...` names, and make its module and example."""
+    if str(path).startswith(PREFIX):
+        found = load_hugging_face(str(path))
+        return Subject(model=found.model, example=found.example, origin=found.origin)
     path = Path(path)
     if not path.is_file():
         raise ModelFileError(
@@ -80,9 +88,20 @@ def load_model_file(path: str | Path) -> Subject:
             with Inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
         optimizer = _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
-        data = _function(module, path, "data") if hasattr(module, "data") else None
+        data, eval_data = (
+            _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
+        )
     _check_kinds(path, model, example, batch_dims)
-    return Subject(model=model, example=example, optimizer=optimizer, batch_dims=batch_dims, path=path, data=data)
+    return Subject(
+        model=model,
+        example=example,
+        optimizer=optimizer,
+        batch_dims=batch_dims,
+        path=path,
+        data=data,
+        eval_data=eval_data,
+        origin=str(path.resolve()),
+    )
 
 
 def load_optimizer(path: Path) -> Optimizer:

@@ -13,6 +13,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from weft.verify.model_file import Subject
 from weft.verify.optimizer import check_on_parts
 from weft.verify.processes import make_pool
 from weft.verify.reference import run_reference
+from weft.verify.sizes import with_other_sizes
 
 ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
 
@@ -101,11 +103,10 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     classes = load_classes(lying)
     check_program_fits(lying, classes, graph, subject)
     check_on_parts(subject, next(_cut_parameters(classes), None))
-    with OwnLines(lying):
-        if not processes:
-            return _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say)
-        with make_pool(lying.meta["devices"]) as pool:
-            return _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+    with OwnLines(lying), ExitStack() as stack:
+        pool = stack.enter_context(make_pool(lying.meta["devices"])) if processes else None
+        result = _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+        return with_other_sizes(result, lying.directory, graph, subject, seed=seed, pool=pool, say=say)
 
 
 def _judge(
@@ -210,7 +211,7 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
         )
     for _, where, shape, dtype in lying.meta.get("batch", {}).get("tensors", []):
         one = next((graph.tensors[one.tensor] for one in graph.inputs if one.where == where), None)
-        if one is not None and (list(one.sizes), dtype_name(one.dtype)) != (list(shape), dtype):
+        if one is not None and not (fits(shape, one.sizes) and dtype_name(one.dtype) == dtype):
             found = f"{list(one.sizes)} of {dtype_name(one.dtype)}"
             wrong.append(f"it takes {where} as {list(shape)} of {dtype}, the example has {found}")
     if wrong:
@@ -219,6 +220,12 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
             place=str(lying.directory),
             remedy="give the model file that it was made from, or write it anew: weft show FILE --plan P --out DIR",
         )
+
+
+def fits(shape: Sequence[int | str], sizes: Sequence[int]) -> bool:
+    """True if a batch of these sizes has the shape, as far as it is fixed."""
+    same = (isinstance(dim, str) or dim == size for dim, size in zip(shape, sizes, strict=False))
+    return len(shape) == len(sizes) and all(same)
 
 
 def _cut_parameters(classes: Sequence[type[ParallelModule]]) -> Iterator[str]:

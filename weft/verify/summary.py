@@ -16,6 +16,7 @@ from weft.ir.oplayout import Copied, Cut, OpLayout
 from weft.ir.program import Compute, Program
 from weft.lower.check import Report
 from weft.ops.book import RuleBook
+from weft.ops.coverage import coverage, unruled_warnings
 from weft.verify.locate import walk
 
 OURS = "all"
@@ -42,6 +43,7 @@ def summarize(program: Program, report: Report) -> dict[str, Any]:
         "operators": len(program.graph.ops),
         "axes": axes_of(program),
         "whole": [asdict(group) for group in whole_ops(program)],
+        "warnings": unruled_warnings(coverage(program.graph).kinds) if program.devices > 1 else [],
         "check": asdict(report),
         "proven": str(report),
     }

@@ -1,0 +1,167 @@
+"""Stored split, used whole: nothing gathered outlives its use, and the bits are those of weights that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from weft.runtime.emulator import run_ranks
+from weft.runtime.module import ParallelModule, Part
+from weft.runtime.moves import all_gather, reduce_scatter
+from weft.runtime.transport import RankFailed, Transport
+
+NUM_RANKS = 2
+STORED = Part((8, 8), {0: "dp"}, torch.float64, sync=None)
+LAYERS = {f"layers.{i}.weight": STORED for i in range(3)}
+
+
+class Split(ParallelModule, grid={"dp": NUM_RANKS}, parameters=LAYERS):
+    """Three layers, the middle one used by two operators, one of them through its transpose."""
+
+    seen: list[StorageWeakRef]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = []
+        for i in (0, 1, 2):
+            x = self.layer(x, i)
+        share = x.square().mean() / NUM_RANKS
+        loss = self.comm.all_reduce(share, over="dp")
+        return self.finish(loss, share)
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        weight = self.comm.use(self.layers[i].weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")])
+        self.seen.append(StorageWeakRef(weight.untyped_storage()))
+        x = torch.tanh(F.linear(x, weight))
+        return x @ (weight * weight) if i == 1 else x
+
+
+class Counting:
+    """A transport that counts what it gathers."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.__dict__.update(inner=transport, kinds=[])
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter"):
+            self.kinds.append((name, self.inner.doing.what))
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+
+def weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(8, 8, generator=generator, dtype=torch.float64) for name in LAYERS}
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def made(transport: Transport, cls: type[ParallelModule] = Split) -> ParallelModule:
+    rows = slice(4 * transport.rank, 4 * transport.rank + 4)
+    return cls(transport, {name: weight[rows].clone() for name, weight in weights().items()})
+
+
+def kept() -> dict[str, Tensor]:
+    """The gradients where every rank keeps whole weights."""
+    found: dict[str, Tensor] = {}
+    for rows in batch().chunk(NUM_RANKS):
+        whole = {name: weight.requires_grad_() for name, weight in weights().items()}
+        x = rows
+        for i in range(3):
+            weight = whole[f"layers.{i}.weight"]
+            x = torch.tanh(F.linear(x, weight))
+            x = x @ (weight * weight) if i == 1 else x
+        (x.square().mean() / NUM_RANKS).backward()
+        for name, weight in whole.items():
+            found[name] = weight.grad if name not in found else found[name] + weight.grad
+    return found
+
+
+def test_the_bits_of_weights_that_stay() -> None:
+    def body(transport: Transport) -> dict[str, Tensor]:
+        module = made(transport)
+        module(batch().chunk(NUM_RANKS)[transport.rank]).backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    found = run_ranks(NUM_RANKS, body)
+    for name, whole in kept().items():
+        assert torch.equal(torch.cat([one[name] for one in found]), whole)
+
+
+def test_nothing_gathered_lives_after_forward_or_after_backward() -> None:
+    def body(transport: Transport) -> tuple[list[bool], list[bool]]:
+        module = made(transport)
+        loss = module(batch().chunk(NUM_RANKS)[transport.rank])
+        after_forward = [one.expired() for one in module.seen]
+        loss.backward()
+        return after_forward, [one.expired() for one in module.seen]
+
+    for found in run_ranks(NUM_RANKS, body):
+        assert found == ([True] * 3, [True] * 3)
+
+
+def test_one_gather_for_each_use_in_backward() -> None:
+    def body(transport: Transport) -> list[str]:
+        counting = Counting(transport)
+        module = made(counting)  # type: ignore[arg-type]
+        loss = module(batch().chunk(NUM_RANKS)[transport.rank])
+        counting.kinds.clear()
+        loss.backward()
+        return [what for _, what in counting.kinds if what.startswith("use of")]
+
+    # the first weight is only needed for the gradient of the batch, which nobody wants
+    for found in run_ranks(NUM_RANKS, body):
+        assert found == ["use of layers.2.weight", "use of layers.1.weight"]
+
+
+def test_a_rank_that_stores_all_of_a_weight_gathers_with_the_others() -> None:
+    part = Part((1, 4), {0: "dp"}, torch.float64, sync=None)
+
+    class Uneven(ParallelModule, grid={"dp": 2}, parameters={"w": part}):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.comm.use(self.w, [all_gather(0, "dp", of=1)], sync=[reduce_scatter(0, "dp")])
+            share = F.linear(x, weight).square().sum() * weight.sum()
+            return self.finish(self.comm.all_reduce(share, over="dp"), share)
+
+    def body(transport: Transport) -> Tensor:
+        index = Uneven(transport).stored["w"]
+        module = Uneven(transport, {"w": torch.ones(sum(b - a for a, b in index[0]), 4, dtype=torch.float64)})
+        module(torch.ones(2, 4, dtype=torch.float64)).backward()
+        return module.w.grad
+
+    weight = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+    (2 * F.linear(torch.ones(2, 4, dtype=torch.float64), weight).square().sum() * weight.sum()).backward()
+    found = run_ranks(2, body)
+    assert sorted(len(one) for one in found) == [0, 1] and torch.equal(torch.cat(found), weight.grad)
+
+
+def test_a_weight_changed_before_backward_is_an_error() -> None:
+    def body(transport: Transport) -> None:
+        module = made(transport)
+        loss = module(batch().chunk(NUM_RANKS)[transport.rank])
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
+        loss.backward()
+
+    with pytest.raises(RankFailed, match="changed in place"):
+        run_ranks(NUM_RANKS, body)
+
+
+def test_no_hooks_without_uses() -> None:
+    class Plain(ParallelModule, grid={"dp": 2}, parameters={"w": Part((4, 4), dtype=torch.float64, sync="dp")}):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = self.comm.all_reduce(F.linear(x, self.w).sum(), over="dp")
+            assert self.tape.gathered._hooks is None
+            return self.finish(loss, loss)
+
+    run_ranks(2, lambda transport: Plain(transport)(torch.ones(2, 4, dtype=torch.float64)))

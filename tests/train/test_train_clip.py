@@ -1,0 +1,55 @@
+"""Clipping by the norm of all gradients: as on one device, each element counted once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import weft
+from tests.train.eager import gpt
+from weft.errors import RunError
+from weft.runtime.drawmode import DrawMode
+from weft.runtime.holdings import Holdings
+from weft.runtime.random import Stream
+from weft.runtime.training import call
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("bound", [0.05, 100.0])
+def test_it_is_torchs_on_one_device(plan: str, bound: float) -> None:
+    model, example = gpt()
+    parallel = weft.parallelize(copy.deepcopy(model), example, plan, emulate=True, cache=None)
+    with DrawMode(Stream(0, 0, 0)):
+        call(model, example).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+    call(parallel, example).backward()
+    torch.testing.assert_close(weft.clip_grad_norm_(parallel, bound), wanted, rtol=1e-12, atol=0)
+    for module in (model, parallel):
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    found = parallel.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-12)
+
+
+def test_each_element_has_one_rank_that_answers_for_it() -> None:
+    """Also where ranks hold different parts with elements in common."""
+    whole, rows, columns = ((0, 4),), ((0, 2),), ((1, 3), (3, 4))
+    ranks = ({"w": (rows, rows)}, {"w": (whole, rows)}, {"w": (rows, rows)}, {"w": (whole, columns)}, {})
+    holdings, count = Holdings(ranks), torch.zeros(4, 4)
+    for rank, held in enumerate(ranks):
+        if "w" in held:
+            at, mine = held["w"], holdings.answers_for("w", rank)
+            index = [torch.cat([torch.arange(start, stop) for start, stop in intervals]) for intervals in at]
+            count[index[0][:, None], index[1]] += torch.as_tensor(mine).float()
+    assert count.eq(1).all()
+    assert holdings.answers_for("w", 0) is True and holdings.answers_for("w", 2) is False
+
+
+def test_a_bound_of_nothing_is_refused_and_plain_modules_are_torchs() -> None:
+    layer = torch.nn.Linear(2, 1)
+    layer(torch.ones(2)).backward()
+    assert weft.clip_grad_norm_(layer, 1e9).item() == pytest.approx(3**0.5)
+    with pytest.raises(RunError, match="leaves nothing"):
+        weft.clip_grad_norm_(layer, 0.0)

@@ -1,0 +1,100 @@
+"""`weft completion bash|zsh|fish`: a script that completes commands, options and files in a shell.
+
+In: the parser of the command line. Out: text for the shell, made from nothing but that parser, so that it knows every
+option there is. In bash and zsh one function looks at the command and the word before; fish has a line per option.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SHELLS = ("bash", "zsh", "fish")
+
+BASH = """\
+_weft() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
+    local words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{commands}"
+    else
+        case "$command:$before" in
+{choices}
+        *) case "$command" in
+{options}
+            esac ;;
+        esac
+        case "$word" in -*) ;; *) COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word")); return ;; esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o filenames -F _weft weft
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What can be typed after a command: its names, what it is for, which values it takes."""
+
+    names: tuple[str, ...]
+    help: str
+    values: tuple[str, ...]
+    takes_value: bool
+
+
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """The script."""
+    commands = commands_of(parser)
+    if shell == "fish":
+        return _fish(commands)
+    text = _bash(commands)
+    return text if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{text}"
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[Option]]]:
+    """Each command with its help and its options."""
+    (found,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    helps = {action.dest: action.help or "" for action in found._choices_actions}
+    return {name: (helps.get(name, ""), _options(command)) for name, command in found.choices.items()}
+
+
+def _options(command: argparse.ArgumentParser) -> list[Option]:
+    return [
+        Option(
+            tuple(action.option_strings), action.help or "", tuple(map(str, action.choices or ())), action.nargs != 0
+        )
+        for action in command._actions
+    ]
+
+
+def _bash(commands: Mapping[str, tuple[str, list[Option]]]) -> str:
+    options, choices = [], []
+    for name, (_, found) in commands.items():
+        plain = [value for one in found if not one.names for value in one.values]
+        words = [each for one in found for each in one.names if each.startswith("--")]
+        options.append(f'            {name}) words="{" ".join((*words, *plain))}" ;;')
+        for one in found:
+            if one.names and one.values:
+                keys = "|".join(f"{name}:{each}" for each in one.names)
+                choices.append(f'        {keys}) words="{" ".join(one.values)}" ;;')
+    return BASH.format(commands=" ".join(commands), options="\n".join(options), choices="\n".join(choices))
+
+
+def _fish(commands: Mapping[str, tuple[str, list[Option]]]) -> str:
+    lines = []
+    for name, (help_, found) in commands.items():
+        lines.append(f"complete -c weft -n __fish_use_subcommand -f -a {name} -d {_quoted(help_)}")
+        for one in found:
+            here = f"complete -c weft -n '__fish_seen_subcommand_from {name}'"
+            names = " ".join(f"-l {each[2:]}" if each.startswith("--") else f"-s {each[1:]}" for each in one.names)
+            values = f" -f -a {_quoted(' '.join(one.values))}" if one.values else ""
+            if names:
+                lines.append(f"{here} {names}{' -r' if one.takes_value else ''}{values} -d {_quoted(one.help)}")
+            elif values:
+                lines.append(f"{here}{values}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,98 @@
+"""Work: what an op costs at least, whoever runs it.
+
+In: an op, its rule, its graph. Out: floating-point operations and bytes read and written by one forward on one device.
+Contractions, convolutions and attention are counted exactly. Every other op that computes counts one operation an
+element, also one that nobody has a rule for: then it is a lower bound. A view costs nothing, a copy its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weft.ir.graph import Graph, Op, Tensor
+from weft.ops.arguments import overload
+from weft.ops.rule import Rule
+
+LOOKUPS = ("embedding", "index", "gather", "index_select", "select", "slice", "narrow")
+"""They read as much as they give, however large the table is."""
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one op, or of several."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def work_of(op: Op, rule: Rule, graph: Graph) -> Work:
+    """What one forward of an op costs."""
+    reads = [graph.tensors[name] for name in op.inputs]
+    makes = [graph.tensors[name] for name in op.outputs]
+    if is_alias(op, graph):
+        return Work()
+    if op.kind in LOOKUPS:
+        given = sum(map(_bytes, makes))
+        return Work(0, 2 * given + sum(_bytes(one) for one in reads if not one.dtype.is_floating_point))
+    moved = sum(map(_bytes, dict.fromkeys(reads))) + sum(map(_bytes, makes))
+    return Work(0 if rule.source == "view" else _flops(op, rule, reads, makes), moved)
+
+
+def is_alias(op: Op, graph: Graph) -> bool:
+    """True if the outputs lie in the memory of an input: a view, or a conversion to what is there already."""
+    operator = overload(op.target)
+    if operator is None or not op.inputs:
+        return False
+    shared = all(one.alias_info is not None for one in operator._schema.returns)
+    return shared and all(graph.tensors[name].dtype == graph.tensors[op.inputs[0]].dtype for name in op.outputs)
+
+
+def _flops(op: Op, rule: Rule, reads: list[Tensor], makes: list[Tensor]) -> int:
+    if not any(one.dtype.is_floating_point or one.dtype.is_complex for one in (*reads, *makes)):
+        return 0
+    if op.kind == ATTENTION:
+        query, key, value = (one.sizes for one in reads[:3])
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if op.kind.startswith("conv") and len(reads) > 1:
+        filtered = reads[0] if "transpose" in op.kind else makes[0]
+        return 2 * _elements(filtered) * math.prod(reads[1].sizes[1:])
+    largest = max(map(_elements, (*reads, *makes)), default=0)
+    return multiplications(rule) or (largest if reads else 0)
+
+
+def multiplications(rule: Rule) -> int:
+    """Floating-point operations of a contraction; 0 for an op that touches each element once.
+
+    The index space is that of the names which two operands share; an op whose index space is no larger than its
+    largest operand does not contract, unless it is a product with a single row (a batch of one).
+    """
+    operands = (*rule.inputs, *rule.outputs)
+    held = [frozenset(name for one in dims for name in one.names) for dims in operands]
+    shared = [name for name in rule.names if sum(name in names for names in held) > 1]
+    volume = math.prod(rule.sizes[name] for name in shared)
+    largest = max((math.prod(rule.sizes[name] for name in names) for names in held), default=0)
+    return 2 * volume if volume > largest or _is_product(rule) else 0
+
+
+def _is_product(rule: Rule) -> bool:
+    """True for a matrix times a vector: a summed name of two inputs, an output's name that one of them lacks."""
+    held = [frozenset(name for one in dims for name in one.names) for dims in rule.inputs]
+    made = frozenset(name for dims in rule.outputs for one in dims for name in one.names)
+    for summed in rule.summed:
+        factors = [names for i, names in enumerate(held) if summed in names and i not in rule.added]
+        if len(factors) > 1 and made & (frozenset.union(*factors) - frozenset.intersection(*factors)):
+            return True
+    return False
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(tensor.sizes)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return _elements(tensor) * tensor.dtype.itemsize

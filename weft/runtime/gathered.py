@@ -1,0 +1,145 @@
+"""Gathered weights: a parameter that is stored split and used whole does not outlive its use.
+
+In: a trained parameter's part and the transfers that bring it to where it is used. Out: the whole, as a tensor that
+autograd knows only as an edge: nothing but the code that uses it holds its memory. What operators save of it for
+backward, itself or a view, is packed as (use, geometry) and unpacked by running the transfers again: once for each use
+and backward, whatever number of operators saved it; the memory goes with the last of them.
+
+Unpacking runs collectives inside backward. They start in one order on all members: a use along axes of the grid stands
+in the program of every member at the same place, is read there by the same operators, and autograd runs these in
+reverse order of creation, as it does the reshards among them. Uses from tables, where members may hold a part without
+using it, are not packed: a member that saves nothing would not come to the transfers.
+Promised: the same bits as if the whole had been kept; a parameter that was changed between forward and backward is an
+error, as it is for autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weft.runtime.values import Gradient
+
+Gather = Callable[[], Tensor]
+
+
+class Use:
+    """One use of a parameter.
+
+    Args:
+        stored: the rank's part.
+        gather: brings it to where it is used.
+    """
+
+    def __init__(self, name: str, stored: Tensor, gather: Gather) -> None:
+        self.name = name
+        self._stored, self._gather, self._version = stored, gather, stored._version
+        self._cached: Tensor | None = None
+        self._num_packed = self._num_left = 0
+
+    def whole(self) -> Tensor:
+        """Gather it, for forward."""
+        with torch.no_grad():
+            return self._gather()
+
+    def pack(self) -> None:
+        """An operator has saved it."""
+        self._num_packed += 1
+        self._num_left += 1
+
+    def unpack(self) -> Tensor:
+        """The whole; it is kept until all that were packed have been asked for."""
+        if self._stored._version != self._version:
+            raise RuntimeError(
+                f"{self.name} was changed in place after the forward whose backward needs it: call backward() before "
+                "optimizer.step()"
+            )
+        if self._cached is None:
+            self._cached = self.whole()
+        found = self._cached
+        self._num_left -= 1
+        if self._num_left <= 0:
+            # a graph that was retained may ask again
+            self._cached, self._num_left = None, self._num_packed
+        return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What is saved in place of a gathered weight, or of a view of it."""
+
+    use: Use
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """From the first element of the whole."""
+
+    def unpack(self) -> Tensor:
+        whole = self.use.unpack()
+        return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
+
+
+class Gathered:
+    """The uses of one forward, and the hooks that keep their memory out of autograd's hands."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, tuple[Any, Use, int, torch.dtype]] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def add(self, use: Use, whole: Tensor) -> None:
+        """A whole that is about to be used. From the first one on, what is saved is looked at."""
+        storage = whole.untyped_storage()
+        # weak, and asked for expiry: another tensor may come to lie there later
+        weak = StorageWeakRef(storage)
+        self._uses[storage._cdata] = weak, use, int(whole.storage_offset()), whole.dtype
+        if self._hooks is None:
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+
+    def close(self) -> None:
+        """The forward is over."""
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Packed:
+        if tensor.layout is not torch.strided:
+            return tensor
+        found = self._uses.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].expired() or found[3] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        _, use, start, _ = found
+        use.pack()
+        return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+
+
+def _unpack(saved: Tensor | Packed) -> Tensor:
+    return saved.unpack() if isinstance(saved, Packed) else saved
+
+
+def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
+    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
+    found: Tensor = _Edge.apply(sink, anchor, whole)
+    return found
+
+
+class _Edge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor) -> Tensor:
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        return whole.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        if gradient is not None:
+            ctx.sink.add(gradient)
+        return None, None, None

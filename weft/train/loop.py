@@ -1,0 +1,209 @@
+"""The training loop of one rank.
+
+In: an Order: what to load, the files of the program, the settings. Out: a Told: losses, evaluations, speed, memory.
+The loop is the plain one: forward, backward, clip, update, with the learning rate, the batch and the random numbers of
+each step given by its number, so that a run that goes on from a saved state is the run that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelFileError, RunError
+from weft.runtime.backend import peak_memory
+from weft.runtime.clip import Clip
+from weft.runtime.initialise import module_tensors
+from weft.runtime.parallel import Parallel
+from weft.runtime.processes import ProcessTransport
+from weft.runtime.training import call
+from weft.train.data import Choice, Source, make_source
+from weft.train.events import Shown
+from weft.train.opened import Content, open_rank
+from weft.train.saved import Progress, Saved, restore, save
+from weft.train.schedule import Rates
+from weft.train.settings import Settings
+from weft.verify.model_file import Optimizer, Subject, load_model_file
+from weft.verify.optimizer import make_optimizer
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is to do.
+
+    Args:
+        origin: of the model: a path, or `hf:...`.
+        eval_files: the program of `eval()`, if there is evaluation.
+        saved: the run to go on with.
+    """
+
+    origin: str
+    files: Content
+    settings: Settings
+    choice: Choice = field(default_factory=Choice)
+    eval_files: Content | None = None
+    saved: Saved | None = None
+
+    @property
+    def start(self) -> int:
+        return 0 if self.saved is None else self.saved.progress.step
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells at the end."""
+
+    losses: tuple[float, ...]
+    evaluations: tuple[tuple[int, float], ...]
+    steps_per_second: float
+    memory: int
+
+
+def train_rank(transport: ProcessTransport, order: Order) -> Told:
+    """What each process does."""
+    subject = load_model_file(order.origin)
+    chosen = replace(subject, optimizer=chosen_optimizer(subject, order.settings))
+    module = _open(transport, order, subject)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = own_optimizer(chosen, parameters) if parameters else Nothing()
+    if order.saved is not None:
+        restore(order.saved, module, optimizer)
+    run = Run(order, module, optimizer, make_source(subject, order.choice))
+    with Shown(order.settings, transport.rank, order.start) as shown:
+        return run.train(shown)
+
+
+def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parallel:
+    eval_files = order.eval_files
+    return open_rank(
+        order.files,
+        transport,
+        subject.model if order.saved is None else order.saved.model,
+        seed=order.settings.seed,
+        otherwise=subject.model,
+        known=frozenset(module_tensors(subject.model)),
+        eval_files=None if eval_files is None else lambda batch: eval_files,
+    )
+
+
+class Run:
+    """One rank's run."""
+
+    def __init__(self, order: Order, module: Parallel, optimizer: Any, source: Source) -> None:
+        self._order, self._settings = order, order.settings
+        self._module, self._optimizer, self._source = module, optimizer, source
+        self._rates = Rates(optimizer, order.settings.rates)
+        self._clip = None if order.settings.clip is None else Clip(module)
+        self._evaluations: list[tuple[int, float]] = []
+
+    def train(self, shown: Shown) -> Told:
+        """All steps."""
+        settings, module, losses = self._settings, self._module, list[float]()
+        batches = self._source.batches(module.replica, module.num_replicas, self._order.start)
+        started, away = time.perf_counter(), 0.0
+        for step in range(self._order.start, settings.steps):
+            loss, numbers = self._step(step, next(batches))
+            losses.append(loss)
+            shown.step(step, loss, numbers)
+            if len(losses) == 1:
+                started = time.perf_counter()
+            before = time.perf_counter()
+            self._between(step + 1, shown)
+            away += 0.0 if len(losses) == 1 else time.perf_counter() - before
+            if len(losses) == 1:
+                started = time.perf_counter()
+        seconds = time.perf_counter() - started - away
+        rate = (len(losses) - 1) / seconds if len(losses) > 1 else math.nan
+        memory = peak_memory(module.program.transport.device)
+        return Told(tuple(losses), tuple(self._evaluations), rate, memory)
+
+    def _step(self, step: int, batch: Any) -> tuple[float, dict[str, float]]:
+        numbers = {"train/lr": self._rates.begin(step)}
+        self._optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = call(self._module, batch)
+        loss.backward()
+        if self._clip is not None:
+            numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
+        self._optimizer.step()
+        found = self._mean(loss.detach())
+        if not math.isfinite(found):
+            raise RunError(f"the loss is {found} in step {step}", remedy="a smaller --lr, --clip 1.0, or other data")
+        return found, numbers
+
+    def _between(self, done: int, shown: Shown) -> None:
+        """Evaluate and save, if it is time."""
+        settings, last = self._settings, done == self._settings.steps
+        if settings.eval_every is not None and (done % settings.eval_every == 0 or last):
+            self._evaluations.append((done, self.evaluate()))
+            shown.write(done, {"eval/loss": self._evaluations[-1][1]})
+        due = settings.save_every is not None and done % settings.save_every == 0
+        if settings.save is not None and (due or last) and self._module.replica == 0:
+            kind = type(self._optimizer).__name__
+            save(
+                settings.save,
+                self._module,
+                self._optimizer,
+                Progress(done, settings.seed, kind, self._source.alphabet),
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the batches for evaluation, without dropout."""
+        module = self._module.eval()
+        losses = [
+            call(module, batch).detach() for batch in self._source.eval_batches(module.replica, module.num_replicas)
+        ]
+        module.train()
+        return self._mean(torch.stack(losses).double().mean())
+
+    def _mean(self, loss: Tensor) -> float:
+        """Over the replicas: the same number on all ranks."""
+        transport = self._module._transport
+        if transport.num_replicas == 1:
+            return loss.item()
+        found = transport.whole.all_gather(loss, transport.twins)
+        return torch.stack(found).double().mean().item()
+
+
+def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
+    """That of the file, or the one that was asked for."""
+    return subject.optimizer if settings.lr is None else _adamw(settings.lr)
+
+
+def own_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters, and over no other tensor."""
+    made = make_optimizer(subject, parameters)
+    own = {id(parameter) for parameter in parameters}
+    given = [parameter for group in made.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in given if id(parameter) not in own]
+    if strange:
+        raise ModelFileError(
+            f"optimizer(parameters) updates {len(strange)} tensors that are not among the parameters it was given, the "
+            f"first of shape {list(strange[0].shape)}",
+            place=subject.place,
+            remedy="make it over `parameters`: a model made in the file is not the one that is trained",
+        )
+    return made
+
+
+class Nothing:
+    """The optimizer of a rank that stores no trained parameter."""
+
+    param_groups: Iterable[dict[str, Any]] = ()
+    state: Mapping[Tensor, Any] = {}
+
+    def step(self) -> None:
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        return None
+
+
+def _adamw(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr)

@@ -1,0 +1,259 @@
+"""Saved runs: the model's own state dict, the optimizer's state by parameter name, and how far the run was.
+
+    DIR/latest.json                        which folder is the newest
+    DIR/step-N/model.safetensors           whole tensors under the original names: any program can load it
+    DIR/step-N/optimizer.safetensors       PARAMETER/KEY, whole
+    DIR/step-N/training.json               step, seed, kind of optimizer, what tokens stand for
+
+In: a rank's module and optimizer. Out: such a folder, and from it the same on other ranks: under the same plan bit for
+bit, under another to rounding. Promised: a folder gets its name when all of it is written, and `latest.json` changes
+after that, so that a run that is killed leaves the old state; files that are cut short or something else are errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import RunError
+from weft.ir.graph import Graph
+from weft.runtime.batch import dtype_name
+from weft.runtime.holdings import Holdings, exchange, gather, tell_all
+from weft.runtime.initialise import Whole, part_of
+from weft.runtime.module import shapes_of
+from weft.runtime.parallel import Parallel
+from weft.train.weights import listed, open_weights
+
+FORMAT = "weft training run 1"
+LATEST, MODEL, OPTIMIZER, TRAINING = "latest.json", "model.safetensors", "optimizer.safetensors", "training.json"
+PARTIAL = ".partial-"
+GIVE = "give a directory that weft train --save has written"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run was.
+
+    Args:
+        optimizer: its class.
+        values: of its state what is no tensor, by parameter and key.
+    """
+
+    step: int
+    seed: int
+    optimizer: str
+    alphabet: str = ""
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    format: str = FORMAT
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run on disk."""
+
+    folder: Path
+    progress: Progress
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+
+# Writing.
+
+
+def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
+    """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
+    program, directory = module.program, Path(directory)
+    holdings = exchange(program)
+    tensors = _gather_model(module, holdings)
+    states, values = _gather_optimizer(module, optimizer, holdings)
+    if program.transport.rank == 0:
+        whole = Progress(**{**asdict(progress), "values": values})
+        _write(directory, tensors, states, whole)
+
+
+def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
+    """The original state dict, on rank 0."""
+    program, found = module.program, dict[str, Tensor]()
+    for name, part in program.stored_parts().items():
+        if part.persistent:
+            whole = gather(program.transport, program.part(name), holdings.holders(name), part.shape, part.dtype)
+            if whole is not None:
+                found[name] = whole
+                found.update({each: whole.clone() for each in part.tied})
+    return found
+
+
+def _gather_optimizer(
+    module: Parallel, optimizer: Any, holdings: Holdings
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
+    program = module.program
+    mine = {name: dict(optimizer.state.get(parameter, {})) for name, parameter in program.trained()}
+    told = tell_all(program.transport, {name: _described(program.part(name), state) for name, state in mine.items()})
+    shapes, tensors, values = shapes_of(program), dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for name in program.trained_parts():
+        first = next((rank for rank, one in enumerate(told) if one.get(name)), None)
+        for key, (kind, value, dtype) in (told[first][name] if first is not None else {}).items():
+            if kind == "value":
+                values.setdefault(name, {})[key] = value
+                continue
+            assert first is not None
+            whole = tuple(((0, size),) for size in value)
+            holders = holdings.holders(name) if kind == "part" else [(first, whole)]
+            shape = shapes[name].shape if kind == "part" else value
+            state = mine.get(name, {}).get(key)
+            found = gather(program.transport, state, holders, shape, getattr(torch, dtype))
+            if found is not None:
+                tensors[f"{name}/{key}"] = found
+    return tensors, values
+
+
+def _described(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, tuple[str, Any, str]]:
+    """For each key: a part as the parameter is one, a tensor of its own shape, or a plain value."""
+    found: dict[str, tuple[str, Any, str]] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            kind = "part" if value.shape == parameter.shape else "own"
+            found[key] = kind, list(value.shape), dtype_name(value.dtype)
+        else:
+            found[key] = "value", value, ""
+    return found
+
+
+def _write(directory: Path, tensors: dict[str, Tensor], states: dict[str, Tensor], progress: Progress) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in directory.glob(f"{PARTIAL}*"):
+        shutil.rmtree(stale)
+    before = _latest(directory) if (directory / LATEST).is_file() else None
+    name = f"step-{progress.step}"
+    if (directory / name).exists():
+        name += "-again" if before is None or before.name != f"{name}-again" else "-anew"
+        shutil.rmtree(directory / name, ignore_errors=True)
+    partial = directory / f"{PARTIAL}{name}"
+    partial.mkdir()
+    write = importlib.import_module("safetensors.torch").save_file
+    write(tensors, partial / MODEL, metadata={"format": "pt"})
+    write(states, partial / OPTIMIZER)
+    (partial / TRAINING).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    partial.rename(directory / name)
+    pointer = directory / f"{PARTIAL}latest"
+    pointer.write_text(json.dumps({"format": FORMAT, "folder": name}), encoding="utf-8")
+    pointer.replace(directory / LATEST)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def check_target(directory: str | Path) -> None:
+    """Refuse to save where something else lies, before anything is trained."""
+    path = Path(directory)
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file", remedy="give a directory for --save")
+    if path.is_dir() and any(path.iterdir()) and not (path / LATEST).is_file():
+        raise RunError(
+            f"{path} holds something else than a saved run",
+            place=str(path),
+            remedy="give a directory that is empty or not there",
+        )
+
+
+# Reading.
+
+
+def open_saved(directory: str | Path) -> Saved:
+    """The newest state of a run."""
+    directory = Path(directory)
+    if not (directory / LATEST).is_file():
+        raise RunError(f"no saved run in {str(directory)!r}", remedy=GIVE)
+    folder = _latest(directory)
+    found = _json(folder / TRAINING)
+    try:
+        progress = Progress(**found)
+    except TypeError:
+        raise RunError(f"{folder / TRAINING} says something else than a saved run", remedy=GIVE) from None
+    for name in (MODEL, OPTIMIZER):
+        _tensors(folder / name)
+    return Saved(folder.resolve(), progress)
+
+
+def _latest(directory: Path) -> Path:
+    name = _json(directory / LATEST).get("folder")
+    if not isinstance(name, str) or "/" in name or not (directory / name).is_dir():
+        raise RunError(f"{directory / LATEST} names no folder beside it", remedy=GIVE)
+    return directory / name
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RunError(f"{path} is cut short, or no part of a saved run", place=str(path), remedy=GIVE)
+    return found
+
+
+def _tensors(path: Path) -> Mapping[str, Tensor | Whole]:
+    if not path.is_file():
+        raise RunError(f"the saved run lacks {path.name}", place=str(path.parent), remedy=GIVE)
+    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    try:
+        return open_weights(path)
+    except error as reason:
+        raise RunError(f"{path} is cut short, or no safetensors file: {reason}", place=str(path), remedy=GIVE) from None
+
+
+def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphabet: str) -> None:
+    """Refuse a run of another model, optimizer, seed or alphabet."""
+    whole = _tensors(saved.model)
+    held = {one.names: one.tensor for one in graph.parameters}
+    held.update({one.names: one.tensor for one in graph.buffers if one.persistent})
+    missing = [names[0] for names in held if not any(name in whole for name in names)]
+    wrong = [
+        f"{name} has shape {list(whole[name].shape)}, the model's has {list(graph.tensors[tensor].sizes)}"
+        for names, tensor in held.items()
+        for name in names
+        if name in whole and tuple(whole[name].shape) != graph.tensors[tensor].sizes
+    ]
+    if missing or wrong:
+        what = f"it has no {listed(missing)}" if missing else "; ".join(wrong[:3])
+        raise RunError(f"the saved run is of another model: {what}", place=str(saved.folder), remedy=GIVE)
+    was = saved.progress
+    for text, mine, theirs in (
+        ("optimizer", optimizer, was.optimizer),
+        ("seed", seed, was.seed),
+        ("alphabet", alphabet, was.alphabet),
+    ):
+        if mine != theirs:
+            raise RunError(
+                f"the saved run had the {text} {theirs!r}, this one has {mine!r}",
+                place=str(saved.folder),
+                remedy="resume with the model file, --data, --lr and --seed of the saved run",
+            )
+
+
+def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
+    """Give an optimizer this rank's parts of its state, and the module its step."""
+    program, whole = module.program, _tensors(saved.folder / OPTIMIZER)
+    shapes = shapes_of(program)
+    for name, parameter in program.trained():
+        for full in (one for one in whole if one.rpartition("/")[0] == name):
+            key, entry = full.rpartition("/")[2], whole[full]
+            like_it = tuple(entry.shape) == shapes[name].shape
+            if like_it and not parameter.numel():
+                found = torch.zeros_like(parameter)
+            else:
+                all_of_it = tuple(((0, size),) for size in entry.shape)
+                found = part_of(entry, program.stored[name] if like_it else all_of_it, name)
+            optimizer.state[parameter][key] = found.clone()
+        optimizer.state[parameter].update(saved.progress.values.get(name, {}))
+    module.step = saved.progress.step
