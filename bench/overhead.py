@@ -150,7 +150,7 @@ def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, An
         for _ in range(WARM_UP + 2):
             steps[sides[0]]()
         found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    # torch joins the backend's threads while it holds the interpreter's lock; one that still wants it would hang for ever
+    # torch joins the backend's threads while it holds the interpreter's lock: one that still wants it would hang
     time.sleep(SETTLE)
     dist.destroy_process_group()
     return found

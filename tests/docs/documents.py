@@ -4,7 +4,8 @@ In: a Markdown file. Out: an AssertionError that names the block if something on
 
 - A `python` block whose first line is `# name.py` is that file; any other `python` block runs at once.
 - A `bash` block is a list of commands, one a line; `# exit code 1` behind one says how it ends, if not with 0.
-- torchrun starts processes from nothing, which takes a minute on a busy machine: it is run only if asked for.
+- torchrun starts processes from nothing, which takes a minute on a busy machine: unless asked for, its script runs in
+  this process, on emulated devices; what `python` runs does so too.
 - A `text` block right behind one of these is what it prints, or the error that it ends in. Lines must appear in this
   order, `...` leaves some out, measured numbers may differ.
 """
@@ -13,14 +14,20 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import torch.distributed
+
+import weft
 from weft.cli import main
 from weft.errors import WeftError
 
@@ -33,7 +40,6 @@ COMPARED = re.compile(r"^(loss|gradients|weights) [\d.]+e[+-]\d+ .*")
 MEASURED = re.compile(r"(?<=rank )\d+(?= failed)|\d+(\.\d+)?e[+-]?\d+|\d+\.\d+|\d+(?= steps/s| tokens/s| ms)")
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 STARTED = {
-    "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
     "sed": ["sed"],
 }
@@ -84,10 +90,10 @@ def run(path: Path, folder: Path, read: Read, *, long: bool = False) -> None:
         if block.file is not None:
             (folder / block.file).write_text(block.text, encoding="utf-8")
             continue
-        if block.starts_many and not long:
-            continue
         read()
-        printed = (run_python if block.language == "python" else run_commands)(block, folder, read)
+        printed = (
+            run_python(block, folder, read) if block.language == "python" else run_commands(block, folder, read, long)
+        )
         if block.shown is not None:
             compare(block, printed)
 
@@ -105,8 +111,22 @@ def run_python(block: Block, folder: Path, read: Read) -> str:
     return read()
 
 
-def run_commands(block: Block, folder: Path, read: Read) -> str:
+def run_commands(block: Block, folder: Path, read: Read, long: bool) -> str:
+    """What the commands print, one after the other."""
+    if block.starts_many and not long:
+        run_emulated(folder / block.text.split()[-1])
+        return read()
     return "\n".join(run_command(line, block.place, folder, read) for line in block.text.splitlines() if line)
+
+
+def run_emulated(script: Path) -> None:
+    """Run a script for torchrun in this process, all ranks as its threads."""
+    # what `weft` gives on first use is not set there: once patched, it is deleted again
+    with (
+        patch.object(weft, "parallelize", partial(weft.parallelize, emulate=True)),
+        patch.object(torch.distributed, "get_rank", lambda: 0),
+    ):
+        runpy.run_path(str(script))
 
 
 def run_command(line: str, place: str, folder: Path, read: Read) -> str:
@@ -116,7 +136,10 @@ def run_command(line: str, place: str, folder: Path, read: Read) -> str:
     if name in ("make", "pip"):
         assert name == "pip" or set(rest) <= TARGETS, f"{place}: no such target: {line}"
         return ""
-    if name == "weft":
+    if name == "python":
+        runpy.run_path(str(folder / rest[0]))
+        code, printed = 0, read()
+    elif name == "weft":
         code, printed = main(rest), read()
     else:
         assert name in STARTED, f"{place}: a command that no test runs: {line}"

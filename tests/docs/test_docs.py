@@ -36,8 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("path", RUNNING, ids=[path.name for path in RUNNING])
 def test_page(path: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # one page shows that torchrun works; the others have it in `make test-full`
-    run(path, folder, lambda: "\n".join(capfd.readouterr()), long=path.name == "README.md")
+    run(path, folder, lambda: "\n".join(capfd.readouterr()))
 
 
 @pytest.mark.full

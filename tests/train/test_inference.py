@@ -122,9 +122,10 @@ def test_all_outputs_of_a_model_with_a_loss() -> None:
     for model, out in ((mine, found), (eager, wanted)):
         (out.loss + out.logits.square().mean()).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    state = mine.state_dict()
+    state, before = mine.state_dict(), gpt2().state_dict()
     for name, tensor in eager.state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-11, atol=1e-12)
+        # the library computes its loss in float32
+        torch.testing.assert_close(state[name] - before[name], tensor - before[name], rtol=1e-4, atol=1e-8)
 
 
 def test_a_model_without_labels_is_a_part_like_any_other() -> None:

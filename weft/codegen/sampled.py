@@ -36,7 +36,7 @@ from weft.plan.plan import Plan
 from weft.runtime.program_files import META, content_hash, file_hash
 from weft.runtime.sizes import FreeSize, refused
 
-MANY = 24
+MANY = 16
 """So many samples are tried before giving up."""
 NAMES = ("batch", "length")
 """What the first dims of an input are called."""

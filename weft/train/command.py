@@ -24,7 +24,7 @@ from weft.compile import Compiled, compile_subject
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.launch import Pool
-from weft.train.data import Choice, Source, make_source
+from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.door import in_eval
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.opened import cut_parameter
@@ -60,6 +60,8 @@ def train_file(
     """
     if settings.save is not None:
         check_target(settings.save)
+    if settings.data is not None:
+        check_file(settings.data)
     saved = None if settings.resume is None else open_saved(settings.resume)
     say("loading the model")
     subject = load_model_file(path)

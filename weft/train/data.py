@@ -76,9 +76,7 @@ def make_source(subject: Subject, choice: Choice) -> Source:
                 remedy="define eval_data() in the model file, or give --data FILE, whose end is kept for it",
             )
         return Own(subject)
-    path = Path(choice.path)
-    if not path.is_file():
-        raise RunError(f"no data file {str(path)!r}", remedy="give a text, or arrays: .npy, .npz, .safetensors")
+    path = check_file(choice.path)
     inputs = named_inputs(subject)
     rows = _rows(inputs, path)
     found: Arrays | Text
@@ -87,6 +85,13 @@ def make_source(subject: Subject, choice: Choice) -> Source:
     else:
         found = read_text(path, inputs, choice.vocabulary, choice.seed)
     return Numbered(found, subject, rows, evaluate=choice.evaluate, path=path)
+
+
+def check_file(path: str | Path) -> Path:
+    """Refuse a file that is not there."""
+    if not Path(path).is_file():
+        raise RunError(f"no data file {str(path)!r}", remedy="give a text, or arrays: .npy, .npz, .safetensors")
+    return Path(path)
 
 
 def named_inputs(subject: Subject) -> dict[str, Tensor]:
