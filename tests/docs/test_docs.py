@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.documents import ROOT, TARGETS, blocks, run
+from weft.errors import WeftError
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUNNING = [path for path in DOCUMENTS if any(True for _ in blocks(path))]
@@ -43,6 +44,16 @@ def test_page(path: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("path", LONG, ids=[path.name for path in LONG])
 def test_page_with_many_processes(path: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(path, folder, lambda: "\n".join(capfd.readouterr()), long=True)
+
+
+def test_every_error_has_its_example() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for kind in WeftError.__subclasses__():
+        assert f"\n## {kind.__name__}: " in page, f"docs/errors.md says nothing about {kind.__name__}"
+    shown = "\n".join(block.shown or "" for block in blocks(ROOT / "docs" / "errors.md"))
+    assert {"CaptureError", "PlanError", "RuleError", "LayoutError", "CheckError", "ModelFileError", "RunError"} <= set(
+        re.findall(r"^(\w+Error): ", shown, re.MULTILINE)
+    )
 
 
 @pytest.mark.smoke
