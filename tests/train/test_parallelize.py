@@ -220,6 +220,21 @@ def test_replicas_average_their_gradients(pool: Pool) -> None:
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-13)
 
 
+def other_batches(transport: ProcessTransport, files: dict[str, bytes]) -> list[str]:
+    """What is said of a batch that only one rank has."""
+    module, batch = mlp()
+    parallel = open_rank(files, transport, module)
+    with pytest.raises(weft.errors.RunError) as told:
+        parallel(**{name: tensor + (name == "x") * transport.rank for name, tensor in batch.items()})
+    return [told.value.message]
+
+
+def test_ranks_with_different_batches(pool: Pool) -> None:
+    module, batch = mlp()
+    found = pool.run(other_batches, compile_program(module, batch, "tp=2").files)
+    assert found[0] == ["ranks 0 and 1 of a replica were given different batches"]
+
+
 def test_programs_are_kept_found_again_and_edits_are_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     module, batch = mlp()
     module.drop.p = 0.0

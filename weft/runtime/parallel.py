@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.agree import other_batch
 from weft.runtime.batch import BatchMismatch, Form, OtherForm
 from weft.runtime.module import ParallelModule, Refusal
 from weft.runtime.random import Stream
@@ -132,7 +133,9 @@ class Parallel(nn.Module):
             raise self._refusal(str(error), "give batches in the form of the example") from None
         program = runnable.program
         program.stream = Stream(self.seed, self.step, self.replica)
-        self._transport.begin_step(self.step, "training" if program is self.program else f"evaluation {id(program)}")
+        kind = "training" if program is self.program else f"evaluation {id(program)}"
+        if self._transport.begin_step(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+            self._refuse_other_batches(inputs)
         if self.training:
             self.step += 1
         found = runnable.run(inputs)
@@ -140,6 +143,16 @@ class Parallel(nn.Module):
             # buffers that a forward of evaluation has changed
             give_back(program, self.program)
         return found
+
+    def _refuse_other_batches(self, inputs: Sequence[Tensor]) -> None:
+        other = other_batch(inputs, self._transport)
+        if other is not None:
+            message = f"ranks {self._transport.rank} and {other} of a replica were given different batches"
+            if self._refusal is None:
+                raise BatchMismatch(message)
+            raise self._refusal(
+                message, "give every rank of a replica the same whole batch; each takes its part itself"
+            )
 
     def runnable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runnable:
         """The program for a batch; in evaluation one is made if its arguments are others than any program's."""

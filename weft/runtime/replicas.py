@@ -43,16 +43,22 @@ class Replica:
         """The ranks of a group in all replicas, as ranks of the job."""
         return tuple(number * self.num_ranks + rank for number in range(self.num_replicas) for rank in group)
 
-    def begin_step(self, step: int, program: str = "") -> None:
+    def begin_step(self, step: int, program: str = "") -> bool:
         """From now on messages name this step. All ranks of the job say so at the same place.
 
         The first step of a program is one in which processes make sure, before every collective, that they mean the
-        same; later steps of it repeat what was checked. Which program runs is the same on all ranks, and a program has
-        one form of batches, so all ranks switch together."""
-        if isinstance(self.whole, ProcessTransport):
-            self.whole.begin_step(step)
-            self.whole.check = self.whole.always_check or program not in self._checked
-            self._checked.add(program)
+        same; later steps of it repeat what was checked. `program` is the same text on all ranks, so all switch
+        together.
+
+        Returns:
+            whether this is such a step.
+        """
+        if not isinstance(self.whole, ProcessTransport):
+            return False
+        self.whole.begin_step(step)
+        self.whole.check = self.whole.always_check or program not in self._checked
+        self._checked.add(program)
+        return self.whole.check
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
         return self.whole.all_reduce(tensor, self._ranks(group), op)

@@ -8,6 +8,7 @@ each step given by its number, so that a run that goes on from a saved state is 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,9 @@ class Told:
 
 def train_rank(transport: ProcessTransport, order: Order) -> Told:
     """What each process does."""
+    # every rank makes the model and the data for itself: with the same numbers, also in files that set no seed
+    torch.manual_seed(order.settings.seed)
+    random.seed(order.settings.seed)
     subject = load_model_file(order.origin)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, order.settings))
     module = _open(transport, order, subject)
@@ -111,13 +115,12 @@ class Run:
             loss, numbers = self._step(step, next(batches))
             losses.append(loss)
             shown.step(step, loss, numbers)
-            if len(losses) == 1:
-                started = time.perf_counter()
             before = time.perf_counter()
             self._between(step + 1, shown)
-            away += 0.0 if len(losses) == 1 else time.perf_counter() - before
+            away += time.perf_counter() - before
             if len(losses) == 1:
-                started = time.perf_counter()
+                # the first step warms up
+                started, away = time.perf_counter(), 0.0
         seconds = time.perf_counter() - started - away
         rate = (len(losses) - 1) / seconds if len(losses) > 1 else math.nan
         memory = peak_memory(module.program.transport.device)
