@@ -2,10 +2,11 @@
 
     python bench/overhead.py [--repeats 15] [--out bench/results/overhead.json]
 
-A GPT of 6 layers trains with AdamW, one thread per process. Both sides take a step in turn, in the same run, on the
-same batch; medians and their ratio are told, below 1 where Weft is faster; the ratio of processor time is less
-disturbed by whatever else the machine does. Peak memory is that of processes of
-their own that run one side only. Nothing is judged here.
+A GPT of 6 layers trains with AdamW, one thread per process; on one device some other models do too. Both sides take a
+step in turn, in the same run, on the same batch; medians and their ratio are told, below 1 where Weft is faster; the
+ratio of processor time is less disturbed by whatever else the machine does. Against DDP the batch is varied: the fewer
+rows, the more of a step is communication. Peak memory is that of processes of their own that run one side only.
+Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -27,17 +28,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import weft
 from weft.compile import compile_program
 from weft.runtime.alone import Alone
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.training import call
 from weft.train.opened import open_rank
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "overhead.json"
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 128, 8192, 8
+BATCHES = (2, 4, 8)
 WARM_UP = 3
 SETTLE = 0.5
 """Seconds in which the threads of torch's process group let go of their last tensors."""
@@ -75,29 +88,80 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 64)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), y)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return GPT()
 
 
-def example() -> tuple[Tensor, Tensor]:
+def example(batch: int = BATCH) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    tokens = torch.randint(VOCABULARY, (batch, LENGTH + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def stepper(module: nn.Module, batch: tuple[Tensor, ...]) -> Step:
+Subject = tuple[Callable[[], nn.Module], Any]
+"""A function that makes a module, and its batch."""
+
+
+def subjects() -> dict[str, Subject]:
+    """What runs on one device; those of transformers without dropout, which draws other numbers in eager mode."""
+    small = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 4096}
+    llama = LlamaConfig(**small, num_key_value_heads=2, intermediate_size=704, use_cache=False)
+    bert = BertConfig(**small, intermediate_size=1024, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    gpt2 = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=4096, **quiet)
+    vit = ViTConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, image_size=64)
+    torch.manual_seed(1)
+    tokens = {"input_ids": (ids := torch.randint(4096, (4, LENGTH))), "labels": ids.clone()}
+    images = {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(2, (16,))}
+    numbers = (torch.randn(64, 512), torch.randn(64, 64))
+    return {
+        "gpt": (model, example()),
+        "mlp": (seeded(Perceptron), numbers),
+        "llama": (seeded(lambda: LlamaForCausalLM(llama)), tokens),
+        "gpt2": (seeded(lambda: GPT2LMHeadModel(gpt2)), tokens),
+        "bert": (seeded(lambda: BertForMaskedLM(bert)), tokens),
+        "vit": (seeded(lambda: ViTForImageClassification(vit)), images),
+    }
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return make().train()
+
+    return made
+
+
+def stepper(module: nn.Module, batch: Any) -> Step:
     """A function that takes one optimizer step and returns the loss."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = module(*batch)
+        loss = loss_of(call(module, batch))
         loss.backward()
         optimizer.step()
         return float(loss.detach())
 
     return step
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss itself, or that of a Hugging Face output."""
+    found: Tensor = output if isinstance(output, Tensor) else output.loss
+    return found
 
 
 def alternate(ours: Step, theirs: Step, repeats: int, meet: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -124,10 +188,11 @@ def alternate(ours: Step, theirs: Step, repeats: int, meet: Callable[[], None] =
     }
 
 
-def one_device(repeats: int) -> dict[str, Any]:
-    files = compile_program(model(), example(), "dp=1").files
-    ours = open_rank(files, Alone(), model())
-    return alternate(stepper(ours, example()), stepper(model(), example()), repeats)
+def one_device(subject: Subject, repeats: int) -> dict[str, Any]:
+    make, batch = subject
+    files = compile_program(make(), batch, "dp=1").files
+    ours = open_rank(files, Alone(), make())
+    return alternate(stepper(ours, batch), stepper(make(), batch), repeats)
 
 
 def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, Any]:
@@ -138,10 +203,11 @@ def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, An
     )
     sides = payload["sides"]
     steps: dict[str, Step] = {}
+    batch = example(payload["batch"])
     if "ours" in sides:
-        steps["ours"] = stepper(open_rank(payload["files"], transport, model()), example())
+        steps["ours"] = stepper(open_rank(payload["files"], transport, model()), batch)
     if "theirs" in sides:
-        share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in example())
+        share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in batch)
         replicated = DistributedDataParallel(model(), gradient_as_bucket_view=True)
         steps["theirs"] = averaged(stepper(replicated, share), transport.num_ranks)
     if len(sides) == 2:
@@ -167,12 +233,13 @@ def averaged(step: Step, num_ranks: int) -> Step:
     return whole
 
 
-def two_processes(repeats: int) -> dict[str, Any]:
-    files = compile_program(model(), example(), "dp=2").files
+def two_processes(batch: int, repeats: int) -> dict[str, Any]:
+    files = compile_program(model(), example(batch), "dp=2").files
     found: dict[str, Any] = {}
     for sides in (("ours", "theirs"), ("ours",), ("theirs",)):
         with tempfile.TemporaryDirectory() as folder, Pool(2, preload=("bench.overhead",)) as pool:
-            payload = {"files": files, "sides": sides, "repeats": repeats, "meeting": f"{folder}/meeting"}
+            payload = {"files": files, "sides": sides, "repeats": repeats, "batch": batch}
+            payload["meeting"] = f"{folder}/meeting"
             ranks = pool.run("bench.overhead:on_two", payload, timeout=300)
         if len(sides) == 2:
             found.update({key: max(rank[key] for rank in ranks) for key in ("ours", "theirs")})
@@ -196,26 +263,34 @@ def machine() -> dict[str, Any]:
     }
 
 
+def tell(name: str, found: dict[str, Any]) -> None:
+    ours, theirs, ratio, busy = (found[key] for key in ("ours", "theirs", "ratio", "ratio_of_cpu_time"))
+    text = f"{name}: ours {ours * 1e3:.0f} ms, theirs {theirs * 1e3:.0f} ms, ratio {ratio:.3f}"
+    print(f"{text} (of processor time: {busy:.3f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    size = {"layers": LAYERS, "width": WIDTH, "length": LENGTH, "vocabulary": VOCABULARY, "batch": BATCH}
+    size = {"layers": LAYERS, "width": WIDTH, "length": LENGTH, "vocabulary": VOCABULARY}
     found: dict[str, Any] = {
         "machine": machine(),
         "model": size,
         "parameters": sum(p.numel() for p in GPT().parameters()),
     }
-    for name, measure in (("one_device", one_device), ("dp2", two_processes)):
-        found[name] = measure(options.repeats)
-        ours, theirs, ratio = (found[name][key] for key in ("ours", "theirs", "ratio"))
-        cpu = found[name]["ratio_of_cpu_time"]
-        text = f"{name}: ours {ours * 1e3:.0f} ms, theirs {theirs * 1e3:.0f} ms, ratio {ratio:.3f}"
-        print(f"{text} (of processor time: {cpu:.3f})", flush=True)
-    memory = [found["dp2"][f"peak_memory_{side}"] / 2**20 for side in ("ours", "theirs")]
-    print(f"dp2 peak memory: ours {memory[0]:.0f} MiB, DDP {memory[1]:.0f} MiB, ratio {memory[0] / memory[1]:.3f}")
+    found["one_device"] = {}
+    for name, subject in subjects().items():
+        found["one_device"][name] = one_device(subject, options.repeats)
+        tell(f"one device, {name}", found["one_device"][name])
+    found["dp2"] = {}
+    for batch in BATCHES:
+        result = found["dp2"][f"batch {batch}"] = two_processes(batch, options.repeats)
+        tell(f"dp=2 against DDP, batch {batch}", result)
+        memory = [result[f"peak_memory_{side}"] / 2**20 for side in ("ours", "theirs")]
+        print(f"  peak memory: ours {memory[0]:.0f} MiB, DDP {memory[1]:.0f} MiB, ratio {memory[0] / memory[1]:.3f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

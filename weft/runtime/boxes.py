@@ -33,7 +33,7 @@ NOTE = struct.Struct("<qqqqqq")
 TAKEN = struct.Struct("<q")
 PAUSE = 5e-5
 """Seconds between two looks for a free box."""
-FEW = 4
+FEW = 3
 """Boxes that may wait for their takers before the sender waits too."""
 
 
@@ -71,12 +71,13 @@ class Passage:
     """An exchange under way: the backend's work, and what it leaves to be looked up."""
 
     work: Any
-    came: Tensor
+    came: Tensor | None
     wanted: Sequence[int]
     notes: Tensor
     sizes: list[int]
     kept: Tensor
     """What the backend is still sending."""
+    boxed: bool
 
 
 class Boxes:
@@ -106,19 +107,24 @@ class Boxes:
         self._open = self._agree()
 
     def begin(
-        self, came: Tensor, flat: Tensor, wanted: Sequence[int], sizes: Sequence[int], *, same: bool = False
+        self, came: Tensor | None, flat: Tensor, wanted: Sequence[int], sizes: Sequence[int], *, same: bool = False
     ) -> Passage:
-        """Begin an exchange; `came` is filled when it ends.
+        """Begin an exchange.
 
         Args:
+            came: is filled when it ends; None if what came will only be looked at. A rank that only looks sends
+                nothing to itself.
             same: `flat` is one message, for each member that something is for.
         """
         large = [at for at, size in enumerate(sizes) if self._boxed(at, size)]
         if not large and not any(self._boxed(at, size) for at, size in enumerate(wanted)):
             sent = repeated(flat, sizes) if same else flat
-            return Passage(self._carry(came, sent, list(wanted), list(sizes)), came, (), came, [], sent)
+            into = torch.empty(sum(wanted), dtype=torch.uint8) if came is None else came
+            work = self._carry(into, sent, list(wanted), list(sizes))
+            return Passage(work, came, wanted, into, list(wanted), sent, boxed=False)
         outgoing = [flat[:size] for size in sizes] if same else list(flat.split(list(sizes)))
-        came.split(list(wanted))[self._position].copy_(outgoing[self._position])
+        if came is not None:
+            came.split(list(wanted))[self._position].copy_(outgoing[self._position])
         outgoing[self._position] = flat[:0]
         if large:
             self._put_in_box(outgoing, large, same=same)
@@ -126,24 +132,35 @@ class Boxes:
         incoming = [self._travels(at, size) for at, size in enumerate(wanted)]
         notes = torch.empty(sum(incoming), dtype=torch.uint8)
         work = self._carry(notes, sent, incoming, [piece.numel() for piece in outgoing])
-        return Passage(work, came, wanted, notes, incoming, sent)
+        return Passage(work, came, wanted, notes, incoming, sent, boxed=True)
 
     def finish(self, passage: Passage) -> None:
         """Wait for an exchange, and fetch what lies in boxes."""
+        found, release = self.look(passage)
+        if passage.boxed:
+            assert passage.came is not None
+            for at, into in enumerate(passage.came.split(list(passage.wanted))):
+                if at != self._position:
+                    into.copy_(found[at])
+        release()
+
+    def look(self, passage: Passage) -> tuple[list[Tensor], Callable[[], None]]:
+        """Wait for an exchange: what came from each member, where it lies, and what to call after the last look."""
         self._wait(passage.work)
-        if not passage.sizes:
-            return
-        into = passage.came.split(list(passage.wanted))
-        for at, note in enumerate(passage.notes.split(passage.sizes)):
-            if at == self._position:
-                continue
-            if not self._boxed(at, passage.wanted[at]):
-                into[at].copy_(note)
-                continue
-            pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
-            box = self._opened(pid, descriptor, serial, size)
-            into[at].copy_(box.memory[start : start + passage.wanted[at]])
-            box.set_mark(self._position, number)
+        found = list(passage.notes.split(passage.sizes))
+        taken: list[tuple[Box, int]] = []
+        for at, note in enumerate(found):
+            if passage.boxed and self._boxed(at, passage.wanted[at]):
+                pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
+                box = self._opened(pid, descriptor, serial, size)
+                found[at] = box.memory[start : start + passage.wanted[at]]
+                taken.append((box, number))
+
+        def release() -> None:
+            for box, number in taken:
+                box.set_mark(self._position, number)
+
+        return found, release
 
     def _boxed(self, at: int, size: int) -> bool:
         return self._open and LARGE <= size < HUGE and at != self._position

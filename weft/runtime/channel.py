@@ -40,6 +40,9 @@ KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
 
 
+Looked = tuple[list[Tensor], Callable[[], None]]
+
+
 class Channel:
     """Collectives in the order in which they are called here. For one thread at a time.
 
@@ -152,6 +155,24 @@ class Channel:
         sent = repeated(flat, sizes) if same else flat
         work = self._groups.get(group, self._lane).alltoall_base(came, sent, wanted, sizes)
         return lambda: self.wait(work)
+
+    def begin_look(self, flat: Tensor, sizes: list[int], group: Group) -> Callable[[], Looked]:
+        """Begin to send one message to all other members, of which something of the same size comes.
+
+        What is returned waits for its end, and gives what came from each, ranks ascending, and a function to be called
+        after the last look at it."""
+        if len(group) > 1 and self._groups.local and self._groups.backend.host_waits:
+            boxes = self._boxes_of(group)
+            passage = boxes.begin(None, flat, sizes, sizes, same=True)
+            return lambda: boxes.look(passage)
+        came = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        end = self.begin_carry(came, flat, sizes, sizes, group, same=True)
+
+        def look() -> Looked:
+            end()
+            return list(came.split(sizes)), lambda: None
+
+        return look
 
     def _boxes_of(self, group: Group) -> Boxes:
         """Shared memory with these ranks; made at the group's first exchange, by all of them."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.runtime.groups import Group
 
-BLOCK = 8 << 20
+BLOCK = 4 << 20
 """Bytes of a block: large enough for the rate of a long message, small enough to stay in the cache."""
 ONE_ROUND = 1 << 16
 """Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
@@ -38,6 +38,10 @@ class Carrier(Protocol):
     def begin_carry(
         self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
     ) -> Callable[[], None]: ...
+
+    def begin_look(
+        self, flat: Tensor, sizes: list[int], group: Group
+    ) -> Callable[[], tuple[list[Tensor], Callable[[], None]]]: ...
 
     def scratch(self, name: str, size: int) -> Tensor: ...
 
@@ -68,23 +72,23 @@ def add_up(carrier: Carrier, source: Tensor, total: Tensor, group: Group, op: st
 
 
 def _one_round(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
-    """A block that goes from everybody to everybody. `slot`: which of two sets of buffers it uses."""
-    sent, others = mine.view(torch.uint8), [peer for peer in sorted(group) if peer != carrier.rank]
-    sizes = [0 if peer == carrier.rank else sent.numel() for peer in sorted(group)]
-    came = carrier.scratch(f"came{slot}", sum(sizes))
-    end = carrier.begin_carry(came, sent, sizes, sizes, group, same=True)
+    """A block that goes from everybody to everybody, and is added up where it lies."""
+    members, sent = sorted(group), mine.view(torch.uint8)
+    sizes = [0 if peer == carrier.rank else sent.numel() for peer in members]
+    end = carrier.begin_look(sent, sizes, group)
     yield
-    end()
-    found = dict(zip(others, came.view(mine.dtype).view(len(others), len(mine)), strict=True))
-    parts = [found.get(peer, mine) for peer in group]
+    came, release = end()
+    by_rank = dict(zip(members, came, strict=True))
+    parts = [mine if peer == carrier.rank else by_rank[peer].view(mine.dtype) for peer in group]
     if len(group) <= 2:
         combine(parts, op, into)
     else:
         into.copy_(combine(parts, op))
+    release()
 
 
 def _two_rounds(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
-    """A block of which each member adds up its own chunk."""
+    """A block of which each member adds up its own chunk. `slot`: which of two sets of buffers it uses."""
     members = sorted(group)
     lengths = [len(chunk) for chunk in mine.tensor_split(len(group))]
     sizes = [length * mine.itemsize for length in lengths]
