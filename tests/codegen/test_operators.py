@@ -119,6 +119,22 @@ def more() -> dict[str, list[Form]]:
         "aten.ones_like.default": [form(r(3)), form(r(3), dtype=torch.int64)],
         "aten.repeat_interleave.self_int": [form(r(2, 3), 2), form(r(2, 3), 2, 1)],
         "aten.argmax.default": [form(r(2, 3)), form(r(2, 3), 1, True)],
+        "aten.conv1d.default": [form(r(2, 4, 7), r(6, 2, 3), r(6), [2], [1], [1], 2), form(r(2, 4, 7), r(6, 4, 3))],
+        "aten.conv2d.default": [form(r(2, 4, 7, 5), r(6, 2, 3, 3), r(6), [2, 2], [1, 1], [1, 1], 2)],
+        "aten.conv3d.default": [form(r(1, 2, 4, 4, 4), r(3, 2, 2, 2, 2), None, [2, 2, 2])],
+        "aten.conv_transpose1d.default": [form(r(2, 4, 5), r(4, 3, 3), r(3), [2], [1], [1])],
+        "aten.conv_transpose2d.input": [form(r(2, 4, 5, 5), r(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1])],
+        "aten.conv_transpose3d.input": [form(r(1, 2, 3, 3, 3), r(2, 3, 2, 2, 2))],
+        "aten.max_pool2d.default": [form(r(2, 3, 6, 6), [2, 2]), form(r(2, 3, 7, 7), [3, 3], [2, 2], [1, 1])],
+        "aten.avg_pool2d.default": [
+            form(r(2, 3, 6, 6), [2, 2]),
+            form(r(2, 3, 6, 6), [2, 2], [1, 1], [1, 1], False, False),
+        ],
+        "aten.adaptive_avg_pool2d.default": [form(r(2, 3, 6, 6), [1, 1])],
+        "aten.scatter.src": [form(r(3, 4), 1, i(4, 3, 4), r(3, 4))],
+        "aten.scatter_add.default": [form(r(3, 4), 1, i(4, 3, 4), r(3, 4))],
+        "aten.topk.default": [form(r(3, 5), 2), form(r(3, 5), 2, 0, False)],
+        "aten.lerp.Scalar": [form(r(3), r(3), 0.1)],
         "aten.roll.default": [form(r(4), [1]), form(r(4, 2), [1], [0])],
     }
 

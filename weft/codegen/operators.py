@@ -77,6 +77,19 @@ TEMPLATES: Mapping[str, str] = {
     "aten.binary_cross_entropy_with_logits.default": "F.binary_cross_entropy_with_logits(self, target)",
     "aten.scaled_dot_product_attention.default": "F.scaled_dot_product_attention("
     "query, key, value, attn_mask=?, dropout_p=?, is_causal=?, scale=?, enable_gqa=?)",
+    # convolutions and pools
+    **{
+        f"aten.conv{n}d.default": f"F.conv{n}d(input, weight, bias?, stride=?, padding=?, dilation=?, groups=?)"
+        for n in (1, 2, 3)
+    },
+    **{
+        f"aten.conv_transpose{n}d.{overload}": f"F.conv_transpose{n}d(input, weight, bias?, stride=?, padding=?, "
+        "output_padding=?, groups=?, dilation=?)"
+        for n, overload in ((1, "default"), (2, "input"), (3, "input"))
+    },
+    "aten.max_pool2d.default": "F.max_pool2d(self, kernel_size, stride=?, padding=?, dilation=?, ceil_mode=?)",
+    "aten.avg_pool2d.default": "F.avg_pool2d(self, kernel_size, stride=?, padding=?, ceil_mode=?)",
+    "aten.adaptive_avg_pool2d.default": "F.adaptive_avg_pool2d(self, output_size)",
     # shapes
     "aten.reshape.default": "self.reshape(*shape)",
     "aten.view.default": "self.view(*size)",
@@ -126,6 +139,10 @@ TEMPLATES: Mapping[str, str] = {
     "aten.any.default": "self.any()",
     "aten.all.default": "self.all()",
     "aten.gather.default": "self.gather(dim, index)",
+    "aten.scatter.src": "self.scatter(dim, index, src)",
+    "aten.scatter_add.default": "self.scatter_add(dim, index, src)",
+    "aten.topk.default": "self.topk(k, dim=?, largest=?, sorted=?)",
+    "aten.lerp.Scalar": "torch.lerp(self, end, weight)",
     "aten.index_select.default": "self.index_select(dim, index)",
     "aten.masked_fill.Scalar": "self.masked_fill(mask, value)",
     "aten.masked_fill.Tensor": "self.masked_fill(mask, value)",
@@ -173,7 +190,12 @@ def expression(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], show
 
 
 def _is_default(name: str, value: Any, default: Any) -> bool:
-    if name in ("pin_memory", "layout", "implicit", "cudnn_enable") and value in (None, False, torch.strided):
+    # those of the backend change no number on devices that lack it
+    if name in ("pin_memory", "layout", "implicit", "cudnn_enable", "cudnn_enabled") and value in (
+        None,
+        False,
+        torch.strided,
+    ):
         return True
     return type(value) is type(default) and bool(value == default)
 

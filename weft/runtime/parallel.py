@@ -58,8 +58,8 @@ class Runnable:
         for tensor, given, told in zip(inputs, self.needs_grad, self.form.tensors, strict=False):
             if tensor.requires_grad and not given:
                 raise BatchMismatch(
-                    f"{told[1]} of the batch requires a gradient, in the example it does not: give an example whose "
-                    f"{told[1]} does (requires_grad_()), or detach it"
+                    f"{told[1]} of the batch requires a gradient, in the example it does not: give parallelize() an "
+                    f"example whose {told[1]} does (requires_grad_())"
                 )
         return inputs
 

@@ -2,7 +2,7 @@
 
 In: a model file, a plan, settings. Out: the losses, how fast it went, what it needed. The launcher checks everything
 that can be checked, then compiles; each process gets its share of the program, makes the model of the file, keeps its
-own parts and trains (`train/loop.py`). A rank that fails ends all, with one message; so does Ctrl-C.
+own parts and trains (`train/loop.py`). A rank that fails ends all, with one message; so do Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -37,9 +40,31 @@ from weft.verify.parallel import told
 
 Say = Callable[[str], None]
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM, as shells have them."""
 MEBI = 1 << 20
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers and `timeout` send: the run ends as after Ctrl-C."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Make SIGTERM an exception while the run goes on."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        # only the main thread may set handlers; elsewhere somebody else runs the process
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def train_file(
@@ -174,14 +199,17 @@ def run(options: argparse.Namespace) -> int:
         status.update(text)
 
     try:
-        with status:
+        with status, terminable():
             tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
             trained = train_file(options.file, options.plan, settings, say=say, tell=tell)
-    except KeyboardInterrupt:
-        console.print("interrupted: all processes have ended")
+    except KeyboardInterrupt as interrupt:
+        # no way to tell it else: what ends the processes is the same for both signals
+        terminated = isinstance(interrupt, Terminated)
+        what = "terminated" if terminated else "interrupted"
+        console.print(f"{what}: all processes have ended")
         if options.json:
-            print(json.dumps({"error": "interrupted", "at": "", "try": ""}))
-        return INTERRUPTED
+            print(json.dumps({"error": what, "at": "", "try": ""}))
+        return TERMINATED if terminated else INTERRUPTED
     show_trained(trained, f"{options.file} under {options.plan}")
     if options.json:
         print(json.dumps(trained.as_json(), allow_nan=False))

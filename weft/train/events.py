@@ -1,12 +1,15 @@
 """What rank 0 shows while it trains: a progress bar, and TensorBoard events if they are asked for.
 
-In: numbers of each step. Out: a bar on stderr, events in a directory. Other ranks show nothing.
+In: numbers of each step. Out: a bar on stderr, or a line now and then where stderr is no terminal; events in a
+directory. Other ranks show nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.train.settings import Settings
+
+EVERY = 10.0
+"""Seconds between two lines, where there is no bar."""
 
 
 class Shown:
@@ -31,6 +37,8 @@ class Shown:
             transient=True,
         )
         self._task = self._progress.add_task("", total=settings.steps, completed=start, loss=math.nan)
+        self._lines = rank == 0 and not settings.show
+        self._steps, self._told = settings.steps, time.monotonic()
         self._events: Any = None
         if settings.tensorboard is not None and rank == 0:
             self._events = importlib.import_module("torch.utils.tensorboard").SummaryWriter(settings.tensorboard)
@@ -47,6 +55,9 @@ class Shown:
     def step(self, step: int, loss: float, numbers: Mapping[str, float]) -> None:
         """A step is done."""
         self._progress.update(self._task, advance=1, loss=loss)
+        if self._lines and time.monotonic() > self._told + EVERY:
+            self._told = time.monotonic()
+            print(f"step {step + 1} of {self._steps}: loss {loss:.4f}", file=sys.stderr, flush=True)
         self.write(step, {"train/loss": loss, **numbers})
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
