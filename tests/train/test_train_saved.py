@@ -113,6 +113,13 @@ def test_another_plan_goes_on_to_rounding(path: Path, pool: Pool, two_steps: Pat
         torch.testing.assert_close(tensor, through[1][name], rtol=1e-9, atol=1e-11)
 
 
+def test_another_schedule_is_told(path: Path, pool: Pool, two_steps: Path) -> None:
+    told: list[str] = []
+    how = Settings(**{**HOW, "steps": 3, "schedule": "linear", "resume": str(two_steps)})  # type: ignore[arg-type]
+    train_file(path, "dp=2", how, pool=pool, tell=told.append)
+    assert any("goes on linear over 3 steps" in text for text in told)
+
+
 def test_it_is_the_state_dict_of_the_model(path: Path, two_steps: Path) -> None:
     model = load_model_file(path).model
     model.load_state_dict(load_file(open_saved(two_steps).model), strict=True)

@@ -88,6 +88,11 @@ def train_file(
     if settings.data is not None:
         check_file(settings.data)
     saved = None if settings.resume is None else open_saved(settings.resume)
+    if saved is not None and saved.progress.rates not in ("", str(settings.rates)):
+        tell(
+            f"the learning rate of the saved run was {saved.progress.rates}, it goes on {settings.rates}: not the run "
+            "that never stopped"
+        )
     say("loading the model")
     subject = load_model_file(path)
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)

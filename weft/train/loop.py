@@ -152,7 +152,7 @@ class Run:
                 settings.save,
                 self._module,
                 self._optimizer,
-                Progress(done, settings.seed, kind, self._source.alphabet),
+                Progress(done, settings.seed, kind, self._source.alphabet, str(settings.rates)),
             )
 
     @torch.no_grad()

@@ -44,6 +44,7 @@ class Progress:
 
     Args:
         optimizer: its class.
+        rates: the schedule of the learning rate, in words.
         values: of its state what is no tensor, by parameter and key.
     """
 
@@ -51,6 +52,7 @@ class Progress:
     seed: int
     optimizer: str
     alphabet: str = ""
+    rates: str = ""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     format: str = FORMAT
 

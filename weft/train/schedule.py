@@ -33,6 +33,16 @@ class Schedule:
         if self.warmup < 0 or self.warmup > self.steps:
             raise RunError(f"{self.warmup} steps of warm-up in {self.steps} steps", remedy="a smaller --warmup")
 
+    def __str__(self) -> str:
+        """In words; a rate that never changes needs no number of steps.
+
+        >>> str(Schedule()), str(Schedule("cosine", 3, 12))
+        ('constant', 'cosine over 12 steps, 3 of them warm-up')
+        """
+        if self.shape == "constant":
+            return f"constant after {self.warmup} steps of warm-up" if self.warmup else "constant"
+        return f"{self.shape} over {self.steps} steps, {self.warmup} of them warm-up"
+
     def factor(self, step: int) -> float:
         """For the step of that number, counted from 0."""
         if step < self.warmup:
