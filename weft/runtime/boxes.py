@@ -34,8 +34,8 @@ TAKEN = struct.Struct("<q")
 PAUSE = 5e-5
 """Seconds between two looks for a free box."""
 FEW = 3
-"""Boxes that may wait for their takers before the sender waits too. A sum in two rounds (sums.py) begins three exchanges
-before members surely have ended the first: with fewer boxes they would wait for each other."""
+"""Boxes that may wait for their takers before the sender waits too. A sum in two rounds (sums.py) begins three
+exchanges before members surely have ended the first: with fewer boxes they would wait for each other."""
 
 
 @dataclass
