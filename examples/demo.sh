@@ -31,7 +31,7 @@ say "5. Train: four processes, and one process for comparison."
 run weft train examples/gpt.py --plan dp=2,tp=2 --steps 150 --cache "$folder/cache"
 run weft train examples/gpt.py --plan dp=1 --steps 150 --cache "$folder/cache"
 
-say "6. The program is $(wc -l < "$program/program.py.orig" | tr -d ' ') lines of Python, read it:"
+say "6. The program lies in program/program.py: it is $(wc -l < "$program/program.py.orig" | tr -d ' ') lines of Python. Read it:"
 printf '$ weft show examples/gpt.py --plan dp=2,tp=2 --code\n'
 
 say "7. Your own model: a file with model(), which returns the module, and example(), which returns a batch."

@@ -16,7 +16,7 @@ from rich.console import Console
 from weft.commands.aside import aside, table
 from weft.errors import WeftError
 from weft.verify import Result, verify, verify_program
-from weft.verify.compare import Processes, show
+from weft.verify.compare import Processes, shortened, show
 
 OK, DIFFERENT = 0, 1
 MAX_LINES = 6
@@ -136,7 +136,7 @@ def _show_verdict(console: Console, result: Result) -> None:
         console.print(f"equal to one device (every difference below {result.tolerance:.0e})", style="green")
         return
     console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
-    for text in result.disagreements:
+    for text in shortened(result.disagreements):
         console.print(f"  copies differ: {text}", markup=False)
     first = result.first_difference
     if first is not None:

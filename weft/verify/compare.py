@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 LARGEST = sys.float_info.max
 ROUNDING = 1e-9
 KINDS = ("loss", "gradients", "weights")
+FEW = 3
+"""So many copies that differ are named."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Result:
         lines = ["equal to one device" if self.equal else "different from one device"]
         lines += [f"  {d.kind}: {show(d.value)} ({d.tensor})" for d in self.differences]
         lines += [f"  {one}" for one in self.sizes]
-        lines += [f"  copies differ: {text}" for text in self.disagreements]
+        lines += [f"  copies differ: {text}" for text in shortened(self.disagreements)]
         if self.first_difference is not None:
             lines.append(f"  first: {describe(self.first_difference)}")
         return "\n".join(lines)
@@ -194,6 +196,16 @@ def plain(value: Any) -> Any:
 
 def _plain(found: Difference | FirstDifference | Processes) -> dict[str, Any]:
     return {name: plain(value) for name, value in vars(found).items()}
+
+
+def shortened(texts: Sequence[str]) -> list[str]:
+    """The first few of many.
+
+    >>> shortened(["a", "b", "c", "d", "e"])
+    ['a', 'b', 'c', 'and 2 more']
+    """
+    left = len(texts) - FEW
+    return [*texts[:FEW], f"and {left} more"] if left > 0 else list(texts)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
