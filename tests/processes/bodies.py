@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import HUGE, LARGE
+from weft.runtime.boxes import HUGE, LARGE, Boxes
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Doing, GroupComm, Transport
 
@@ -217,3 +218,28 @@ def boxed(transport: Transport, payload: Any) -> list[bool]:
         came = transport.all_to_all(sends, expects, group, "exchange")
         found += [torch.equal(came[peer][0], sent) for peer in expects]
     return found
+
+
+def boxes_before(transport: Transport, payload: Any) -> int:
+    """How many boxes are open when a job begins; it then uses some."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    boxed(transport, payload)
+    return sum("memfd:weft" in str(link) for link in links)
+
+
+def last_message(transport: Transport, payload: Any) -> bool:
+    """Rank 0 ends right after it has sent; rank 1 looks late, into a box that it has not seen before."""
+    sent = torch.full((4 * LARGE,), 7, dtype=torch.uint8)
+    if transport.rank == 1:
+        look = Boxes.look
+
+        def late(self: Boxes, passage: Any) -> Any:
+            self._wait(passage.work)
+            time.sleep(1)
+            return look(self, passage)
+
+        Boxes.look = late  # type: ignore[method-assign]
+    sends = {1: [sent]} if transport.rank == 0 else {}
+    expects = {0: [((4 * LARGE,), torch.uint8)]} if transport.rank == 1 else {}
+    came = transport.all_to_all(sends, expects, (0, 1), "exchange")
+    return transport.rank == 0 or torch.equal(came[0][0], sent)

@@ -78,6 +78,15 @@ def test_messages_in_shared_memory(pools: Pools, num_ranks: int) -> None:
     assert all(all(found) for found in pools(num_ranks).run(bodies.boxed))
 
 
+def test_shared_memory_ends_with_its_job(pools: Pools) -> None:
+    pool = pools(2)
+    assert [pool.run(bodies.boxes_before) for _ in range(3)][1:] == [[0, 0], [0, 0]]
+
+
+def test_what_was_sent_last_is_still_there() -> None:
+    assert run_processes(2, bodies.last_message) == [True, True]
+
+
 def test_unchecked_calls(pools: Pools) -> None:
     wanted = in_order([bodies.values(r, torch.float32, (9,)) for r in range(2)])
     assert all(torch.equal(found, wanted) for found in pools(2).run(bodies.unchecked))

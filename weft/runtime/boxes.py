@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.watch import PeerLost
+
 LARGE = 256 << 10
 """Bytes from which on two copies through memory cost less than the way through the network layer."""
 HUGE = 32 << 20
@@ -33,6 +35,8 @@ NOTE = struct.Struct("<qqqqqq")
 TAKEN = struct.Struct("<q")
 PAUSE = 5e-5
 """Seconds between two looks for a free box."""
+LAST = 5.0
+"""Seconds that an ending rank waits for others to take what they were sent; those that are gone never will."""
 FEW = 3
 """Boxes that may wait for their takers before the sender waits too. A sum in two rounds (sums.py) begins three
 exchanges before members surely have ended the first: with fewer boxes they would wait for each other."""
@@ -163,6 +167,15 @@ class Boxes:
 
         return found, release
 
+    def close(self) -> None:
+        """Let go of all memory: the rank's own boxes, once all is taken out, and those it has looked into."""
+        until = time.monotonic() + LAST
+        while time.monotonic() < until and not all(box.is_free() for box in self._own):
+            time.sleep(PAUSE)
+        for box in (*self._own, *self._theirs.values()):
+            os.close(box.descriptor)
+        self._own, self._theirs = [], {}
+
     def _boxed(self, at: int, size: int) -> bool:
         return self._open and LARGE <= size < HUGE and at != self._position
 
@@ -211,8 +224,11 @@ class Boxes:
         box = self._theirs.get((pid, descriptor))
         if box is None or box.serial != serial:
             if box is not None:
-                os.close(box.descriptor)
-            box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
+                os.close(self._theirs.pop((pid, descriptor)).descriptor)
+            try:
+                box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
+            except OSError as error:
+                raise PeerLost(f"process {pid} is gone with what it sent") from error
         return box
 
     def _agree(self) -> bool:

@@ -242,6 +242,12 @@ class Channel:
             message = difference(self.rank, mine, other, from_json(json.loads(heard)))
         raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
+    def close(self) -> None:
+        """There will be no further call."""
+        for boxes in self._boxes.values():
+            boxes.close()
+        self._boxes = {}
+
     def end(self) -> None:
         """After a call."""
         self._watch.leave(self._lane)

@@ -177,6 +177,8 @@ class ProcessTransport:
         """This rank is done: it will enter no further call."""
         if self._worker is not None:
             self._worker.shutdown()
+        self._main.close()
+        self._aside.close()
         self._watch.close()
 
     def _failure(self, error: BaseException) -> Failure:
