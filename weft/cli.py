@@ -9,6 +9,7 @@ torch is loaded when a command runs, not before.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -86,7 +87,7 @@ def _add_ops(commands: Commands) -> argparse.ArgumentParser:
         "device, and its share says what that costs. No plan is needed.",
         epilog="example:\n  weft ops examples/gpt.py",
     )
-    ops.set_defaults(command=run_ops)
+    ops.set_defaults(command=_lazily("weft.commands.ops"))
     _add_file(ops)
     return ops
 
@@ -118,7 +119,7 @@ def _add_verify(commands: Commands) -> argparse.ArgumentParser:
         "  weft verify examples/gpt.py --plan dp=2,tp=2 --processes\n"
         "  weft show examples/gpt.py --plan dp=2,tp=2 --out program && weft verify examples/gpt.py --program program",
     )
-    verify.set_defaults(command=run_verify)
+    verify.set_defaults(command=_lazily("weft.commands.verify"))
     _add_file(verify)
     what = verify.add_mutually_exclusive_group(required=True)
     what.add_argument("--plan", metavar="P", help=PLAN)
@@ -142,7 +143,7 @@ def _add_show(commands: Commands) -> argparse.ArgumentParser:
         "  weft show examples/gpt.py --plan dp=2,tp=2 --code | less\n"
         "  weft show examples/gpt.py --plan dp=2,tp=2 --out program",
     )
-    show.set_defaults(command=run_show)
+    show.set_defaults(command=_lazily("weft.commands.show"))
     _add_file(show)
     show.add_argument("--plan", required=True, metavar="P", help=PLAN)
     show.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
@@ -162,7 +163,7 @@ def _add_profile(commands: Commands) -> argparse.ArgumentParser:
         description="Start processes on this machine, time every kind of collective, and write the table of costs.",
         epilog="example:\n  weft profile -o links.json && weft verify FILE --plan tp=2 --links links.json",
     )
-    profile.set_defaults(command=run_profile)
+    profile.set_defaults(command=_lazily("weft.commands.profile"))
     profile.add_argument("--backend", default="gloo", help="of torch.distributed (default gloo)")
     profile.add_argument("--processes", type=_positive, default=2, metavar="N", help="how many to start (default 2)")
     profile.add_argument("-o", "--output", default="links.json", metavar="FILE", help="default links.json")
@@ -185,7 +186,7 @@ def _add_train(commands: Commands) -> argparse.ArgumentParser:
         "--save run\n"
         "  weft train examples/gpt.py --plan dp=2 --steps 200 --lr 3e-3 --resume run",
     )
-    train.set_defaults(command=run_train)
+    train.set_defaults(command=_lazily("weft.train.command"))
     _add_file(train)
     train.add_argument("--plan", required=True, metavar="P", help=PLAN)
     train.add_argument(
@@ -231,19 +232,15 @@ def _natural(text: str) -> int:
     return value
 
 
-def run_verify(options: argparse.Namespace) -> int:
-    """`weft verify FILE --plan P | --program DIR`."""
-    # Loading torch takes seconds: the spinner should be seen by then.
-    with Console(stderr=True).status("starting"):
-        from weft.commands.verify import run
-    return run(options)
+def _lazily(module: str) -> Callable[[argparse.Namespace], int]:
+    """The `run` of a module imported when it is called: torch takes seconds, a spinner should be seen by then."""
 
+    def run(options: argparse.Namespace) -> int:
+        with Console(stderr=True).status("starting"):
+            command: Callable[[argparse.Namespace], int] = importlib.import_module(module).run
+        return command(options)
 
-def run_ops(options: argparse.Namespace) -> int:
-    """`weft ops FILE`."""
-    with Console(stderr=True).status("starting"):
-        from weft.commands.ops import run
-    return run(options)
+    return run
 
 
 def run_completion(options: argparse.Namespace) -> int:
@@ -253,27 +250,6 @@ def run_completion(options: argparse.Namespace) -> int:
     text = script(options.shell, make_parser())
     print(json.dumps({"shell": options.shell, "script": text}) if options.json else text, end="\n" * options.json)
     return 0
-
-
-def run_show(options: argparse.Namespace) -> int:
-    """`weft show FILE --plan P`."""
-    with Console(stderr=True).status("starting"):
-        from weft.commands.show import run
-    return run(options)
-
-
-def run_profile(options: argparse.Namespace) -> int:
-    """`weft profile -o links.json`."""
-    with Console(stderr=True).status("starting"):
-        from weft.commands.profile import run
-    return run(options)
-
-
-def run_train(options: argparse.Namespace) -> int:
-    """`weft train FILE --plan P`."""
-    with Console(stderr=True).status("starting"):
-        from weft.train.command import run
-    return run(options)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing import connection, spawn
 from multiprocessing.connection import Connection
@@ -135,21 +136,17 @@ class Pool:
         self._num_jobs += 1
         job = f"job{self._num_jobs}"
         groups = tuple(sorted({tuple(sorted(group)) for group in known}))
-        with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        with tempfile.TemporaryDirectory(prefix="weft-") as folder, ExitStack() as unless_well:
             files = self._save(Path(folder), payload, each)
-            try:
-                for rank, (_, pipe) in enumerate(self._workers):
-                    result = str(Path(folder) / f"result{rank}")
-                    pipe.send(Job(job, name, str(files[rank]), result, groups, check, timeout))
-                failures = self._watch(PrefixStore(job, self._store))
-            except BaseException:
-                # Ctrl-C among them: nothing of the job may go on
-                self.close()
-                raise
+            # whatever comes, Ctrl-C among it: nothing of the job may go on
+            unless_well.callback(self.close)
+            for rank, (_, pipe) in enumerate(self._workers):
+                result = str(Path(folder) / f"result{rank}")
+                pipe.send(Job(job, name, str(files[rank]), result, groups, check, timeout))
+            failures = self._watch(PrefixStore(job, self._store))
             if failures:
-                waits = describe(read_states(PrefixStore(job, self._store), self.num_ranks))
-                self.close()
-                raise _error(failures, waits)
+                raise _error(failures, describe(read_states(PrefixStore(job, self._store), self.num_ranks)))
+            unless_well.pop_all()
             return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(self.num_ranks)]
 
     def close(self) -> None:
