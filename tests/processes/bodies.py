@@ -81,11 +81,24 @@ def aside(transport: ProcessTransport, payload: Any) -> list[Tensor]:
     """Sums begun and waited for later, past other calls in the same group, in the order of their beginning."""
     group = tuple(range(transport.num_ranks))
     mine = [values(transport.rank, torch.float64, (size,)) for size in SIZES]
-    handles = [transport.start_all_reduce(tensor, group, in_place=len(tensor) > 3) for tensor in mine]
+    handles = [transport.start_sum(tensor.split(30_000), group) for tensor in mine]
     between = transport.all_reduce(torch.tensor(float(transport.rank)), group)
     found = [handle.wait() for handle in handles]
-    assert found[0] is not mine[0] and found[1].data_ptr() == mine[1].data_ptr()
     return [*found, between]
+
+
+def kept(transport: ProcessTransport, payload: Any) -> list[bool]:
+    """Totals stay as they are for as long as somebody holds them; then their memory is used again."""
+    group = tuple(range(transport.num_ranks))
+    parts = [values(transport.rank, torch.float64, (size,)) for size in (3, 40_000, 50_001)]
+    expected = sum(torch.cat([values(rank, torch.float64, (size,)) for size in (3, 40_000, 50_001)]) for rank in group)
+    first = transport.start_sum(parts, group).wait()
+    second = transport.start_sum([part * 2 for part in parts], group).wait()
+    apart = bool((first == expected).all()) and bool((second == 2 * expected).all())
+    address = second.data_ptr()
+    del second
+    third = transport.start_sum([part * 4 for part in parts], group).wait()
+    return [apart, bool((first == expected).all()), bool((third == 4 * expected).all()), third.data_ptr() == address]
 
 
 def scattered(transport: ProcessTransport, payload: Any) -> Tensor:

@@ -68,6 +68,11 @@ def test_sums_begun_early(pools: Pools, num_ranks: int) -> None:
         assert between == sum(range(num_ranks))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_totals_last_as_long_as_they_are_held(pools: Pools, num_ranks: int) -> None:
+    assert pools(num_ranks).run(bodies.kept) == [[True] * 4] * num_ranks
+
+
 def test_reduce_scatter(pools: Pools) -> None:
     for rank, found in enumerate(pools(4).run(bodies.scattered)):
         assert torch.equal(found, in_order([bodies.values(r, torch.float64, (rank + 1, 2)) for r in range(4)]))

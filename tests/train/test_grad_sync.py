@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from tests.train.toys import eager, shares, state, tower
 from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync, Summed, is_private, make_buckets
+from weft.runtime.grad_sync import BucketSync, Summed, make_buckets
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.replicas import Replica
+from weft.runtime.shared_sums import is_private
 from weft.runtime.transport import Transport
 
 Gradients = dict[str, Tensor | None]
@@ -58,15 +60,15 @@ def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradient
     sync = BucketSync(bucket=payload["bucket"])
     module = tower(2, payload["recompute"])(transport, state(), grad_sync=sync)
     started: list[str] = []
-    plain = transport.start_all_reduce
+    plain = transport.start_sum
 
-    def start(tensor: Tensor, group: tuple[int, ...], op: str = "sum", *, in_place: bool = False) -> Any:
+    def start(parts: Sequence[Tensor], group: tuple[int, ...]) -> Any:
         started.append(transport.doing.what)
-        return plain(tensor, group, op, in_place=in_place)
+        return plain(parts, group)
 
     for step in range(3):
         if step == 2:
-            transport.start_all_reduce = start  # type: ignore[method-assign]
+            transport.start_sum = start  # type: ignore[method-assign]
             module.grad_sync = sync
         module(shares(2)[transport.rank]).backward()
     return {name: parameter.grad for name, parameter in module.named_parameters()}, started

@@ -93,6 +93,8 @@ class Boxes:
         carry: begins the backend's exchange: into, from, bytes from each, bytes to each.
         wait: ends it.
         look: called while waiting for others; raises if that is in vain.
+
+    `open` is True if all members can look into each other's memory.
     """
 
     def __init__(
@@ -103,13 +105,13 @@ class Boxes:
         wait: Callable[[Any], None],
         look: Callable[[], None],
     ) -> None:
-        self._position, self._num_members = position, num_members
+        self.position, self.num_members = position, num_members
         self._carry, self._wait, self._look = carry, wait, look
         self._own: list[Box] = []
         self._theirs: dict[tuple[int, int], Box] = {}
         self._number, self._serial = 0, 0
-        self._open = False
-        self._open = self._agree()
+        self.open = False
+        self.open = self._agree()
 
     def begin(
         self, came: Tensor | None, flat: Tensor, wanted: Sequence[int], sizes: Sequence[int], *, same: bool = False
@@ -129,8 +131,8 @@ class Boxes:
             return Passage(work, came, wanted, into, list(wanted), sent, boxed=False)
         outgoing = [flat[:size] for size in sizes] if same else list(flat.split(list(sizes)))
         if came is not None:
-            came.split(list(wanted))[self._position].copy_(outgoing[self._position])
-        outgoing[self._position] = flat[:0]
+            came.split(list(wanted))[self.position].copy_(outgoing[self.position])
+        outgoing[self.position] = flat[:0]
         if large:
             self._put_in_box(outgoing, large, same=same)
         sent = torch.cat(outgoing)
@@ -145,7 +147,7 @@ class Boxes:
         if passage.boxed:
             assert passage.came is not None
             for at, into in enumerate(passage.came.split(list(passage.wanted))):
-                if at != self._position:
+                if at != self.position:
                     into.copy_(found[at])
         release()
 
@@ -156,14 +158,13 @@ class Boxes:
         taken: list[tuple[Box, int]] = []
         for at, note in enumerate(found):
             if passage.boxed and self._boxed(at, passage.wanted[at]):
-                pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
-                box = self._opened(pid, descriptor, serial, size)
+                box, number, start = self.opened(note)
                 found[at] = box.memory[start : start + passage.wanted[at]]
                 taken.append((box, number))
 
         def release() -> None:
             for box, number in taken:
-                box.set_mark(self._position, number)
+                box.set_mark(self.position, number)
 
         return found, release
 
@@ -177,25 +178,25 @@ class Boxes:
         self._own, self._theirs = [], {}
 
     def _boxed(self, at: int, size: int) -> bool:
-        return self._open and LARGE <= size < HUGE and at != self._position
+        return self.open and LARGE <= size < HUGE and at != self.position
 
     def _travels(self, at: int, size: int) -> int:
         """Bytes that the backend carries in place of that many from a member."""
-        if at == self._position:
+        if at == self.position:
             return 0
         return NOTE.size if self._boxed(at, size) else size
 
     def _put_in_box(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
         """Lay messages one after the other into a free box; notes take their places in the list."""
         self._number += 1
-        start = _marks(self._num_members)
+        start = _marks(self.num_members)
         lengths = [messages[at].numel() for at in takers]
         box = self._free(start + (lengths[0] if same else sum(lengths)))
         box.number, box.takers = self._number, tuple(takers)
         for k, at in enumerate(takers):
             if k == 0 or not same:
                 box.memory[start : start + lengths[k]].copy_(messages[at])
-            messages[at] = _note(box, start)
+            messages[at] = note_of(box, start)
             start += 0 if same else lengths[k]
 
     def _free(self, size: int) -> Box:
@@ -216,11 +217,13 @@ class Boxes:
             os.close(instead.descriptor)
             self._own.remove(instead)
         self._serial += 1
-        box = _new_box(size, self._serial)
+        box = new_box(size, self._serial)
         self._own.append(box)
         return box
 
-    def _opened(self, pid: int, descriptor: int, serial: int, size: int) -> Box:
+    def opened(self, note: Tensor) -> tuple[Box, int, int]:
+        """The box of a member that a note tells of, the message's number, and where in the box it begins."""
+        pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
         box = self._theirs.get((pid, descriptor))
         if box is None or box.serial != serial:
             if box is not None:
@@ -229,24 +232,25 @@ class Boxes:
                 box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
             except OSError as error:
                 raise PeerLost(f"process {pid} is gone with what it sent") from error
-        return box
+        return box, number, start
 
     def _agree(self) -> bool:
         """True if all members can look into each other's memory."""
-        probe = _new_box(ALIGNED, 0) if hasattr(os, "memfd_create") else None
+        probe = new_box(ALIGNED, 0) if hasattr(os, "memfd_create") else None
         mine = torch.zeros(NOTE.size, dtype=torch.uint8)
         if probe is not None:
-            probe.memory[-1] = self._position
-            mine = _note(probe, 0)
-        notes = self._exchanged(mine.repeat(self._num_members)).view(self._num_members, NOTE.size)
+            probe.memory[-1] = self.position
+            mine = note_of(probe, 0)
+        notes = self.exchanged(mine.repeat(self.num_members)).view(self.num_members, NOTE.size)
         seen = probe is not None and all(_shows(note, at) for at, note in enumerate(notes))
-        agreed = bool(self._exchanged(torch.full((self._num_members,), seen, dtype=torch.uint8)).all())
+        agreed = bool(self.exchanged(torch.full((self.num_members,), seen, dtype=torch.uint8)).all())
         if probe is not None:
             os.close(probe.descriptor)
         return agreed
 
-    def _exchanged(self, flat: Tensor) -> Tensor:
-        each = [flat.numel() // self._num_members] * self._num_members
+    def exchanged(self, flat: Tensor) -> Tensor:
+        """A few bytes to each member, and as many from each."""
+        each = [flat.numel() // self.num_members] * self.num_members
         came = torch.empty_like(flat)
         self._wait(self._carry(came, flat, each, each))
         return came
@@ -258,7 +262,8 @@ def repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     return flat if copies == 1 else flat.repeat(copies)
 
 
-def _new_box(size: int, serial: int) -> Box:
+def new_box(size: int, serial: int) -> Box:
+    """Shared memory of this process."""
     # some larger than asked for: the next message may be
     room = -(-size // ALIGNED) * ALIGNED
     descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
@@ -276,7 +281,8 @@ def _mapped(descriptor: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
-def _note(box: Box, start: int) -> Tensor:
+def note_of(box: Box, start: int) -> Tensor:
+    """Where another process finds a message."""
     words = NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
     return torch.tensor(list(words), dtype=torch.uint8)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from weft.runtime.boxes import Boxes, repeated
 from weft.runtime.groups import Group, Groups
+from weft.runtime.shared_sums import SharedSums
 from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_json
 from weft.runtime.sums import add_up, combine
 from weft.runtime.transport import CollectiveMismatch
@@ -59,6 +60,7 @@ class Channel:
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
         self._boxes: dict[Group, Boxes] = {}
+        self._shared: dict[Group, SharedSums] = {}
 
     def number(self, group: Group) -> int:
         """How many calls the rank has made in this group before."""
@@ -99,6 +101,24 @@ class Channel:
             else:
                 add_up(self, source.view(-1), total.view(-1), group, op)
         return total
+
+    @torch.no_grad()
+    def reduce_shared(self, flat: Tensor, op: str, signature: Signature) -> Tensor:
+        """The sum of everybody's tensor, in the memory that `shared_sums` lent for it."""
+        group = signature.group
+        with self._entered(signature):
+            members = sorted(group)
+            self._shared[tuple(members)].add_up(flat, [members.index(peer) for peer in group], op)
+        return flat
+
+    def shared_sums(self, group: Group) -> SharedSums | None:
+        """Memory in which these ranks can add up; None if they are not on one host. At first use all of them ask."""
+        if len(group) == 1 or not (self._groups.local and self._groups.backend.host_waits):
+            return None
+        members = tuple(sorted(group))
+        if members not in self._shared:
+            self._shared[members] = SharedSums(self._boxes_of(group))
+        return self._shared[members]
 
     @torch.no_grad()
     def reduce_scatter(self, parts: Sequence[Tensor], op: str, signature: Signature) -> Tensor:
@@ -244,9 +264,11 @@ class Channel:
 
     def close(self) -> None:
         """There will be no further call."""
+        for shared in self._shared.values():
+            shared.close()
         for boxes in self._boxes.values():
             boxes.close()
-        self._boxes = {}
+        self._shared, self._boxes = {}, {}
 
     def end(self) -> None:
         """After a call."""

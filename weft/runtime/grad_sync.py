@@ -9,8 +9,8 @@ When a gradient is complete on this rank cannot be seen (a recomputed function g
 backward counts arrivals and sums at its end; later ones start a bucket when as many have come. What comes later still,
 because somebody used the module otherwise, is summed at the end. Parameters that are not simply summed (used in
 another layout than they are stored in) are brought home at the end, one after the other.
-A parameter as large as a bucket is its own and is not copied; smaller ones share one flat tensor, of which their
-gradients are views afterwards.
+A parameter as large as a bucket is its own; smaller ones share one flat tensor. Their gradients are views of it
+afterwards.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class Pending(Protocol):
 class Starts(Protocol):
     """A transport that sums in the background."""
 
-    def start_all_reduce(
-        self, tensor: Tensor, group: tuple[int, ...], op: str = "sum", *, in_place: bool = False
-    ) -> Pending: ...
+    def start_sum(self, parts: Sequence[Tensor], group: tuple[int, ...]) -> Pending: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class BucketSync:
         self._num_started += 1
         whole = job_of(module)
         before, whole.doing = whole.doing, Doing(f"gradient sync of {bucket}")
-        bucket.pending = start_sum(whole, _flat(module, bucket), bucket.group)
+        bucket.pending = start_sum(whole, _taken(module, bucket), bucket.group)
         whole.doing = before
 
     def _finish(self, module: ParallelModule, bucket: Bucket) -> dict[str, Tensor]:
@@ -157,7 +155,7 @@ class BucketSync:
         total, bucket.pending = bucket.pending.wait(), None
         late = any(one.name in module.sinks for one in bucket.members)
         if late:
-            total = total + start_sum(whole, _flat(module, bucket), bucket.group).wait()
+            total = total + start_sum(whole, _taken(module, bucket), bucket.group).wait()
         if (replicas := num_replicas(module)) > 1:
             total = total.div_(replicas)
         whole.doing = Doing()
@@ -252,19 +250,11 @@ def make_buckets(summed: Sequence[Summed], size: int = BUCKET) -> list[Bucket]:
     return sorted(made, key=lambda bucket: bucket.last)
 
 
-def start_sum(transport: Transport, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+def start_sum(transport: Transport, parts: Sequence[Tensor], group: tuple[int, ...]) -> Pending:
     """A sum in the background where the transport can, at once where it cannot."""
     if isinstance(transport, Starts):
-        return transport.start_all_reduce(tensor, group, in_place=is_private(tensor))
-    return _Done(transport.all_reduce(tensor, group))
-
-
-def is_private(tensor: Tensor) -> bool:
-    """True if nothing else lies in the tensor's memory: it may be written to.
-
-    Autograd may give two leaves gradients on one memory, and may not be done with either."""
-    # one reference is the tensor's, one that of the storage asked for here
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
+        return transport.start_sum(parts, group)
+    return _Done(transport.all_reduce(torch.cat([part.detach().reshape(-1) for part in parts]), group))
 
 
 @dataclass(frozen=True)
@@ -275,14 +265,11 @@ class _Done:
         return self.total
 
 
-def _flat(module: ParallelModule, bucket: Bucket) -> Tensor:
+def _taken(module: ParallelModule, bucket: Bucket) -> list[Tensor]:
     """The gradients of a bucket as they are now, zeros for those that have none. They are taken out of the sinks."""
-    gradients = [
+    return [
         _total(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
     ]
-    if len(gradients) == 1:
-        return gradients[0].detach().contiguous()
-    return torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
 
 
 def _total(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Processes: the Transport whose ranks are processes of a torch.distributed job.
 
 In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo or NCCL (backend.py),
-and besides it `reduce_scatter`, and `start_all_reduce`, which goes on in a second lane while the rank computes.
+and besides it `reduce_scatter`, and `start_sum`, which goes on in a second lane while the rank computes.
 Promised: results equal the emulator's bit for bit where sums are added locally (gloo); no wait outlives its reason: a
 rank that raises, leaves or is killed ends the waits of all others in seconds, and each error says who waited for whom.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from weft.runtime.backend import Backend, Store
 from weft.runtime.channel import Channel
 from weft.runtime.groups import Group, Groups
+from weft.runtime.shared_sums import is_private
 from weft.runtime.signature import Signature
 from weft.runtime.transport import CollectiveMismatch, Doing, Expected, Stopped
 from weft.runtime.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
@@ -41,6 +43,15 @@ class Handle:
         found = self._future.result()
         self._watch.wait_for(None)
         return found
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """What is to be summed: whether it may be written to, and whether it lies in memory that all members see."""
+
+    flat: Tensor
+    private: bool
+    shared: bool = False
 
 
 class ProcessTransport:
@@ -143,25 +154,38 @@ class ProcessTransport:
         )
         return self._main.reduce_scatter(parts, op, signature)
 
-    def start_all_reduce(self, tensor: Tensor, group: Group, op: str = "sum", *, in_place: bool = False) -> Handle:
-        """Begin a sum; the tensor must not change until it is waited for. Sums end in the order of their beginning.
+    def start_sum(self, parts: Sequence[Tensor], group: Group) -> Handle:
+        """Begin the sum of parts laid end to end, of one dtype; they are not looked at again if they are copied.
 
-        All ranks begin them in one order. They travel in groups of their own and so pass by other calls.
-
-        Args:
-            in_place: the result is written into the tensor, which must be contiguous.
+        All ranks begin sums in one order. They end in the order of their beginning, travel in groups of their own and
+        so pass by other calls. A part that is alone in its memory may be written to.
         """
-        assert not in_place or tensor.is_contiguous(), f"a sum in place of a tensor with strides {tensor.stride()}"
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
         if self.rank in group and not self._groups.has(group, ASIDE):
             # here and not in the thread: groups are made in the order of the program
             self._groups.get(group, ASIDE)
-        return Handle(self._worker.submit(self._reduce_aside, tensor.detach(), group, op, in_place), self._watch)
+            self._worker.submit(self._aside.shared_sums, group).result()
+        laid = self._laid(parts, group)
+        return Handle(self._worker.submit(self._sum_aside, laid, group), self._watch)
 
-    def _reduce_aside(self, tensor: Tensor, group: Group, op: str, in_place: bool) -> Tensor:
-        signature = self._same(self._aside, f"all_reduce({op})", tensor, group)
-        return self._aside.reduce(tensor, op, signature, in_place=in_place)
+    @torch.no_grad()
+    def _laid(self, parts: Sequence[Tensor], group: Group) -> _Laid:
+        """The parts end to end, in memory that all members see if there is some."""
+        shared = self._aside.shared_sums(group) if self.rank in group else None
+        memory = None if shared is None else shared.lend(sum(part.nbytes for part in parts))
+        if memory is None and len(parts) == 1:
+            private = is_private(parts[0])
+            return _Laid(parts[0].detach().contiguous().view(-1), private)
+        flat = parts[0].new_empty(0) if memory is None else memory.view(parts[0].dtype)
+        torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
+        return _Laid(flat, private=True, shared=memory is not None)
+
+    def _sum_aside(self, laid: _Laid, group: Group) -> Tensor:
+        signature = self._same(self._aside, "all_reduce(sum)", laid.flat, group)
+        if laid.shared:
+            return self._aside.reduce_shared(laid.flat, "sum", signature)
+        return self._aside.reduce(laid.flat, "sum", signature, in_place=laid.private)
 
     # -- its end
 
