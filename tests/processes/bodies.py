@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import HUGE, LARGE, Boxes
+from weft.runtime.boxes import LARGE, Boxes
+from weft.runtime.channel import PIECE
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Doing, GroupComm, Transport
 
@@ -211,7 +212,7 @@ def boxed(transport: Transport, payload: Any) -> list[bool]:
     """Messages around the sizes that lie in shared memory, growing, one-way too; true for each that came as sent."""
     n, rank = transport.num_ranks, transport.rank
     group, found = tuple(range(n)), []
-    sizes = [LARGE - 1, LARGE, 5, 3 * LARGE, 12 * LARGE, LARGE + 3, HUGE, 20 * LARGE, HUGE - 1, 30 * LARGE, 0]
+    sizes = [LARGE - 1, LARGE, 5, 3 * LARGE, 12 * LARGE, LARGE + 3, PIECE, 20 * LARGE, PIECE - 1, 30 * LARGE, 0]
 
     def message(step: int, sender: int, taker: int) -> Tensor:
         # one size per pair of ranks, so that some messages of an exchange travel in boxes and others do not
@@ -247,7 +248,7 @@ def last_message(transport: Transport, payload: Any) -> bool:
         look = Boxes.look
 
         def late(self: Boxes, passage: Any) -> Any:
-            self._wait(passage.work)
+            self._pipes.wait(passage.exchange, self._look)
             time.sleep(1)
             return look(self, passage)
 

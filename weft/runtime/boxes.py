@@ -1,13 +1,11 @@
 """Boxes: large messages between the processes of one host lie in shared memory, and only a note of where travels.
 
-In: the bytes that go to each member of a group, and how many come from each. Out: the bytes that came. A message of at
-least `LARGE` bytes is copied into a box of the sender; in its place the backend carries a note, so both sides know from
-the size alone how a message travels. The taker copies it out and writes into the box that it has it; a box whose takers
-have all done so is used again.
+In: the bytes that go to each member of a group, and memory for what comes from each. Out: the bytes that came. A
+message of at least `LARGE` bytes is copied into a box of the sender; in its place a pipe (pipes.py) carries a note, so
+both sides know from the size alone how a message travels. The taker copies it out and writes into the box that it has
+it; a box whose takers have all done so is used again.
 
-Promised: what arrives is what the backend would have carried. A box is memory without a file and ends with its owner
-and those who look into it, however they end. Members first make sure that each can look into the others' memory; where
-one cannot, everything travels through the backend.
+Promised: a box is memory without a file and ends with its owner and those who look into it, however they end.
 """
 
 from __future__ import annotations
@@ -18,17 +16,15 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.runtime.pipes import Exchange, Pipes
 from weft.runtime.watch import PeerLost
 
-LARGE = 256 << 10
-"""Bytes from which on two copies through memory cost less than the way through the network layer."""
-HUGE = 32 << 20
-"""Bytes from which on a box would take more memory than it is worth."""
+LARGE = 64 << 10
+"""Bytes from which on a message is laid into a box. A pipe of Linux holds as many."""
 ALIGNED = 4096
 NOTE = struct.Struct("<qqqqqq")
 """The box: process, descriptor, serial number, size. The message in it: number, where it begins."""
@@ -73,16 +69,12 @@ class Box:
 
 @dataclass
 class Passage:
-    """An exchange under way: the backend's work, and what it leaves to be looked up."""
+    """An exchange under way: the pipes' part of it, what that brings, and where what lies in boxes is to be put."""
 
-    work: Any
-    came: Tensor | None
-    wanted: Sequence[int]
-    notes: Tensor
-    sizes: list[int]
-    kept: Tensor
-    """What the backend is still sending."""
-    boxed: bool
+    exchange: Exchange
+    brought: list[Tensor]
+    sizes: Sequence[int]
+    incoming: Sequence[Tensor] | None
 
 
 class Boxes:
@@ -90,76 +82,66 @@ class Boxes:
 
     Args:
         position: of this rank among the members.
-        carry: begins the backend's exchange: into, from, bytes from each, bytes to each.
-        wait: ends it.
         look: called while waiting for others; raises if that is in vain.
-
-    `open` is True if all members can look into each other's memory.
     """
 
-    def __init__(
-        self,
-        position: int,
-        num_members: int,
-        carry: Callable[[Tensor, Tensor, list[int], list[int]], Any],
-        wait: Callable[[Any], None],
-        look: Callable[[], None],
-    ) -> None:
+    def __init__(self, position: int, num_members: int, pipes: Pipes, look: Callable[[], None]) -> None:
         self.position, self.num_members = position, num_members
-        self._carry, self._wait, self._look = carry, wait, look
+        self._pipes, self._look = pipes, look
         self._own: list[Box] = []
         self._theirs: dict[tuple[int, int], Box] = {}
         self._number, self._serial = 0, 0
-        self.open = False
-        self.open = self._agree()
 
     def begin(
-        self, came: Tensor | None, flat: Tensor, wanted: Sequence[int], sizes: Sequence[int], *, same: bool = False
+        self,
+        outgoing: Sequence[Tensor],
+        sizes: Sequence[int],
+        incoming: Sequence[Tensor] | None = None,
+        *,
+        same: bool = False,
     ) -> Passage:
         """Begin an exchange.
 
         Args:
-            came: is filled when it ends; None if what came will only be looked at. A rank that only looks sends
-                nothing to itself.
-            same: `flat` is one message, for each member that something is for.
+            outgoing: flat bytes for each member.
+            sizes: bytes that come from each.
+            incoming: is filled when it ends; None if what comes will only be looked at.
+            same: all members for which there is something get the same.
         """
-        large = [at for at, size in enumerate(sizes) if self._boxed(at, size)]
-        if not large and not any(self._boxed(at, size) for at, size in enumerate(wanted)):
-            sent = repeated(flat, sizes) if same else flat
-            into = torch.empty(sum(wanted), dtype=torch.uint8) if came is None else came
-            work = self._carry(into, sent, list(wanted), list(sizes))
-            return Passage(work, came, wanted, into, list(wanted), sent, boxed=False)
-        outgoing = [flat[:size] for size in sizes] if same else list(flat.split(list(sizes)))
-        if came is not None:
-            came.split(list(wanted))[self.position].copy_(outgoing[self.position])
-        outgoing[self.position] = flat[:0]
+        messages = list(outgoing)
+        if incoming is not None and sizes[self.position]:
+            incoming[self.position].copy_(messages[self.position])
+        large = [at for at, message in enumerate(messages) if self._boxed(at, message.numel())]
         if large:
-            self._put_in_box(outgoing, large, same=same)
-        sent = torch.cat(outgoing)
-        incoming = [self._travels(at, size) for at, size in enumerate(wanted)]
-        notes = torch.empty(sum(incoming), dtype=torch.uint8)
-        work = self._carry(notes, sent, incoming, [piece.numel() for piece in outgoing])
-        return Passage(work, came, wanted, notes, incoming, sent, boxed=True)
+            self._put_in_box(messages, large, same=same)
+        brought = []
+        for at, size in enumerate(sizes):
+            own = at == self.position
+            if incoming is None or own or self._boxed(at, size):
+                length = 0 if own else NOTE.size if self._boxed(at, size) else size
+                brought.append(torch.empty(length, dtype=torch.uint8))
+            else:
+                brought.append(incoming[at])
+        return Passage(self._pipes.carry(messages, brought), brought, sizes, incoming)
 
     def finish(self, passage: Passage) -> None:
         """Wait for an exchange, and fetch what lies in boxes."""
         found, release = self.look(passage)
-        if passage.boxed:
-            assert passage.came is not None
-            for at, into in enumerate(passage.came.split(list(passage.wanted))):
-                if at != self.position:
-                    into.copy_(found[at])
+        assert passage.incoming is not None
+        for at, into in enumerate(passage.incoming):
+            if self._boxed(at, passage.sizes[at]):
+                into.copy_(found[at])
         release()
 
     def look(self, passage: Passage) -> tuple[list[Tensor], Callable[[], None]]:
         """Wait for an exchange: what came from each member, where it lies, and what to call after the last look."""
-        self._wait(passage.work)
-        found = list(passage.notes.split(passage.sizes))
+        self._pipes.wait(passage.exchange, self._look)
+        found = list(passage.brought)
         taken: list[tuple[Box, int]] = []
-        for at, note in enumerate(found):
-            if passage.boxed and self._boxed(at, passage.wanted[at]):
-                box, number, start = self.opened(note)
-                found[at] = box.memory[start : start + passage.wanted[at]]
+        for at, size in enumerate(passage.sizes):
+            if self._boxed(at, size):
+                box, number, start = self.opened(found[at])
+                found[at] = box.memory[start : start + size]
                 taken.append((box, number))
 
         def release() -> None:
@@ -167,6 +149,12 @@ class Boxes:
                 box.set_mark(self.position, number)
 
         return found, release
+
+    def tell(self, words: Tensor) -> list[Tensor]:
+        """A few bytes to all members, and as many from each."""
+        came = [torch.empty_like(words) for _ in range(self.num_members)]
+        self._pipes.wait(self._pipes.carry([words] * self.num_members, came), self._look)
+        return came
 
     def close(self) -> None:
         """Let go of all memory: the rank's own boxes, once all is taken out, and those it has looked into."""
@@ -178,13 +166,7 @@ class Boxes:
         self._own, self._theirs = [], {}
 
     def _boxed(self, at: int, size: int) -> bool:
-        return self.open and LARGE <= size < HUGE and at != self.position
-
-    def _travels(self, at: int, size: int) -> int:
-        """Bytes that the backend carries in place of that many from a member."""
-        if at == self.position:
-            return 0
-        return NOTE.size if self._boxed(at, size) else size
+        return size >= LARGE and at != self.position
 
     def _put_in_box(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
         """Lay messages one after the other into a free box; notes take their places in the list."""
@@ -207,6 +189,7 @@ class Boxes:
                 return min(fitting, key=lambda box: box.size)
             if free or len(self._own) < FEW:
                 return self._made(size, instead=free[0] if free and len(self._own) >= FEW else None)
+            self._pipes.push()
             self._look()
             time.sleep(PAUSE)
 
@@ -234,33 +217,6 @@ class Boxes:
                 raise PeerLost(f"process {pid} is gone with what it sent") from error
         return box, number, start
 
-    def _agree(self) -> bool:
-        """True if all members can look into each other's memory."""
-        probe = new_box(ALIGNED, 0) if hasattr(os, "memfd_create") else None
-        mine = torch.zeros(NOTE.size, dtype=torch.uint8)
-        if probe is not None:
-            probe.memory[-1] = self.position
-            mine = note_of(probe, 0)
-        notes = self.exchanged(mine.repeat(self.num_members)).view(self.num_members, NOTE.size)
-        seen = probe is not None and all(_shows(note, at) for at, note in enumerate(notes))
-        agreed = bool(self.exchanged(torch.full((self.num_members,), seen, dtype=torch.uint8)).all())
-        if probe is not None:
-            os.close(probe.descriptor)
-        return agreed
-
-    def exchanged(self, flat: Tensor) -> Tensor:
-        """A few bytes to each member, and as many from each."""
-        each = [flat.numel() // self.num_members] * self.num_members
-        came = torch.empty_like(flat)
-        self._wait(self._carry(came, flat, each, each))
-        return came
-
-
-def repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """One message for each member that something is for."""
-    copies = sum(size > 0 for size in sizes)
-    return flat if copies == 1 else flat.repeat(copies)
-
 
 def new_box(size: int, serial: int) -> Box:
     """Shared memory of this process."""
@@ -285,20 +241,6 @@ def note_of(box: Box, start: int) -> Tensor:
     """Where another process finds a message."""
     words = NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
     return torch.tensor(list(words), dtype=torch.uint8)
-
-
-def _shows(note: Tensor, position: int) -> bool:
-    """True if the note leads to the memory of the member at that position."""
-    pid, descriptor, serial, size, _, _ = NOTE.unpack(bytes(note.tolist()))
-    if not pid:
-        return False
-    try:
-        box = _look_into(pid, descriptor, serial, size)
-    except OSError:
-        return False
-    found = int(box.memory[-1]) == position
-    os.close(box.descriptor)
-    return found
 
 
 def _marks(num_members: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import Boxes, repeated
+from weft.runtime.boxes import Boxes, Passage
 from weft.runtime.groups import Group, Groups
 from weft.runtime.shared_sums import SharedSums
 from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_json
@@ -40,6 +40,9 @@ LOOK = timedelta(seconds=0.1)
 KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
 
+
+PIECE = 8 << 20
+"""Bytes that travel at a time: a longer message takes no more memory on its way."""
 
 Looked = tuple[list[Tensor], Callable[[], None]]
 
@@ -59,7 +62,8 @@ class Channel:
         self.rank = groups.rank
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
-        self._boxes: dict[Group, Boxes] = {}
+        self._boxes: dict[Group, Boxes | None] = {}
+        self._since = 0.0
         self._shared: dict[Group, SharedSums] = {}
 
     def number(self, group: Group) -> int:
@@ -113,11 +117,12 @@ class Channel:
 
     def shared_sums(self, group: Group) -> SharedSums | None:
         """Memory in which these ranks can add up; None if they are not on one host. At first use all of them ask."""
-        if len(group) == 1 or not (self._groups.local and self._groups.backend.host_waits):
+        boxes = self._boxes_of(group) if len(group) > 1 else None
+        if boxes is None:
             return None
         members = tuple(sorted(group))
         if members not in self._shared:
-            self._shared[members] = SharedSums(self._boxes_of(group))
+            self._shared[members] = SharedSums(boxes)
         return self._shared[members]
 
     @torch.no_grad()
@@ -168,11 +173,11 @@ class Channel:
         if len(group) == 1:
             came.copy_(flat[: came.numel()])
             return lambda: None
-        if self._groups.local and self._groups.backend.host_waits:
-            boxes = self._boxes_of(group)
-            passage = boxes.begin(came, flat, wanted, sizes, same=same)
-            return lambda: boxes.finish(passage)
-        sent = repeated(flat, sizes) if same else flat
+        boxes = self._boxes_of(group)
+        if boxes is not None:
+            outgoing = [flat[:size] for size in sizes] if same else list(flat.split(sizes))
+            return _in_pieces(boxes, outgoing, list(came.split(wanted)), same=same)
+        sent = _repeated(flat, sizes) if same else flat
         work = self._groups.get(group, self._lane).alltoall_base(came, sent, wanted, sizes)
         return lambda: self.wait(work)
 
@@ -181,9 +186,9 @@ class Channel:
 
         What is returned waits for its end, and gives what came from each, ranks ascending, and a function to be called
         after the last look at it."""
-        if len(group) > 1 and self._groups.local and self._groups.backend.host_waits:
-            boxes = self._boxes_of(group)
-            passage = boxes.begin(None, flat, sizes, sizes, same=True)
+        boxes = self._boxes_of(group) if len(group) > 1 else None
+        if boxes is not None:
+            passage = boxes.begin([flat[:size] for size in sizes], sizes, same=True)
             return lambda: boxes.look(passage)
         came = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         end = self.begin_carry(came, flat, sizes, sizes, group, same=True)
@@ -194,13 +199,18 @@ class Channel:
 
         return look
 
-    def _boxes_of(self, group: Group) -> Boxes:
-        """Shared memory with these ranks; made at the group's first exchange, by all of them."""
+    def open(self, group: Group) -> None:
+        """Make the way to the members of a group, who all do so."""
+        if len(group) > 1 and self._boxes_of(group) is None:
+            self._groups.get(group, self._lane)
+
+    def _boxes_of(self, group: Group) -> Boxes | None:
+        """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
         members = tuple(sorted(group))
         if members not in self._boxes:
-            carry = self._groups.get(members, self._lane).alltoall_base
+            pipes = self._groups.pipes(members, self._lane)
             position = members.index(self.rank)
-            self._boxes[members] = Boxes(position, len(members), carry, self.wait, self._watch.check)
+            self._boxes[members] = None if pipes is None else Boxes(position, len(members), pipes, self._look)
         return self._boxes[members]
 
     def scratch(self, name: str, size: int) -> Tensor:
@@ -217,7 +227,7 @@ class Channel:
         if not self._groups.backend.host_waits:
             work.wait()
             return
-        until = time.monotonic() + self.timeout
+        self._since = time.monotonic()
         while True:
             with suppress(RuntimeError):
                 work.wait(LOOK)
@@ -226,10 +236,14 @@ class Channel:
                 # it may have ended well just after the look was over: only a second look tells
                 _settle(work)
                 return
-            self._watch.check()
-            if time.monotonic() > until:
-                message = f"rank {self.rank} waited {self.timeout:g} s for a collective"
-                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
+            self._look()
+
+    def _look(self) -> None:
+        """Raises if there is nothing to wait for, or no time left to."""
+        self._watch.check()
+        if time.monotonic() > self._since + self.timeout:
+            message = f"rank {self.rank} waited {self.timeout:g} s for a collective"
+            raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def _entered(self, signature: Signature) -> _Entered:
         group = signature.group
@@ -242,6 +256,7 @@ class Channel:
 
     def begin(self, signature: Signature) -> None:
         """Before a call's own bytes: tell the watch, and agree with the members if calls are checked."""
+        self._since = time.monotonic()
         self._watch.enter(self._lane, signature.group, signature.number, signature)
         if not self.check:
             return
@@ -266,7 +281,7 @@ class Channel:
         """There will be no further call."""
         for shared in self._shared.values():
             shared.close()
-        for boxes in self._boxes.values():
+        for boxes in filter(None, self._boxes.values()):
             boxes.close()
         self._shared, self._boxes = {}, {}
 
@@ -287,6 +302,36 @@ class _Entered:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._channel.end()
+
+
+def _in_pieces(boxes: Boxes, outgoing: list[Tensor], incoming: list[Tensor], *, same: bool) -> Callable[[], None]:
+    """Begin an exchange in which long messages travel in pieces, one under way while another is taken out.
+
+    Members need not agree on how many there are: each pair has as many as its message is long."""
+    longest = max(tensor.numel() for tensor in (*outgoing, *incoming))
+
+    def begun(start: int) -> Passage:
+        some = [tensor[start : start + PIECE] for tensor in incoming]
+        sent = [tensor[start : start + PIECE] for tensor in outgoing]
+        return boxes.begin(sent, [tensor.numel() for tensor in some], some, same=same)
+
+    first = begun(0)
+
+    def end() -> None:
+        last = first
+        for start in range(PIECE, longest, PIECE):
+            following = begun(start)
+            boxes.finish(last)
+            last = following
+        boxes.finish(last)
+
+    return end
+
+
+def _repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """One message for each member that something is for."""
+    copies = sum(size > 0 for size in sizes)
+    return flat if copies == 1 else flat.repeat(copies)
 
 
 def _settle(work: Any) -> None:

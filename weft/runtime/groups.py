@@ -1,16 +1,19 @@
 """Groups: the backend's groups of a process, each made once.
 
-In: a store that all ranks of the job reach, and the ranks of a group. Out: the backend's group. Promised: a group is
-made when its members first need it, or at start for those that are known (`groups_of` a list of Scripts), in one order
-on all ranks; ranks outside it have nothing to do with it. One group serves every order in which its ranks are named.
+In: a store that all ranks of the job reach, and the ranks of a group. Out: the backend's group, or pipes between
+processes of one host, which need no backend. Promised: a group is made when its members first need it, or at start for
+those that are known (`groups_of` a list of Scripts), in one order on all ranks; ranks outside it have nothing to do
+with it. One group serves every order in which its ranks are named.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from weft.runtime.backend import Backend, PrefixStore, Store
+from weft.runtime.pipes import Pipes, meet
 from weft.runtime.script import Instruction, Load, Loop, Peers, Region, Reshard, Run, Script, Transfer
 
 Group = tuple[int, ...]
@@ -28,20 +31,30 @@ class Groups:
         self.rank, self.backend, self.local = rank, backend, local
         self._store, self._links = store, backend.links(local=local)
         self._made: dict[tuple[str, Group], Any] = {}
+        self._pipes: dict[tuple[str, Group], Pipes | None] = {}
 
     def get(self, ranks: Group, lane: str) -> Any:
         """The group of these ranks. Calls of different lanes do not wait for each other."""
         members = tuple(sorted(ranks))
         found = self._made.get((lane, members))
         if found is None:
-            store = PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
+            store = self._prefixed(members, lane)
             found = self.backend.make_group(store, members.index(self.rank), len(members), self._links)
             self._made[lane, members] = found
         return found
 
-    def has(self, ranks: Group, lane: str) -> bool:
-        """True if the group has been made."""
-        return (lane, tuple(sorted(ranks))) in self._made
+    def pipes(self, ranks: Group, lane: str) -> Pipes | None:
+        """Pipes between these ranks, who all ask for them; None where they cannot reach each other so."""
+        members = tuple(sorted(ranks))
+        if not (self.local and self.backend.host_waits and hasattr(os, "memfd_create")):
+            return None
+        if (lane, members) not in self._pipes:
+            store, position = self._prefixed(members, lane), members.index(self.rank)
+            self._pipes[lane, members] = meet(store, position, len(members))
+        return self._pipes[lane, members]
+
+    def _prefixed(self, members: Group, lane: str) -> Store:
+        return PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
 
     def __len__(self) -> int:
         return len(self._made)

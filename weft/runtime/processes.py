@@ -91,8 +91,10 @@ class ProcessTransport:
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check) for lane in (MAIN, ASIDE)
         )
         self._worker: ThreadPoolExecutor | None = None
+        self._opened: set[Group] = set()
+        """Groups in which sums have been started."""
         for group in sorted(tuple(sorted(group)) for group in known if self.rank in group):
-            groups.get(group, MAIN)
+            self._main.open(group)
 
     @property
     def backend(self) -> Backend:
@@ -162,10 +164,10 @@ class ProcessTransport:
         """
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
-        if self.rank in group and not self._groups.has(group, ASIDE):
-            # here and not in the thread: groups are made in the order of the program
-            self._groups.get(group, ASIDE)
-            self._worker.submit(self._aside.shared_sums, group).result()
+        if self.rank in group and group not in self._opened:
+            # while nothing else goes on here: groups are made in the order of the program
+            self._worker.submit(self._aside.open, group).result()
+            self._opened.add(group)
         laid = self._laid(parts, group)
         return Handle(self._worker.submit(self._sum_aside, laid, group), self._watch)
 

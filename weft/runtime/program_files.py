@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import linecache
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from weft.runtime.collectives import Irregular
-from weft.runtime.cuts import Place
+from weft.runtime.cuts import Place, index_at
 from weft.runtime.module import GradSync, ParallelModule
 from weft.runtime.script import Index, Piece, Transfer
 from weft.runtime.sizes import SizedTables, is_sized
-from weft.runtime.stored import Tables
+from weft.runtime.stored import Table, Tables
+from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
 
 META, PARTS, CONSTANTS = "meta.json", "parts.json", "constants.pt"
@@ -64,9 +66,30 @@ def load_class(directory: Path, meta: Mapping[str, Any], file: str) -> type[Para
     module = importlib.util.module_from_spec(spec)
     # compiled here, not by the import system: its cache tells files apart by their times and sizes, and an edit may
     # change neither
-    exec(compile((directory / file).read_bytes(), str(directory / file), "exec"), vars(module))
+    text, path = (directory / file).read_bytes(), str(directory / file)
+    exec(compile(text, path, "exec"), vars(module))
+    # traces show its lines also when the directory is gone
+    linecache.cache[path] = (len(text), None, text.decode().splitlines(keepends=True), path)
     found: type[ParallelModule] = getattr(module, meta["class"])
     return found
+
+
+def cut_parameter(directory: str | Path) -> str | None:
+    """The first trained parameter of which some rank stores a part only; None if there is none."""
+    folder = Path(directory)
+    meta = read_meta(folder)
+    parts = json.loads((folder / PARTS).read_text(encoding="utf-8"))
+    classes = [load_class(folder, meta, file) for file in meta["files"]]
+    for rank in range(meta["devices"]):
+        cls = classes[_file_of(meta["ranks"], rank)]
+        place = Place(tuple(cls.grid().items()), rank)
+        tables = read_tables(parts, place).parts
+        for name, part in cls.trained_parts().items():
+            cuts = part.cuts
+            index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
+            if index is not None and size(index) != part.shape:
+                return name
+    return None
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:

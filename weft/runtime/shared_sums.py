@@ -43,7 +43,7 @@ class SharedSums:
 
     def lend(self, num_bytes: int) -> Tensor | None:
         """Memory of that size in which a tensor can be summed; None where a sum is better sent."""
-        if not self._boxes.open or num_bytes < LARGE:
+        if num_bytes < LARGE:
             return None
         self._turn += 1
         free = [box for box in self._own if is_private(box.memory)]
@@ -72,7 +72,7 @@ class SharedSums:
                 if part is not total:
                     part.copy_(total)
         # nobody reads or writes in a tensor that another takes for complete
-        self._boxes.exchanged(torch.zeros(len(tensors), dtype=torch.uint8))
+        self._boxes.tell(torch.zeros(1, dtype=torch.uint8))
 
     def close(self) -> None:
         """Let go of all memory that no tensor lies in."""
@@ -82,9 +82,8 @@ class SharedSums:
 
     def _everybodys(self, flat: Tensor, box: Box) -> list[Tensor]:
         """The tensors of all members, by position."""
-        notes = self._boxes.exchanged(note_of(box, 0).repeat(self._boxes.num_members))
         found = []
-        for at, note in enumerate(notes.view(self._boxes.num_members, -1)):
+        for at, note in enumerate(self._boxes.tell(note_of(box, 0))):
             memory = box.memory if at == self._boxes.position else self._boxes.opened(note)[0].memory
             found.append(memory[: flat.nbytes].view(flat.dtype))
         return found

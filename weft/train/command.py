@@ -30,7 +30,7 @@ from weft.runtime.launch import Pool
 from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.door import in_eval
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
-from weft.train.opened import cut_parameter
+from weft.train.opened import cut_trained
 from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
 from weft.train.text import vocabularies
@@ -98,7 +98,7 @@ def train_file(
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
-    check_on_parts(chosen, cut_parameter(compiled.files))
+    check_on_parts(chosen, cut_trained(compiled.files))
     num_ranks = _num_ranks(compiled.devices, settings.devices)
     choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
     source = make_source(subject, choice)

@@ -7,7 +7,6 @@ their own that lives as long as the module: the text stays readable in stack tra
 from __future__ import annotations
 
 import tempfile
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from weft.errors import RunError
 from weft.runtime.batch import Form
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.parallel import Batch, Parallel, Runnable
-from weft.runtime.program_files import load_class, load_program, read_meta
+from weft.runtime.program_files import cut_parameter, load_program, read_meta
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
 from weft.runtime.transport import Transport
@@ -36,26 +35,20 @@ def num_devices(files: Content) -> int:
         return int(read_meta(folder)["devices"])
 
 
-def cut_parameter(files: Content) -> str | None:
+def cut_trained(files: Content) -> str | None:
     """The first trained parameter of which some rank stores a part only; None if there is none."""
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         write_files(Path(folder), files)
-        meta = read_meta(folder)
-        classes = [load_class(Path(folder), meta, file) for file in meta["files"]]
-    for cls in classes:
-        for name, part in cls.trained_parts().items():
-            if part.cuts:
-                return name
-    return None
+        return cut_parameter(folder)
 
 
 def open_program(files: Content, transport: Replica) -> Runnable:
     """The rank's program, its parts still zeros, and how it is called."""
-    folder = tempfile.TemporaryDirectory(prefix="weft-")
-    write_files(Path(folder.name), files)
-    program = load_program(folder.name, transport, grad_sync=BucketSync())
-    weakref.finalize(program, folder.cleanup)
-    meta = read_meta(folder.name)
+    # gone when it is loaded: a process may end in ways that leave no time to clean up
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        write_files(Path(folder), files)
+        program = load_program(folder, transport, grad_sync=BucketSync())
+        meta = read_meta(folder)
     returns = meta.get("returns")
     return Runnable(
         program,

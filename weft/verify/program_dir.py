@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,7 @@ from weft.ir.graph import Graph
 from weft.runtime.batch import dtype_name
 from weft.runtime.launch import Pool
 from weft.runtime.module import ParallelModule
-from weft.runtime.program_files import CONSTANTS, PARTS, changes, load_class, read_meta
-from weft.runtime.stored import Table
+from weft.runtime.program_files import CONSTANTS, PARTS, changes, cut_parameter, load_class, read_meta
 from weft.verify.compare import Result, Sample, compare, count_silenced
 from weft.verify.door import Say, capture_subject, make_subject, run_both
 from weft.verify.generated import run_generated
@@ -102,7 +101,7 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     tell(str(lying))
     classes = load_classes(lying)
     check_program_fits(lying, classes, graph, subject)
-    check_on_parts(subject, next(_cut_parameters(classes), None))
+    check_on_parts(subject, cut_parameter(lying.directory))
     with OwnLines(lying), ExitStack() as stack:
         pool = stack.enter_context(make_pool(lying.meta["devices"])) if processes else None
         result = _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
@@ -226,13 +225,6 @@ def fits(shape: Sequence[int | str], sizes: Sequence[int]) -> bool:
     """True if a batch of these sizes has the shape, as far as it is fixed."""
     same = (isinstance(dim, str) or dim == size for dim, size in zip(shape, sizes, strict=False))
     return len(shape) == len(sizes) and all(same)
-
-
-def _cut_parameters(classes: Sequence[type[ParallelModule]]) -> Iterator[str]:
-    for cls in classes:
-        for name, part in cls.stored_parts().items():
-            if part.trained and part.cuts and not isinstance(part.cuts, Table):
-                yield name
 
 
 class OwnLines:

@@ -1,0 +1,179 @@
+"""Pipes: bytes between the processes of one host, without a network layer.
+
+In: for each member of a group the bytes that go to it, and where the bytes that come from it are to be put. Out: they
+are there. A pipe leads from each member to each other one; what one sends to another arrives in the order of sending.
+An exchange is begun, and ends when it is waited for; what does not fit into a pipe goes on whenever the rank waits for
+anything.
+
+Promised: no wait outlives its reason: while nothing comes somebody may look, and a member that is gone ends it at once.
+Members find each other's pipes by number and make sure that they are the ones that were meant; where one cannot, there
+are none (`meet` gives None), on any member.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.runtime.backend import Store
+from weft.runtime.watch import PeerLost
+
+SPIN = 1e-4
+"""Seconds in which a rank that waits does not sleep."""
+LOOK = 100
+"""Milliseconds between two looks at whether a wait is in vain."""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """Bytes under way: how many are still to be sent or to come. Holds the tensors whose memory that is."""
+
+    missing: int
+    tensors: tuple[Tensor, ...]
+
+
+Queue = deque[tuple[memoryview, Exchange]]
+
+
+class Pipes:
+    """The pipes of one rank in one group. For one thread at a time.
+
+    Args:
+        incoming, outgoing: descriptors by position of the other member; None at this rank's own.
+    """
+
+    def __init__(self, position: int, incoming: Sequence[int | None], outgoing: Sequence[int | None]) -> None:
+        self._position, self._incoming, self._outgoing = position, incoming, outgoing
+        self._to_send: list[Queue] = [deque() for _ in incoming]
+        self._to_come: list[Queue] = [deque() for _ in incoming]
+
+    def carry(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
+        """Begin an exchange: flat bytes for each member, and memory for what comes from each. Its own are left out."""
+        exchange = Exchange(0, (*outgoing, *incoming))
+        for queues, tensors in ((self._to_send, outgoing), (self._to_come, incoming)):
+            for at, tensor in enumerate(tensors):
+                if at != self._position and tensor.numel():
+                    queues[at].append((_bytes_of(tensor), exchange))
+                    exchange.missing += tensor.numel()
+        self.push()
+        return exchange
+
+    def wait(self, exchange: Exchange, look: Callable[[], None]) -> None:
+        """Until all of an exchange is sent and there. `look` is called now and then; it raises if that is in vain."""
+        self._turn()
+        until = time.perf_counter() + SPIN
+        while exchange.missing and time.perf_counter() < until:
+            # to be woken costs more than a short time without sleep
+            os.sched_yield()
+            self._turn()
+        while exchange.missing:
+            if not self._sleep():
+                look()
+            self._turn()
+
+    def close(self) -> None:
+        """There will be no further exchange."""
+        for descriptor in (*self._incoming, *self._outgoing):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._incoming = self._outgoing = ()
+
+    def push(self) -> None:
+        """Send what fits into the pipes now."""
+        for queue, descriptor in zip(self._to_send, self._outgoing, strict=True):
+            while queue:
+                try:
+                    done = os.write(_there(descriptor), queue[0][0])
+                except BlockingIOError:
+                    break
+                except BrokenPipeError as error:
+                    raise PeerLost("a rank that something was sent to has gone") from error
+                _advance(queue, done)
+
+    def _receive(self) -> None:
+        for queue, descriptor in zip(self._to_come, self._incoming, strict=True):
+            while queue:
+                try:
+                    done = os.readv(_there(descriptor), [queue[0][0]])
+                except BlockingIOError:
+                    break
+                if not done:
+                    raise PeerLost("a rank that something was to come from has gone")
+                _advance(queue, done)
+
+    def _turn(self) -> None:
+        """Do what can be done now."""
+        self.push()
+        self._receive()
+
+    def _sleep(self) -> bool:
+        """Until something can be done; False if nothing could for a while."""
+        poll = select.poll()
+        for queue, descriptor in zip(self._to_come, self._incoming, strict=True):
+            if queue:
+                poll.register(_there(descriptor), select.POLLIN)
+        for queue, descriptor in zip(self._to_send, self._outgoing, strict=True):
+            if queue:
+                poll.register(_there(descriptor), select.POLLOUT)
+        return bool(poll.poll(LOOK))
+
+
+def meet(store: Store, position: int, num_members: int) -> Pipes | None:
+    """The pipes between the members, who all meet in a store of theirs; None if some member cannot reach another's."""
+    ends = [None if at == position else os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for at in range(num_members)]
+    mine = [None if pair is None else (os.getpid(), pair[1], os.fstat(pair[1]).st_ino) for pair in ends]
+    store.set(f"pipes/{position}", json.dumps(mine))
+    outgoing: list[int | None] = []
+    for at in range(num_members):
+        theirs = None if at == position else json.loads(store.get(f"pipes/{at}"))[position]
+        outgoing.append(None if theirs is None else _opened(*theirs))
+    reached = all(descriptor is not None for at, descriptor in enumerate(outgoing) if at != position)
+    store.set(f"pipes reached/{position}", str(int(reached)))
+    agreed = {store.get(f"pipes reached/{at}") for at in range(num_members)} == {b"1"}
+    for pair in filter(None, ends):
+        # only others may hold the end for writing: when they are gone, so is the pipe
+        os.close(pair[1])
+    incoming = [None if pair is None else pair[0] for pair in ends]
+    pipes = Pipes(position, incoming, outgoing)
+    if not agreed:
+        pipes.close()
+    return pipes if agreed else None
+
+
+def _opened(pid: int, descriptor: int, number: int) -> int | None:
+    """The end of another process's pipe; None if it cannot be reached from here, or another one is there."""
+    with suppress(OSError):
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(opened)
+        if stat.S_ISFIFO(found.st_mode) and found.st_ino == number:
+            return opened
+        os.close(opened)
+    return None
+
+
+def _advance(queue: Queue, done: int) -> None:
+    """The first of a queue has gone on by so many bytes."""
+    view, exchange = queue.popleft()
+    exchange.missing -= done
+    if done < len(view):
+        queue.appendleft((view[done:], exchange))
+
+
+def _there(descriptor: int | None) -> int:
+    assert descriptor is not None, "no pipe leads to this rank itself"
+    return descriptor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a flat byte tensor."""
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
