@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import weft
+from bench.machine import machine
 from weft.compile import compile_program
 
 ROOT = Path(__file__).parents[1]
@@ -102,20 +100,6 @@ def in_own_process(layers: int, plan: str) -> dict[str, Any]:
     return found
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "weft": weft.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
@@ -125,7 +109,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(int(options.one[0]), options.one[1])))
         return
-    before = machine()
+    before = machine(transformers=transformers.__version__)
     runs = {(layers, plan): in_own_process(layers, plan) for layers in options.layers for plan in PLANS}
     ratios = {}
     for layers in options.layers:

@@ -5,7 +5,7 @@
 The GPT of examples/gpt.py, dropout on, learns its text: the eager module in this process, and its program under each
 plan on two gloo processes, in float64 and in float32. Losses of all steps are kept, and drawn if matplotlib is there.
 As a control the eager module trains once more with one weight changed in its last bits: so far does training itself
-carry a difference of rounding. (At four times this learning rate it carries it to 0.01 in 1,100 steps.)
+carry a difference of rounding. (At four times this learning rate it carries it to 0.01 in 1,200 steps.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench.overhead import machine
+from bench.machine import machine
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
 from weft.train.command import Settings, train_file

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import tempfile
@@ -39,7 +37,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-import weft
+from bench.machine import machine
 from weft.compile import compile_program
 from weft.runtime.alone import Alone
 from weft.runtime.launch import Pool
@@ -249,18 +247,6 @@ def two_processes(batch: int, repeats: int) -> dict[str, Any]:
         else:
             found[f"peak_memory_{sides[0]}"] = max(rank["peak_memory"] for rank in ranks)
     return found
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
-    return {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "weft": weft.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def tell(name: str, found: dict[str, Any]) -> None:

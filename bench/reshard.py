@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from bench.machine import machine
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
 
@@ -145,17 +146,6 @@ def loopback() -> str:
     return "lo0" if platform.system() == "Darwin" else "lo"
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "backend": "gloo",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -163,7 +153,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("-o", "--output", default=str(Path(__file__).parent / "results" / "reshard.json"))
     options = parser.parse_args()
-    before = machine()
+    before = machine(backend="gloo")
     rows = measure(options.ranks, options.sizes, options.repeats)
     Path(options.output).write_text(json.dumps({"machine": before, "rows": rows}, indent=1) + "\n")
     table = Table(
