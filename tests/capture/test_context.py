@@ -264,3 +264,28 @@ def test_patches_are_taken_back() -> None:
     assert names == after
     assert "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
     assert not any("weft" in str(target) for target in torch.fx.node._side_effectful_functions)
+
+
+class Asks(nn.Module):
+    """Goes another way when it is compiled; `reads` if the eager way takes a number from a tensor."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return y.sum() * (y.max().item() if self.reads else 2.0)
+        return y.exp().sum()
+
+
+def test_eager_way_is_captured() -> None:
+    kinds = [op.kind for op in capture(Asks(reads=False), torch.randn(4, 6)).ops]
+    assert "mul" in kinds and "exp" not in kinds
+
+
+def test_compiled_way_is_captured_if_the_eager_one_cannot_be() -> None:
+    assert "exp" in [op.kind for op in capture(Asks(reads=True), torch.randn(4, 6)).ops]
+    assert not torch.compiler.is_compiling()

@@ -219,6 +219,25 @@ def test_buffer_updates() -> None:
     assert buffers["counter.scale"].update is None and buffers["counter.scale"].persistent
 
 
+class Unseen(nn.Module):
+    """Reads and writes through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.register_buffer("count", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data.add_(1)
+        y = self.linear(x)
+        return (y * y.data / self.linear.weight.data.norm() + self.count).sum()
+
+
+def test_data_is_detached() -> None:
+    graph = assert_same(Unseen(), torch.randn(4, 3, dtype=torch.float64))
+    assert graph.buffers[0].update is not None
+
+
 def refused(function: Callable[[Tensor], Tensor]) -> CaptureError:
     with pytest.raises(CaptureError) as caught:
         capture(Around(function), torch.randn(4, 6))
@@ -306,3 +325,9 @@ def test_constants_written_in_forward_may_change() -> None:
 
     graph = assert_same(Around(change).double(), torch.randn(4, 6, dtype=torch.float64))
     assert [op.constant for op in graph.ops if op.kind.startswith("select")] == [True]
+
+
+def test_dropout_in_place() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, inplace=True), nn.Linear(4, 1))
+    graph = capture(module, torch.randn(3, 4))
+    assert [op.target for op in graph.ops if "dropout" in op.target] == ["aten.dropout.default"]

@@ -86,10 +86,6 @@ class Does(nn.Module):
         self.last = y
         return y
 
-    def creates(self, y: Tensor) -> Tensor:
-        self.fresh = 3
-        return y
-
     def logs(self, y: Tensor) -> Tensor:
         self.last = y.mean().item()
         return y
@@ -125,6 +121,17 @@ class Does(nn.Module):
             self.linear.weight.mul_(0.9).add_(1.0, alpha=0.1)
         return y
 
+    def clips(self, y: Tensor) -> Tensor:
+        self.linear.weight.data.clamp_(-1, 1)
+        return y
+
+    def casts(self, y: Tensor) -> Tensor:
+        return self.linear.to(torch.float32).to(torch.float64)(y.double())
+
+    def sets_data(self, y: Tensor) -> Tensor:
+        y.data = y.data * 2
+        return y
+
     def fails(self, y: Tensor) -> Tensor:
         raise KeyError("no such thing")
 
@@ -144,7 +151,6 @@ CASES = [
     ("fills", "attribute table", 'self.table["shape"]'),
     ("steps", "attribute state", "self.state.steps += 1"),
     ("keeps", "attribute last", "self.last = y"),
-    ("creates", "attribute fresh", "self.fresh = 3"),
     ("logs", "number from the values .* attribute last", "self.last = y.mean().item()"),
     ("collects", "number from the values .* attribute seen", "self.seen.append(y.mean().item())"),
     ("prints", "taken from the values", 'print(f"{y.mean().item():.3f}")'),
@@ -155,6 +161,9 @@ CASES = [
     ("names_a_device", "device of its own choice", 'device="cuda"'),
     ("moves", "device of its own choice", "y.cuda()"),
     ("averages", "parameter linear.weight is changed", "self.linear.weight.mul_(0.9)"),
+    ("clips", "parameter linear.weight is changed", "self.linear.weight.data.clamp_"),
+    ("casts", "moves or casts the parameters of Linear", ".to(torch.float64)"),
+    ("sets_data", "sets the .data of a tensor", "y.data = y.data * 2"),
     ("fails", "KeyError", "raise KeyError"),
 ]
 
@@ -351,3 +360,40 @@ def test_object_that_settles_is_accepted() -> None:
     assert module.config.problem is None
     with pytest.raises(CaptureError, match="second forward of Notes differs from its first"):
         capture(Notes(matters=True), X)
+
+
+class Measures(nn.Module):
+    """Sets numbers of its own that later lines read, as Funnel does; `matters` if the next forward reads them first."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.length: int | None = None
+        self.scale, self.matters = 1.0, matters
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.length is not None
+        self.length, self.scale, self.width = x.shape[0], 0.5, x.shape[1]
+        return self.linear(x).sum() * self.scale / self.length * (2 if known and self.matters else 1)
+
+
+def test_numbers_that_settle_are_accepted() -> None:
+    module = Measures(matters=False)
+    assert capture(module, X).loss is not None
+    assert module.length is None and module.scale == 1.0 and "width" not in vars(module)
+    with pytest.raises(CaptureError, match="second forward of Measures differs from its first"):
+        capture(Measures(matters=True), X)
+
+
+class Stays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear = self.linear.to(torch.float32)
+        return self.linear(x).sum()
+
+
+def test_a_cast_that_changes_nothing_is_accepted() -> None:
+    assert [op.kind for op in capture(Stays(), X).ops] == ["linear", "sum"]

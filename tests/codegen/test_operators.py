@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.ops import cases
 from tests.ops.cases import Form, form, i, moving_cases, r
 from tests.ops.cases_numeric import numeric_cases
+from tests.ops.cases_talking import statistics
 from weft.codegen.calling import show
 from weft.codegen.operators import TEMPLATES, Written, expression
 from weft.ops.arguments import overload
@@ -140,7 +141,7 @@ def more() -> dict[str, list[Form]]:
 
 
 torch.manual_seed(0)
-ALL = {target: list(forms) for target, forms in (moving_cases() | numeric_cases()).items()}
+ALL = {target: list(forms) for target, forms in (moving_cases() | numeric_cases() | statistics()).items()}
 for _target, _forms in more().items():
     ALL.setdefault(_target, []).extend(_forms)
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-Form = tuple[tuple[Any, ...], dict[str, Any]]
+
+class Form(tuple[tuple[Any, ...], dict[str, Any]]):
+    """(args, kwargs) of one call.
+
+    Args:
+        fixed: operands that get no gradient, by position among the tensors.
+        unused: outputs that reach no loss.
+        draw: the number of a random draw.
+    """
+
+    fixed: tuple[int, ...]
+    unused: tuple[int, ...]
+    draw: int | None
 
 
 def r(*sizes: int) -> torch.Tensor:
@@ -20,7 +33,21 @@ def i(high: int, *sizes: int) -> torch.Tensor:
 
 
 def form(*args: Any, **kwargs: Any) -> Form:
-    return args, kwargs
+    return special(args, kwargs)
+
+
+def special(
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    fixed: tuple[int, ...] = (),
+    unused: tuple[int, ...] = (),
+    draw: int | None = None,
+) -> Form:
+    """A form about which there is more to say."""
+    made = Form((tuple(args), kwargs or {}))
+    made.fixed, made.unused, made.draw = fixed, unused, draw
+    return made
 
 
 END = 2**63 - 1
@@ -114,6 +141,9 @@ def pieces() -> dict[str, list[Form]]:
         form(r(4, 12), 1, -4, END),
         form(r(4, 12), 1, 1, END, 2),
         form(r(4, 12), 1, 0, END, 5),
+        form(r(4, 13), 1, 0, -1, 2),
+        form(r(4, 12), 1, 1, 6, 2),
+        form(r(4, 12), 1, 0, 0, 3),
         form(r(4, 12), 1, 1, END),
         form(r(4, 12), 1, 0, END),
         form(r(4, 12), 1, 12, END),
@@ -210,6 +240,10 @@ def indexing() -> dict[str, list[Form]]:
         ],
         "aten._unsafe_index.Tensor": [form(x, [None, rows])],
         "aten.index_put.default": [
+            form(x, [x > 0], r()),
+            form(x, [x[..., 0] > 0], r(1, 6)),
+            form(x, [None, x[0, :, 0] > 0], r(5, 1, 6), True),
+            form(x, [None, x[0] > 0], r(5, 1)),
             form(x, [None, torch.tensor([2, 0, 1, 3])], r(5, 4, 6)),
             form(x, [i(5, 4), i(4, 4)], r(4, 6), True),
             form(x, [i(5, 4), i(4, 4)], r(6), True),
@@ -225,7 +259,14 @@ def indexing() -> dict[str, list[Form]]:
             form(x, 0, i(5, 4, 4, 3), r(4, 4, 3)),
             form(i(9, 5, 4, 6), 0, i(5, 4, 4, 6), i(9, 6, 4, 6)),
         ],
-        "aten.scatter_reduce.two": [form(x, 1, i(4, 5, 8, 6), r(5, 8, 6), "amax")],
+        "aten.scatter.reduce": [form(i(9, 5, 4, 6), 1, i(4, 5, 8, 6), i(9, 5, 8, 6), reduce="add")],
+        "aten.scatter.value_reduce": [form(i(9, 5, 4, 6), 1, i(4, 5, 8, 6), 2, reduce="add")],
+        "aten.scatter_reduce.two": [
+            form(x, 1, i(4, 5, 8, 6), r(5, 8, 6), "sum"),
+            form(x, 1, i(4, 5, 8, 6), r(5, 8, 6), "sum", include_self=False),
+            form(x, 1, i(4, 5, 8, 6), r(5, 8, 6), "mean"),
+            form(x, 1, i(4, 5, 8, 6), r(5, 8, 6), "amax"),
+        ],
         "aten.index_select.default": [form(x, 1, i(4, 8)), form(x, -1, i(6, 3)), form(x, 0, i(5))],
         "aten.index_add.default": [form(x, 1, i(4, 8), r(5, 8, 6)), form(x, 0, i(5, 4), r(4, 4, 6), alpha=2)],
         "aten.index_copy.default": [form(x, 1, torch.tensor([3, 1]), r(5, 2, 6))],
@@ -233,6 +274,12 @@ def indexing() -> dict[str, list[Form]]:
         "aten.index_fill.int_Tensor": [form(x, 1, torch.tensor([3, 1]), r())],
         "aten.one_hot.default": [form(i(3, 4, 2), 5), form(torch.tensor([0, 2, 1, 0]), -1)],
         "aten.bucketize.Tensor": [form(r(4, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))],
+        "aten.searchsorted.Tensor": [
+            form(torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64), r(4, 3)),
+            form(r(4, 3, 5).sort(-1).values, r(4, 3, 6), right=True),
+            form(r(4, 5), r(4, 2), sorter=torch.arange(5).expand(4, 5).contiguous()),
+        ],
+        "aten.searchsorted.Scalar": [form(r(5).sort().values, 0.5)],
         "aten.isin.Tensor_Tensor": [form(i(5, 4, 3), torch.tensor([1, 3])), form(i(5, 4), i(5, 4))],
     }
 

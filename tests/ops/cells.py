@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tests.ops.cuts import cuts
+from tests.ops.prover import check_form
 from weft.ir.graph import Graph, Op, Ref, Tensor
 from weft.ir.layout import COPY, Axis, Cell, Grid, Layout, verify_layout
 from weft.ir.oplayout import Carried, Cut, OpLayout, plain_cut
@@ -27,8 +29,6 @@ from weft.runtime.random import Draw, Stream
 
 TOLERANCE = 1e-12
 STREAM = Stream(seed=3, step=1, microbatch=0)
-SHARES = ((1, 1), (3, 1), (1, 1, 1), (0, 2, 1))
-"""Even, uneven, three parts, one of them empty."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ def whole_case(
     kwargs: Mapping[str, Any] | None = None,
     *,
     fixed: Sequence[int] = (),
+    unused: Sequence[int] = (),
     draw: int | None = None,
 ) -> Case:
-    """The op run whole. `fixed`: operands without gradient. With a draw, the whole is one cell of the local call."""
+    """The op run whole. `fixed`: operands without gradient. `unused`: outputs that reach no loss. With a draw, the
+    whole is one cell of the local call."""
     values: list[torch.Tensor] = []
 
     def named(arg: Any) -> Any:
@@ -106,9 +108,15 @@ def whole_case(
     if draw is not None:
         view = cell_view(rule, OpLayout(Grid((), (0,)), ()), (), _shapes(values), _shapes(results))
         results = _call(local_call(op, rule, view), leaves, {})
-    cotangents = tuple(torch.randn_like(r) if r.is_floating_point() else r for r in results)
+    cotangents = tuple(_cotangent(value, i in unused) for i, value in enumerate(results))
     gradients = _gradients(results, cotangents, leaves)
     return Case(op, graph, rule, tuple(values), tuple(r.detach() for r in results), cotangents, gradients)
+
+
+def _cotangent(value: torch.Tensor, unused: bool) -> torch.Tensor:
+    if unused:
+        return torch.zeros_like(value)
+    return torch.randn_like(value) if value.is_floating_point() else value
 
 
 def _tensor(name: str, value: torch.Tensor, trained: bool) -> Tensor:
@@ -141,22 +149,11 @@ def _shapes(values: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in values)
 
 
-def cuts_of(it: Case, names: Sequence[str] | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Every cuttable name in several ways, nested, and every pair of names."""
-    names = [n for n in it.rule.cuttable if it.rule.sizes[n] > 1] if names is None else list(names)
-    for name in names:
-        size = it.rule.sizes[name]
-        yield from ([(name, shares)] for shares in SHARES if size >= sum(1 for share in shares if share))
-        if size >= 4:
-            yield [(name, (1, 1)), (name, (1, 1))]
-    for a, b in itertools.combinations(names, 2):
-        yield [(a, (1, 1)), (b, (2, 1))]
-
-
-def prove_cells(it: Case, names: Sequence[str] | None = None) -> Case:
+def prove_cells(it: Case, names: Sequence[str] | None = None, *, empty: bool = True) -> Case:
     """The op cut in every way, and every operand carried that it is linear in."""
-    for one in cuts_of(it, names):
-        cut(it, one)
+    check_form(it.rule)
+    for uses in cuts(it.rule, names=names, empty=empty):
+        cut_by(it, uses)
     for linear in it.rule.linear:
         cut_by(it, (Carried(linear),))
         for name in it.rule.cuttable if names is None else names:

@@ -9,20 +9,21 @@ Operands that should arrive as addends arrive as random ones. Every linear set i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from tests.ops.cuts import cuts
 from weft.ir.graph import Graph, Op, Ref, Tensor, map_refs
 from weft.ir.layout import COPY, PARTIAL, Axis, Cell, Grid, Layout, verify_layout
-from weft.ir.oplayout import Carried, Cut, OpLayout, Use, cut_table, plain_cut
-from weft.ops.arguments import overload
+from weft.ir.oplayout import Carried, Cut, OpLayout, Use
 from weft.ops.derive import cell_view, operands, require
 from weft.ops.rule import Call, Rule
 from weft.ops.table import rule_for
+from weft.runtime.calls import resolve
 
 TOLERANCE = 1e-11
 
@@ -39,9 +40,21 @@ class Case:
     cotangents: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...]
 
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """Operands without a gradient."""
+        return tuple(i for i, gradient in enumerate(self.gradients) if gradient is None)
 
-def case(target: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Case:
-    """The op run whole, with its gradients."""
+
+def case(
+    target: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    fixed: Sequence[int] = (),
+    unused: Sequence[int] = (),
+) -> Case:
+    """The op run whole, with its gradients. `fixed`: operands without one. `unused`: outputs that reach no loss."""
     values: list[torch.Tensor] = []
 
     def named(arg: Any) -> Any:
@@ -51,18 +64,24 @@ def case(target: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None)
         return tuple(map(named, arg)) if isinstance(arg, tuple | list) else arg
 
     op_args, op_kwargs = named(tuple(args)), tuple((k, named(v)) for k, v in (kwargs or {}).items())
-    leaves = _leaves(values)
+    leaves = _leaves(values, fixed)
     numbered = map_refs((op_args, tuple(v for _, v in op_kwargs)), lambda ref: leaves[int(ref.name[1:])])
     results = _run(target, numbered[0], dict(zip([k for k, _ in op_kwargs], numbered[1], strict=True)))
-    tensors = {f"x{i}": _tensor(f"x{i}", value) for i, value in enumerate(values)}
-    tensors |= {f"y{i}": _tensor(f"y{i}", value) for i, value in enumerate(results)}
+    tensors = {f"x{i}": _tensor(f"x{i}", value, i not in fixed) for i, value in enumerate(values)}
+    tensors |= {f"y{i}": _tensor(f"y{i}", value, True) for i, value in enumerate(results)}
     op = Op("it", target, op_args, op_kwargs, tuple(f"y{i}" for i in range(len(results))))
     graph = Graph("one", tensors, (), (), (), {}, (op,), op.outputs, None)
-    cotangents = tuple(torch.randn_like(value) if value.is_floating_point() else value for value in results)
+    cotangents = tuple(_cotangent(value, i in unused) for i, value in enumerate(results))
     gradients = _gradients(results, cotangents, leaves)
     return Case(
         op, graph, rule_for(op, graph), tuple(values), tuple(r.detach() for r in results), cotangents, gradients
     )
+
+
+def _cotangent(value: torch.Tensor, unused: bool) -> torch.Tensor:
+    if unused:
+        return torch.zeros_like(value)
+    return torch.randn_like(value) if value.is_floating_point() or value.is_complex() else value
 
 
 def prove(
@@ -72,21 +91,24 @@ def prove(
     *,
     empty: bool = True,
     limit: int | None = None,
+    fixed: Sequence[int] = (),
+    unused: Sequence[int] = (),
 ) -> Rule:
     """Check the rule of one op in every way it may be used.
 
     `empty`: also with parts that hold nothing. `limit`: the first so many cuts only.
     """
     torch.manual_seed(0)
-    it = case(target, args, kwargs)
+    it = case(target, args, kwargs, fixed=fixed, unused=unused)
     check_form(it.rule)
-    for uses in itertools.islice(_cuts(it.rule, empty), limit):
+    free = [name for name in it.rule.cuttable if name not in it.rule.algorithms and it.rule.sizes[name] > 1]
+    for uses in itertools.islice(cuts(it.rule, empty=empty, names=free), limit):
         for use in uses:
             require(it.op, it.rule, use)
         prove_layout(it, uses)
     for linear in it.rule.linear:
         prove_layout(it, (Carried(linear),))
-        for uses in itertools.islice(_cuts(it.rule, False), 0, 16, 8):
+        for uses in itertools.islice(cuts(it.rule, empty=False, names=free), 0, 16, 8):
             prove_layout(it, (Carried(linear), *uses))
     return it.rule
 
@@ -106,21 +128,6 @@ def check_form(rule: Rule) -> None:
     assert all(rule.added <= linear for linear in rule.linear), f"{rule} {rule.linear} {rule.added}"
 
 
-def _cuts(rule: Rule, empty: bool) -> Iterator[tuple[Cut, ...]]:
-    free = [name for name in rule.cuttable if name not in rule.algorithms and rule.sizes[name] > 1]
-    for name in free:
-        size = rule.sizes[name]
-        cuts = [plain_cut(name, size, share) for share in ((1, 1), (1, 2), (1, 1, 1), (1, 2, 1))]
-        yield from ((cut,) for cut in cuts if all(cut_table([cut])))
-        if empty:
-            yield (plain_cut(name, size, (0, 1)),)
-        if size % 4 == 0:
-            yield (Cut(name, (1, 1), (size // 2, size // 2), size // 2),)
-            yield (plain_cut(name, size, (1, 1)), plain_cut(name, size, (1, 1)))
-    for a, b in itertools.combinations(free, 2):
-        yield (plain_cut(a, rule.sizes[a], (1, 1)), plain_cut(b, rule.sizes[b], (1, 1)))
-
-
 def prove_layout(it: Case, uses: Sequence[Use]) -> None:
     """The op cut in one way: every output and every gradient come out as if it had run whole."""
     axes = tuple(Axis(f"a{i}", len(use.shares) if isinstance(use, Cut) else 2) for i, use in enumerate(uses))
@@ -135,7 +142,8 @@ def prove_layout(it: Case, uses: Sequence[Use]) -> None:
     outputs = [_Whole(value, operand.layout) for value, operand in zip(it.results, lying.outputs, strict=True)]
     grads = [_Whole(value, operand.grad) for value, operand in zip(it.gradients, lying.inputs, strict=True)]
     for cell in grid.cells:
-        locals_ = _leaves([_part(addends[i], operand.layout, cell) for i, operand in enumerate(lying.inputs)])
+        parts = [_part(addends[i], operand.layout, cell) for i, operand in enumerate(lying.inputs)]
+        locals_ = _leaves(parts, it.fixed)
         view = cell_view(it.rule, layout, cell, *shapes)
         results = run_call(local_call(it, view), locals_)
         told = partial(_tell, it, layout, cell)
@@ -242,8 +250,11 @@ def _index(ranges: Sequence[Any]) -> Any:
     return tuple(shaped)
 
 
-def _leaves(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex()) for v in values]
+def _leaves(values: Sequence[torch.Tensor], fixed: Collection[int]) -> list[torch.Tensor]:
+    return [
+        v.detach().clone().requires_grad_((v.is_floating_point() or v.is_complex()) and i not in fixed)
+        for i, v in enumerate(values)
+    ]
 
 
 def _gradients(
@@ -261,15 +272,13 @@ def _gradients(
 
 
 def _run(target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    operator = overload(target)
-    assert operator is not None, f"no operator {target}"
-    result = operator(*args, **kwargs)
+    result = resolve(target)(*args, **kwargs)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def _tensor(name: str, value: torch.Tensor) -> Tensor:
+def _tensor(name: str, value: torch.Tensor, trained: bool) -> Tensor:
     floating = value.is_floating_point() or value.is_complex()
-    return Tensor(name, tuple(value.shape), value.dtype, needs_grad=floating)
+    return Tensor(name, tuple(value.shape), value.dtype, needs_grad=floating and trained)
 
 
 def _product(sizes: Iterator[int]) -> int:

@@ -83,6 +83,17 @@ class Builder:
             args = tuple(self._detached(leaf, context) for leaf in args)
         return self._append(f"function:{name}", function, args, {}, context, function=function)
 
+    def emit_runtime(
+        self,
+        target: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context: Context,
+    ) -> str:
+        """Append one call of a function of the runtime that stands in for an operator; its output's working name."""
+        return self._append(target, function, args, kwargs, context)[0]
+
     def needs_grad(self, name: str) -> bool:
         return self.tensors[name].needs_grad
 

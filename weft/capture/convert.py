@@ -19,12 +19,16 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from weft.capture.bags import emit_bag, is_bag
 from weft.capture.builder import Builder, Context
 from weft.capture.draws import bound, drops_nothing, is_random, name_of
+from weft.capture.expect import EXPECT, Expectation
 from weft.capture.functional import RESHAPING, Cell, Handle, check_writable, read, result_of, twin_of, write
+from weft.capture.grouped import with_repeated_heads
 from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
 from weft.capture.refuse import NUMBER, NUMBER_REMEDY
 from weft.capture.running import update_statistics, updates_statistics
+from weft.capture.selected import Selected, refuse_selected, selection, targets_as_rows
 from weft.capture.sizes import is_data_dependent
 from weft.capture.source import source_of_trace
 from weft.capture.views import Step
@@ -45,6 +49,7 @@ class Converter:
     regions: list[tuple[int, bool]] = field(default_factory=list)
     """Open checkpoint regions: number, and whether gradients flow in them."""
     draws: int = 0
+    expected: list[Expectation] = field(default_factory=list)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Any], around: Context) -> Any:
         """Convert a graph whose placeholders stand for `arguments`; what its output node holds."""
@@ -89,6 +94,10 @@ class Converter:
             return self.number(node, context)
         if str(target) in (ENTER, LEAVE):
             return self.checkpoint(str(target), args)
+        if str(target) == EXPECT:
+            predicate, expected = args
+            name = read(predicate, self.builder, context)
+            return self.expected.append(Expectation(name, expected, context.place))
         if str(target) == FUNCTION:
             return self.function(args, node, context)
         if not target._schema.returns:
@@ -113,7 +122,7 @@ class Converter:
     def number(self, node: fx.Node, context: Context) -> Any:
         """Size arithmetic: its value is known from the trace."""
         value = node.meta.get("val")
-        if is_data_dependent(value) and any(not is_assertion(user) for user in node.users):
+        if is_data_dependent(value) and not all(is_assertion(user) for user in node.users):
             raise CaptureError(
                 NUMBER,
                 place=context.place,
@@ -150,6 +159,9 @@ class Converter:
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
     ) -> Any:
         """An ATen operator, or a user's from a torch library."""
+        other = self.stand_in(target, args, kwargs, node, context)
+        if other is not None:
+            return other
         if is_data_dependent(node.meta["val"]):
             raise CaptureError(
                 f"the shape that {target} returns depends on the values in a tensor",
@@ -176,6 +188,7 @@ class Converter:
                 "op" if is_cat_of_one(target, args) else "constant",
             )
         refs, named = self.resolve(args, context), self.resolve(kwargs, context)
+        refs, named = with_repeated_heads(target, refs, named, self.builder, context)
         is_viewing = not context.grad and not target._schema.is_mutable and args and isinstance(args[0], Handle)
         if is_viewing and self.builder.returns_itself(target, refs, named, context):
             return args[0]
@@ -190,6 +203,28 @@ class Converter:
             return self.mutate(target, args, kwargs, node, context, draw)
         names = self.builder.emit(target, refs, named, context=context, draw=draw)
         return handles_of(target, args, refs, named, names, node)
+
+    def stand_in(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
+    ) -> Any:
+        """What takes the place of a call that no op can be as it stands; None for all others."""
+        refuse_selected(target, args, kwargs)
+        if any(isinstance(arg, Selected) for arg in (*args, *kwargs.values())):
+            return self.ctc_loss(target, args, kwargs, node, context)
+        if is_bag(target, args, kwargs, node):
+            refs, named = self.resolve(args, context), self.resolve(kwargs, context)
+            name = emit_bag(target, refs, named, self.builder, context)
+            return [fresh(name, node.meta["val"][0]), None, None, None]
+        return selection(target, args, self.builder, context)
+
+    def ctc_loss(
+        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
+    ) -> Handle:
+        """A ctc loss whose targets a mask selects."""
+        values, expected = targets_as_rows(target, args, kwargs, self.builder, context)
+        self.expected.append(expected)
+        (name,) = self.builder.emit(target, tuple(self.resolve(values, context).values()), context=context)
+        return fresh(name, node.meta["val"])
 
     def expand(self, handle: Handle, shape: Sequence[Any], context: Context) -> Handle:
         """A handle seen in a larger shape; itself where the shape is its own."""
@@ -304,7 +339,10 @@ def is_transform(target: Any) -> bool:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    return "assert" in str(node.target) or "constrain_range" in str(node.target)
+    """Whether a node checks a number, or compares it for no other end."""
+    if "assert" in str(node.target) or "constrain_range" in str(node.target):
+        return True
+    return is_number(node.meta.get("val")) and bool(node.users) and all(map(is_assertion, node.users))
 
 
 def is_identity(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> bool:

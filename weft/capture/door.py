@@ -13,6 +13,8 @@ from weft.capture.assemble import assemble
 from weft.capture.builder import Builder, Context
 from weft.capture.convert import Converter
 from weft.capture.example import Example, flatten_example, marked
+from weft.capture.expect import emit_expectations
+from weft.capture.fakes import known_shapes
 from weft.capture.functional import read
 from weft.capture.guards import guards_of
 from weft.capture.modules import refuse_modules
@@ -25,6 +27,7 @@ from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
 
 
+@known_shapes()
 def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int, ...]] | None = None) -> Graph:
     """The forward of `module` as a Graph.
 
@@ -47,13 +50,38 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
     dynamic = marked(flat) if dynamic is None else dynamic
     watch = Watch(module)
     try:
-        traced = trace(module, flat, dynamic, tolerant=True)
-        graph = convert(module, flat, traced)
-        if traced.settling:
-            refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic)))
+        graph = captured(module, flat, dynamic, watch)
     finally:
         watch.restore_objects()
     verify_graph(graph)
+    return graph
+
+
+def captured(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, ...]], watch: Watch) -> Graph:
+    """The Graph of what the eager module does.
+
+    Some models go another way when they are compiled: transformers writes masks out then. A forward that asks is told
+    that it is not. If that way cannot be captured, it is told that it is: it may leave out checks that read values.
+    """
+    asked: list[str] = []
+    try:
+        return settled(module, flat, dynamic, asked)
+    except CaptureError as error:
+        if not asked:
+            raise
+        watch.restore_objects()
+        try:
+            return settled(module, flat, dynamic, None)
+        except CaptureError:
+            raise error from None
+
+
+def settled(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, ...]], asked: list[str] | None) -> Graph:
+    """The Graph of every forward, also after the first one has changed what settles (`watch.py`)."""
+    traced = trace(module, flat, dynamic, tolerant=True, asked=asked)
+    graph = convert(module, flat, traced)
+    if traced.settling:
+        refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic, asked=asked)))
     return graph
 
 
@@ -73,6 +101,7 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     converter = Converter(builder, traced.found)
     outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
     results = [read(handle, builder, Context()) for handle in outputs]
+    results = emit_expectations(converter.expected, results, traced.output.loss_among_tensors, builder)
     graph = assemble(module, flat, traced.output, state, builder, results)
     return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
 

@@ -153,6 +153,11 @@ class Output:
     leaves: tuple[Any, ...] = ()
     """None where a tensor stands."""
 
+    @property
+    def loss_among_tensors(self) -> int | None:
+        """The position of the loss among the tensors alone."""
+        return None if self.loss is None else sum(self.tensors[: self.loss])
+
 
 def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
     register_dataclasses(output)

@@ -125,8 +125,9 @@ def twin_of(target: OpOverload, context: Context) -> OpOverload:
 
 
 def signature(target: OpOverload) -> list[tuple[str, str]]:
-    """Names and types of an operator's arguments, without `out`."""
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments if argument.name != "out"]
+    """Names and types of an operator's arguments, without `out`; the first is `self` here and `input` there."""
+    arguments = [argument for argument in target._schema.arguments if argument.name != "out"]
+    return [(argument.name if i else "", str(argument.type)) for i, argument in enumerate(arguments)]
 
 
 def result_of(

@@ -5,8 +5,11 @@ inside `intercept()`), and an `Interception` that says what they stand for.
 
 - `autograd.Function`: export inlines forward and drops the user's backward. Each call becomes one
   `weft.function(key, tensors)`.
+- `weft.register_op`: the function is kept whole, in the same way.
 - `torch.utils.checkpoint`: export erases it. The region becomes `weft.enter(...)` ... `weft.leave(...)`.
+- Truth values that can go one way only while all is well become `weft.expect(...)`; see `expect.py`.
 - `torch.rand([]) < 0.0`: a branch on data that can go one way only. It is answered with False.
+- `torch.bincount(x, minlength=n)`: its length depends on values; see `stable.py`.
 - Gradient hooks and `torch.autograd.grad` in forward: refused.
 
 Promised: everything patched is put back, also after an error.
@@ -16,20 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd.function import _SingleLevelFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.capture.refuse import READS, Reading
+from weft.capture.expect import define, expected_here
+from weft.capture.opaque import Called, called, is_nested
+from weft.capture.refuse import READS, Looping, Reading
 from weft.capture.source import place_here
+from weft.capture.stable import stable_form
 from weft.errors import CaptureError
+from weft.runtime.custom import CustomOp, tensors_in
 
 UNMARKED = (
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -55,11 +63,15 @@ class Applied:
     tensors: tuple[int, ...]
     """Positions of the tensors among the leaves."""
     spec: pytree.TreeSpec
+    nested: bool = False
+    """The outputs are more than a tensor, or a flat list of tensors."""
 
     def __call__(self, *leaves: Any) -> Any:
-        outputs = original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
-        tensors = tuple(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-        return tensors[0] if len(tensors) == 1 else tensors
+        return tensors_in(self.outputs(leaves))
+
+    def outputs(self, leaves: Sequence[Any]) -> Any:
+        """What the function returns."""
+        return original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """The flattened arguments with these tensors put in their places."""
@@ -72,12 +84,19 @@ class Applied:
     def name(self) -> str:
         return self.cls.__qualname__.replace("<locals>.", "")
 
+    @property
+    def what(self) -> str:
+        return f"the autograd.Function {self.name}"
+
+    def __str__(self) -> str:
+        return self.what
+
 
 @dataclass
 class Interception:
     """What the markers of one trace stand for."""
 
-    functions: list[Applied] = field(default_factory=list)
+    functions: list[Applied | Called] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     """For each function call, its outputs' tree with True where a tensor stands."""
     regions: int = 0
@@ -95,9 +114,19 @@ class Interception:
         leaves, spec = pytree.tree_flatten(args)
         positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
+        return self.mark(Applied(cls, fixed, positions, spec), [leaves[i] for i in positions])
+
+    def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Stands in for the call of a registered function while tracing."""
+        if not is_tracing():
+            return op.function(*args, **kwargs)
+        return self.mark(*called(op, args, kwargs))
+
+    def mark(self, function: Applied | Called, tensors: list[torch.Tensor]) -> Any:
+        """Leave a marker for one call; what the function returns, with the marker's tensors in it."""
         key = len(self.functions)
-        self.functions.append(Applied(cls, fixed, positions, spec))
-        made = torch.ops.weft.function(key, [leaves[i] for i in positions])
+        self.functions.append(function)
+        made = torch.ops.weft.function(key, tensors)
         flat, out_spec = pytree.tree_flatten(self.outputs[key])
         given = iter(made)
         return pytree.tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in flat], out_spec)
@@ -105,15 +134,9 @@ class Interception:
     def infer(self, key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Shapes and dtypes of an opaque function's outputs; refuses one that writes into its inputs."""
         applied = self.functions[key]
-        versions = [tensor._version for tensor in tensors]
-        with torch.no_grad(), NoDraws(applied.name):
-            outputs = original_apply(applied.cls, *pytree.tree_unflatten(applied.arguments(tensors), applied.spec))
-        if versions != [tensor._version for tensor in tensors]:
-            raise CaptureError(
-                f"the autograd.Function {applied.name} changes its input in place",
-                place=place_here(),
-                remedy="return a new tensor from its forward",
-            )
+        with torch.no_grad(), Whole(applied.what, tensors):
+            outputs = applied.outputs(applied.arguments(tensors))
+        self.functions[key] = replace(applied, nested=is_nested(outputs))
         flat, spec = pytree.tree_flatten(outputs)
         kinds = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         self.outputs[key] = pytree.tree_unflatten(kinds, spec)
@@ -181,7 +204,16 @@ class Listener(TorchFunctionMode):
             return False
         if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
             self.found.requires = place_here()
-        with Reading() if func in READS else nullcontext():
+        if func is torch.Tensor.__bool__ and is_tracing() and (expected := expected_here(args[0])) is not None:
+            torch.ops.weft.expect(args[0], expected)
+            return expected
+        if func is torch.Tensor.item and is_tracing() and expected_here(args[0]) is not None:
+            # a number that is only checked may stay a tensor
+            return args[0].reshape(())
+        stable = stable_form(func, args, kwargs)
+        if stable is not None:
+            return stable()
+        with Reading() if func in READS else Looping() if func is torch.Tensor.unbind else nullcontext():
             result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)
@@ -201,21 +233,35 @@ REFUSED: Mapping[Any, str] = {
 }
 
 
-class NoDraws(TorchDispatchMode):
-    """Refuses random draws inside an opaque function: they could not be numbered."""
+class Whole(TorchDispatchMode):
+    """Refuses what would not stay inside an opaque function: draws, which could not be numbered, and changes of its
+    operands, which the graph would not know of."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, what: str, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.name = name
+        self.what = what
+        self.memory = {StorageWeakRef(one.untyped_storage()) for one in operands}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CaptureError(
-                f"the autograd.Function {self.name} draws random numbers ({func})",
+                f"{self.what} draws random numbers ({func})",
                 place=place_here(),
                 remedy="draw in the module's forward and pass the numbers in",
             )
+        if func._schema.is_mutable and self.writes(func, args, kwargs or {}):
+            raise CaptureError(
+                f"{self.what} changes its input in place ({func})",
+                place=place_here(),
+                remedy="work on a copy, x = x.clone(), and return it",
+            )
         return func(*args, **(kwargs or {}))
+
+    def writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True if an operator writes into the memory of an operand."""
+        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+        written = [given.get(one.name) for one in func._schema.arguments if one.is_write]
+        return any(StorageWeakRef(one.untyped_storage()) in self.memory for one in tensors_of(written))
 
 
 @contextmanager
@@ -237,16 +283,25 @@ def intercept() -> Iterator[Interception]:
     library.define("function(int key, Tensor[] tensors) -> Tensor[]")
     library.define("enter(int region, bool reentrant, Tensor[] tensors) -> ()")
     library.define("leave(int region) -> ()")
+    define(library)
     torch.library.register_fake("weft::function", found.infer, lib=library)
     torch.library.register_fake("weft::enter", lambda region, reentrant, tensors: None, lib=library)
     torch.library.register_fake("weft::leave", lambda region: None, lib=library)
     # Markers look dead to export's own clean-up, and so do some random operators, whose draws count even if dead.
     lasting = torch.fx.node._side_effectful_functions
-    markers = {torch.ops.weft.enter.default, torch.ops.weft.leave.default, *UNMARKED} - set(lasting)
+    markers = {
+        torch.ops.weft.enter.default,
+        torch.ops.weft.leave.default,
+        torch.ops.weft.expect.default,
+        *UNMARKED,
+    } - set(lasting)
     _SingleLevelFunction.apply = classmethod(found.apply)  # type: ignore[attr-defined]
     lasting.update(markers)
     try:
-        with patched(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator):
+        with (
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator),
+            patched(CustomOp, "__call__", lambda op, *args, **kwargs: found.call(op, args, kwargs)),
+        ):
             yield found
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]

@@ -1,9 +1,12 @@
 """Modules that carry what a graph of the forward cannot hold: backward hooks, old reparametrisations, TorchScript.
 
-Enters: the module, before it is traced. Leaves: nothing, or a `CaptureError` that names the sub-module.
+Enters: the module, before it is traced. Leaves: nothing, or a `CaptureError` that names the sub-module. The same for
+what forward does to a module as a whole (`to_where_it_is`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from weft.capture.source import place_here
 from weft.errors import CaptureError
 
 NEW_STYLE = "use torch.nn.utils.parametrizations.{} instead, which keeps the same parameters in a form that is captured"
@@ -60,3 +64,17 @@ def refuse_reparametrisation(hook: object, path: str, label: str) -> None:
         place=f"module {path or 'itself'}",
         remedy=remedy,
     )
+
+
+def to_where_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Stands in for `Module.to` in a traced forward: nothing to do, or refused."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    for held in (*module.parameters(), *module.buffers()):
+        is_cast = dtype is not None and held.is_floating_point() and held.dtype != dtype
+        if is_cast or (device is not None and held.device.type != device.type):
+            raise CaptureError(
+                f"forward moves or casts the parameters of {type(module).__name__}",
+                place=place_here(),
+                remedy="do it before training, outside forward",
+            )
+    return module

@@ -27,6 +27,11 @@ NUMBER_REMEDY = (
     "to log it, return it as an output instead of reading it in forward; to compute with it, keep it a tensor "
     "(no .item(), int(), float(), .tolist(), .numpy())"
 )
+LOOP = "a loop runs as often as the values in a tensor say"
+LOOP_REMEDY = (
+    "loop over a range known beforehand, and mask; experts of most transformers models run without a loop after "
+    'model.set_experts_implementation("grouped_mm")'
+)
 FIXED_REMEDY = "leave that dim unmarked (weft.dynamic), mark all inputs that share it, or let forward not depend on it"
 READS = (
     torch.Tensor.item,
@@ -67,6 +72,17 @@ class Reading:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, RuntimeError) and (is_data_dependent(error) or ".numpy()" in str(error)):
             raise CaptureError(NUMBER, place=place_here(), remedy=NUMBER_REMEDY) from error
+
+
+class Looping:
+    """While this is entered, a tensor is taken apart along its first dim: the same for a length that nobody knows."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_data_dependent(error):
+            raise CaptureError(LOOP, place=place_here(), remedy=LOOP_REMEDY) from error
 
 
 def translate(error: Exception, module: nn.Module) -> CaptureError:

@@ -16,8 +16,10 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from weft.capture.fakes import known_shapes
 from weft.errors import CaptureError
 from weft.ir.graph import Graph, Op, Ref, Size, Tensor
+from weft.runtime.calls import FUNCTIONS
 
 
 def specialise(graph: Graph, sizes: Mapping[str, int]) -> Graph:
@@ -75,7 +77,7 @@ def fixed_op(op: Op, sizes: Mapping[str, int]) -> Op:
 
 def try_ops(graph: Graph) -> None:
     """Run every op on fake tensors and compare shapes."""
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensorMode(), known_shapes(), torch.no_grad():
         for op in graph.ops:
             made = try_op(op, graph)
             wanted = [graph.tensors[name].sizes for name in op.outputs]
@@ -98,8 +100,8 @@ def try_op(op: Op, graph: Graph) -> list[torch.Tensor]:
 
     call: Any = op.function
     if call is None:
-        call = torch.ops
-        for part in op.target.split("."):
+        call = FUNCTIONS.get(op.target.removeprefix("weft."), torch.ops)
+        for part in op.target.split(".") if call is torch.ops else ():
             call = getattr(call, part)
     args, kwargs = [live(arg) for arg in op.args], {key: live(value) for key, value in op.kwargs}
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ as before, also after an error; an error names the user's line.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,9 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.guards import refuse_fixed
 from weft.capture.intercept import Interception, Listener, intercept, patched
+from weft.capture.modules import to_where_it_is
 from weft.capture.refuse import Translating
 from weft.capture.running import forward_of_batch_norm
-from weft.capture.source import keep_users_frame
+from weft.capture.source import is_users, keep_users_frame
 from weft.capture.watch import Watch
 
 
@@ -39,7 +41,7 @@ class Trace:
     found: Interception
     output: Output
     settling: bool
-    """Forward changed a plain object; see `watch.py`."""
+    """Forward changed a plain object or value; see `watch.py`."""
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -59,7 +61,7 @@ class Traced(nn.Module):
         module: nn.Module,
         example: Example,
         found: Interception,
-        seen: Callable[[tuple[Output, bool]], None],
+        seen: Callable[[tuple[Output, Watch]], None],
         shapes: Sequence[Mapping[int, Any] | None],
         *,
         tolerant: bool,
@@ -85,15 +87,26 @@ class Traced(nn.Module):
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
-        self.seen((output, watch.settling))
+        self.seen((output, watch))
         return tuple(leaves)
 
 
 def trace(
-    module: nn.Module, example: Example, dynamic: Mapping[str, tuple[int, ...]], *, tolerant: bool = False
+    module: nn.Module,
+    example: Example,
+    dynamic: Mapping[str, tuple[int, ...]],
+    *,
+    tolerant: bool = False,
+    asked: list[str] | None = None,
 ) -> Trace:
-    """Export the module on fake tensors. If `tolerant`, plain objects that forward changes stay changed."""
-    outputs: list[tuple[Output, bool]] = []
+    """Export the module on fake tensors.
+
+    Args:
+        tolerant: plain objects and values that forward changes stay changed.
+        asked: forward, if it asks whether it is being compiled, is told no, and the files that asked are added here;
+            if this is None it is told yes.
+    """
+    outputs: list[tuple[Output, Watch]] = []
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
@@ -108,10 +121,31 @@ def trace(
         warnings.simplefilter("ignore")
         stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
+        stack.enter_context(patched(nn.Module, "to", to_where_it_is))
+        if asked is not None:
+            for name in ("is_compiling", "is_exporting"):
+                answer = told_no(getattr(torch.compiler, name), asked.append)
+                stack.enter_context(patched(torch.compiler, name, answer))
         stack.enter_context(Translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
-    output, settling = outputs[-1]
-    return Trace(program, found, output, settling)
+    output, watch = outputs[-1]
+    for (path, name), value in watch.values.items():
+        # export puts attributes back by itself
+        module.get_submodule(path).__dict__[name] = value
+    return Trace(program, found, output, watch.settling)
+
+
+def told_no(answer: Callable[[], bool], note: Callable[[str], None]) -> Callable[[], bool]:
+    """`answer` for torch, which is compiling; False for everyone else. Notes the files that asked."""
+
+    def ask() -> bool:
+        file = sys._getframe(1).f_code.co_filename
+        if not is_users(file):
+            return answer()
+        note(file)
+        return False
+
+    return ask
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 Enters: the module, before and after its forward ran. Leaves: nothing if all is as before; else a `CaptureError` with
 the line that did it (found by a second run under a line trace). Watched: attributes of every sub-module (numbers,
 containers, plain objects, generators), Python's and NumPy's random state. Reassigned buffers are not errors: they
-are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found) if
-they settle: a second trace, from the changed state, changes nothing more and gives the same Graph (`door.py`).
+are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found),
+attributes set to a number, word or flag (the length of the batch; something was set up at the first call) and forward
+hooks put in place on that occasion, if they settle: a second trace, from the changed state, changes nothing more and
+gives the same Graph (`door.py`).
 """
 
 from __future__ import annotations
@@ -36,22 +38,28 @@ class Watch:
     """The state of a module before its forward.
 
     Args:
-        tolerant: changes inside plain objects are noted in `settling` and not refused.
+        tolerant: changes inside plain objects and of plain values are noted in `settling` and not refused. What
+            attributes were set to stands in `values`.
     """
 
     def __init__(self, module: nn.Module, *, tolerant: bool = False) -> None:
         self.module, self.tolerant, self.settling = module, tolerant, False
+        self.values: dict[Key, Any] = {}
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
         self.copies = {key: value.copy() for key, value in self.attributes.items() if isinstance(value, CONTAINERS)}
         self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
+        self.hooks = dict(hooks_of(module))
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
         self.trained = {key: value.requires_grad for key, value in self.parameters.items() if value is not None}
 
     def restore(self) -> None:
-        """Put attributes, containers, parameters and buffers back, each the very object that it was."""
+        """Put attributes, containers, parameters and buffers back, each the very object that it was.
+
+        Plain objects and hooks stay as they are: whether they settle is seen in a second trace.
+        """
         modules = dict(self.module.named_modules())
         for key in dict(attributes_of(self.module)):
             if key not in self.attributes:
@@ -68,10 +76,28 @@ class Watch:
         restore_random(self.random)
 
     def restore_objects(self) -> None:
-        """Give plain objects their old attributes."""
+        """Give plain objects their old attributes, attributes their old plain values; take hooks away again."""
         for value, saved in self.objects.values():
             vars(value).clear()
             vars(value).update(saved)
+        for path, name in filter(self.is_set, dict(attributes_of(self.module))):
+            if (path, name) in self.attributes:
+                self.module.get_submodule(path).__dict__[name] = self.attributes[path, name]
+            else:
+                del self.module.get_submodule(path).__dict__[name]
+        for (path, name), saved in self.hooks.items():
+            held = self.module.get_submodule(path).__dict__[name]
+            if held != saved:
+                refill(held, saved)
+
+    def is_set(self, key: Key) -> bool:
+        """Whether an attribute has another plain value than before, or is new and plain: it may settle."""
+        held = vars(self.module.get_submodule(key[0]))
+        if key[1] not in held or not is_plain(held[key[1]]):
+            return False
+        return key not in self.attributes or (
+            is_plain(self.attributes[key]) and fingerprint(held[key[1]]) != self.prints[key]
+        )
 
     def refuse_changes(self, rerun: Callable[[], Any]) -> None:
         """Raise if forward left a trace outside the graph. `rerun` runs forward once more, to find the line."""
@@ -86,8 +112,11 @@ class Watch:
             is_new = key not in self.prints or fingerprint(value) != self.prints[key]
             if not is_new or is_torchs(self.module.get_submodule(key[0]), key[1]):
                 continue
-            if self.tolerant and id(value) in self.objects and self.attributes.get(key) is value:
+            same_object = id(value) in self.objects and self.attributes.get(key) is value
+            if self.tolerant and (same_object or self.is_set(key)):
                 self.settling = True
+                if not same_object:
+                    self.values[key] = value
             else:
                 self.refuse_attribute(key, rerun)
         gone = set(self.attributes) - set(dict(attributes_of(self.module)))
@@ -156,6 +185,14 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
                 yield (path, name), value
 
 
+def hooks_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+    """The hooks of every sub-module, by kind."""
+    for path, sub in module.named_modules():
+        for name in sorted(STANDARD):
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and vars(sub)[name] is not None:
+                yield (path, name), dict(vars(sub)[name])
+
+
 def is_torchs(module: nn.Module, name: str) -> bool:
     """Second references that torch's recurrent modules keep to their own parameters."""
     return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
@@ -168,6 +205,11 @@ def holds_symbol(value: Any) -> bool:
     if isinstance(value, list | tuple | deque | set):
         return any(map(holds_symbol, value))
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_plain(value: Any) -> bool:
+    """A number, word or flag, or nothing."""
+    return type(value) in (*PLAIN, float)
 
 
 def is_plain_object(value: Any) -> bool:

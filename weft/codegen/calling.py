@@ -14,6 +14,7 @@ from typing import Any
 from weft.codegen.cells import MANY, DrawPattern, Pattern, Varying
 from weft.codegen.frame import Context, Frame
 from weft.codegen.moves import axes_text, cut_text
+from weft.codegen.opaque import called, need_operator, opaque
 from weft.codegen.operators import Written, expression
 from weft.codegen.spread import describe
 from weft.codegen.text import literal, tuple_of
@@ -114,8 +115,11 @@ class _Call:
         kwargs = {name: self._bind(value, pattern, name) for name, value in plain}
         draws = [self._draw(value, pattern) for _, value in pattern.kwargs if isinstance(value, DrawPattern)]
         if pattern.target == self.op.target and self.op.function is not None:
-            return sheet.opaque(self.op, args, kwargs, show)
+            return opaque(sheet, self.op, args, kwargs, show)
+        if pattern.function is not None:
+            return called(sheet, self.op, pattern.function, [*map(show, args), *_spoken(pattern.function, kwargs)])
         if not pattern.target.startswith("weft."):
+            need_operator(sheet, self.op, pattern.target)
             return expression(pattern.target, args, kwargs, show)
         function = FUNCTIONS[pattern.target.removeprefix("weft.")]
         sheet.need(function.__module__, {function.__name__})

@@ -68,12 +68,13 @@ class DrawPattern:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One call of many cells. `which`: the distinct cell that each rank and slot is."""
+    """One call of many cells. `which`: the distinct cell that each rank and slot is. `function`: the user's."""
 
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     which: Mapping[Where, Key]
+    function: Callable[..., Any] | None = None
 
 
 class Cells:
@@ -84,7 +85,7 @@ class Cells:
 
     def patterns(self, op: Op, step: Compute, where: Sequence[Where]) -> list[Pattern]:
         """The op's calls at these places: one pattern, unless cells call different functions."""
-        rule = self._book.rule(op)
+        rule = self._book.rule(op, step.layout.algorithm)
         if rule.local is None:
             args, kwargs = numbered(op)
             return [Pattern(op.target, args, kwargs, dict.fromkeys(where, 0))]
@@ -99,7 +100,7 @@ class Cells:
         if len(set(keys.values())) > MANY and self._is_even(op, step):
             along = _along_axes(call, grid.sizes, cutting)
             if along is not None:
-                return [Pattern(along.target, along.args, along.kwargs, keys)]
+                return [Pattern(along.target, along.args, along.kwargs, keys, along.function)]
         return _all_cells(call, grid, cutting, keys)
 
     def _is_even(self, op: Op, step: Compute) -> bool:
@@ -144,7 +145,7 @@ def _along_axes(call: Callable[[Cell], Call], sizes: Sequence[int], cutting: Seq
         )
     except _SeveralAxes:
         return None
-    found = Call(first.target, args, kwargs)
+    found = Call(first.target, args, kwargs, first.function)
     choices = [sorted({0, size // 3, size - 1}) if i in cutting else [0] for i, size in enumerate(sizes)]
     for cell in itertools.product(*choices):
         key = tuple(cell[i] for i in cutting)
@@ -219,6 +220,7 @@ def _pattern(calls: dict[int, Call], which: dict[Where, int]) -> Pattern:
         tuple(merged([tree.args[i] for tree in trees]) for i in range(len(trees[0].args))),
         tuple((name, merged([tree.kwargs[i][1] for tree in trees])) for i, (name, _) in enumerate(trees[0].kwargs)),
         {where: order[number] for where, number in which.items() if number in order},
+        trees[0].function,
     )
 
 

@@ -132,7 +132,7 @@ class Folder:
                 return step.backward is None
             case Compute():
                 op = self._program.graph.by_name[step.op]
-                talks = set(self._sheet.rule(op).algorithms) & set(step.layout.cut_names)
+                talks = set(self._sheet.rule(op, step.layout.algorithm).algorithms) & set(step.layout.cut_names)
                 return not talks and all(self._program.values[name].grad is None for name in step.outputs)
             case _:
                 return False

@@ -141,6 +141,10 @@ TEMPLATES: Mapping[str, str] = {
     "aten.gather.default": "self.gather(dim, index)",
     "aten.scatter.src": "self.scatter(dim, index, src)",
     "aten.scatter_add.default": "self.scatter_add(dim, index, src)",
+    "aten.scatter.value": "self.scatter(dim, index, value)",
+    "aten.index_add.default": "self.index_add(dim, index, source, alpha=?)",
+    "aten.histc.default": "torch.histc(self, bins=?, min=?, max=?)",
+    "aten.sort.default": "self.sort(dim=?, descending=?)",
     "aten.topk.default": "self.topk(k, dim=?, largest=?, sorted=?)",
     "aten.lerp.Scalar": "torch.lerp(self, end, weight)",
     "aten.index_select.default": "self.index_select(dim, index)",
@@ -157,6 +161,7 @@ TEMPLATES: Mapping[str, str] = {
     "aten.full.default": "torch.full(size, fill_value, dtype=?, device=?)",
     "aten.zeros_like.default": "torch.zeros_like(self, dtype=?)",
     "aten.ones_like.default": "torch.ones_like(self, dtype=?)",
+    "aten.empty_like.default": "torch.empty_like(self, dtype=?)",
 }
 """Templates by target."""
 
@@ -181,6 +186,8 @@ def expression(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], show
     plain = {name for name in defaults if name not in given or _is_default(name, given[name], defaults[name])}
     if target == "aten.slice.Tensor":
         return _slice(given, show)
+    if target == "aten.index.Tensor":
+        return _index(given, show)
     template = TEMPLATES.get(target)
     found = None if template is None else _filled(template, given, defaults, plain, show)
     if found is not None:
@@ -241,6 +248,12 @@ def _operator(template: str, given: Mapping[str, Any], show: Show) -> str | None
     if not isinstance(given["self"], Written):
         return None
     return re.sub(r"[A-Za-z_]\w*", lambda found: show(given[found[0]]), template)
+
+
+def _index(given: Mapping[str, Any], show: Show) -> str:
+    """`x[:, rows]`"""
+    words = [":" if one is None else show(one) for one in given["indices"]]
+    return f"{show(given['self'])}[{', '.join(words)}]"
 
 
 def _slice(given: Mapping[str, Any], show: Show) -> str:

@@ -45,6 +45,7 @@ def file_text(sheet: Sheet, title: str) -> str:
         lines += ([""] if i else []) + method
     if not parameters:
         sheet.need("weft.runtime.module", {"Part"})
+    tables = [*sheet.definitions.values(), *([""] if sheet.definitions else []), *tables]
     body = "\n".join([*tables, "", "", *lines])
     return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{body}\n'
 

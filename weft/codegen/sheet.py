@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
@@ -24,7 +23,6 @@ from weft.codegen.reads import INPUT, reads_of
 from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
 from weft.codegen.text import statement
-from weft.errors import WeftError
 from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
@@ -66,6 +64,8 @@ class Sheet:
         self.cells, self._book = Cells(book), book
         self.graph = program.graph
         self.imports: dict[str, set[str]] = {}
+        self.definitions: dict[str, str] = {}
+        """Statements that stand before all others, by what they define."""
         self.methods: list[list[str]] = []
         self.method_names: set[str] = set()
         self._texts: dict[str, str] = {}
@@ -176,8 +176,8 @@ class Sheet:
         words = {name.removeprefix(start).split(".")[0] for name in names if name.startswith(start)}
         return sum(word.isdigit() for word in words)
 
-    def rule(self, op: Op) -> Rule:
-        return self._book.rule(op)
+    def rule(self, op: Op, algorithm: str = "") -> Rule:
+        return self._book.rule(op, algorithm)
 
     def form(self, op: Op) -> Hashable:
         """Equal for ops that make the same call, but for the number of a random draw."""
@@ -233,25 +233,6 @@ class Sheet:
             for rank in self.team.ranks
         }
         return self.tables.key("moves", self.base(value), entries)
-
-    def opaque(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], show: Callable[[Any], str]) -> str:
-        """A call of the user's own autograd.Function."""
-        applied: Any = op.function
-        function = getattr(applied, "cls", applied)
-        # a model file is no module that another process could import
-        alone = function.__module__ == "__main__" or function.__module__.startswith("weft_model_file_")
-        if "<locals>" in function.__qualname__ or alone:
-            raise WeftError(
-                f"the function behind {op.name} cannot be imported from a generated program",
-                place=op.place,
-                remedy="define it at the top of a module that can be imported",
-            )
-        self.need(function.__module__, {function.__qualname__.split(".")[0]})
-        if function is applied:
-            words = [*map(show, args), *(f"{name}={show(value)}" for name, value in kwargs.items())]
-            return f"{function.__qualname__}({', '.join(words)})"
-        tree = pytree.tree_unflatten(list(args), applied.spec)
-        return f"{function.__qualname__}.apply({', '.join(show(one) for one in tree)})"
 
     # Methods.
 

@@ -7,6 +7,7 @@ order they run; `check` proves the result, `script` spells it out for one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.cost.links import Links, default_links
 from weft.cost.reshard import Resharder
@@ -36,7 +37,7 @@ def lower(
             from the loss. "open" returns every output too, and backward starts from gradients that the caller gives.
         stored: where parameters lie; as the plan has it if not given.
     """
-    graph = plan.graph
+    graph = _without_idle_gradients(plan.graph, outputs)
     book = plan.rules
     layouts = resolve(plan, book)
     resharder = Resharder(links or default_links("gloo"))
@@ -69,6 +70,21 @@ def lower(
         entries=entries,
         updates=updates,
     )
+
+
+def _without_idle_gradients(graph: Graph, outputs: str) -> Graph:
+    """The graph with no gradient for what backward never reaches: eager leaves it without one, and so must we.
+
+    A parameter whose every use ends in a detached tensor, or in an output other than the loss, has no gradient: an
+    optimizer passes it over, which is not what it does with zeros.
+    """
+    reached = {name for name in ([graph.loss] if outputs == "loss" else graph.outputs) if name is not None}
+    for op in reversed(graph.ops):
+        if op.grad and any(name in reached and graph.tensors[name].needs_grad for name in op.outputs):
+            reached.update(op.inputs)
+    kept = reached | {one.tensor for one in graph.inputs}
+    idle = [one for one in graph.tensors.values() if one.needs_grad and one.name not in kept]
+    return replace(graph, tensors={**graph.tensors, **{one.name: replace(one, needs_grad=False) for one in idle}})
 
 
 def stored_parameters(plan: Plan, *, links: Links | None = None) -> dict[str, Layout]:
@@ -132,6 +148,6 @@ def _uses(graph: Graph, layouts: Mapping[str, OpLayout], book: RuleBook) -> dict
 
 
 def _in_order_of_use(graph: Graph) -> list[str]:
-    """Trained parameters in the order ops first read them."""
+    """Trained parameters that have a gradient, in the order ops first read them."""
     order = dict.fromkeys(name for op in graph.ops for name in op.inputs if name in graph.parameter_tensors)
-    return [name for name in order if graph.parameter_tensors[name].trainable]
+    return [name for name in order if graph.parameter_tensors[name].trainable and graph.tensors[name].needs_grad]

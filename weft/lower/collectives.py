@@ -35,7 +35,7 @@ def collectives(program: Program, book: RuleBook | None = None) -> Collectives:
     """The collectives of one step."""
     rules = book or RuleBook(program.graph)
     found: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
-    for step in _walk(program.steps):
+    for step in walk(program.steps):
         match step:
             case Use(_, moves):
                 found["forward"].update(_kinds(moves))
@@ -45,7 +45,7 @@ def collectives(program: Program, book: RuleBook | None = None) -> Collectives:
             case Sync(_, _, paths):
                 found["gradients"].update(kind for path in paths for kind in _kinds(path))
             case Compute(op, layout, _, _):
-                exchanges = rules.rule(program.graph.by_name[op]).algorithms
+                exchanges = rules.rule(program.graph.by_name[op], layout.algorithm).algorithms
                 for name in layout.cut_names:
                     if name in exchanges:
                         found["inside"].update((*exchanges[name].forward, *exchanges[name].backward))
@@ -58,8 +58,9 @@ def _kinds(moves: Iterable[Move]) -> Iterator[str]:
     return (move.kind for move in moves if move.kind != LOCAL)
 
 
-def _walk(steps: Iterable[Step]) -> Iterator[Step]:
+def walk(steps: Iterable[Step]) -> Iterator[Step]:
+    """All steps, those inside loops and recomputed regions too."""
     for step in steps:
         yield step
         if isinstance(step, Chunks | Recompute):
-            yield from _walk(step.body)
+            yield from walk(step.body)

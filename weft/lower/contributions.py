@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op
-from weft.ir.program import Compute
+from weft.ir.program import Compute, Program
 from weft.ir.ranges import Ranges, whole
+from weft.lower.collectives import walk
 from weft.lower.held import FaultError, Tracked, Where
 from weft.lower.terms import Content, Term, Universe, ascending, incomplete, volume
 from weft.ops.book import RuleBook
@@ -46,16 +47,18 @@ def missing_names(rule: Rule, position: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def gradient_universes(graph: Graph, book: RuleBook, roots: Iterable[str] | None = None) -> Wanted:
+def gradient_universes(program: Program, book: RuleBook, roots: Iterable[str] | None = None) -> Wanted:
     """For every tensor that the roots depend on: the uses whose contributions make up its gradient.
 
     `roots`: the outputs that backward starts from; the loss if not given."""
+    graph = program.graph
     starts = [graph.loss] if roots is None else list(roots)
+    chosen = {step.op: step.layout.algorithm for step in walk(program.steps) if isinstance(step, Compute)}
     wanted: Wanted = {name: {"root": ()} for name in starts if name is not None and graph.tensors[name].needs_grad}
     for op in reversed(graph.ops):
         if not any(name in wanted for name in op.outputs):
             continue
-        rule = book.rule(op)
+        rule = book.rule(op, chosen.get(op.name, ""))
         for position, name in enumerate(op.inputs):
             if flows(graph, op, name):
                 space = tuple((missing, whole(rule.sizes[missing])) for missing in missing_names(rule, position))

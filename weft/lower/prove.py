@@ -43,7 +43,7 @@ class Prover:
         self.universes: dict[str, Universe] = {}
         self.backward: list[tuple[Step, Callable[[], None]]] = []
         # a program without a loss starts backward from every output that it returns
-        self.wanted = gradient_universes(program.graph, book, program.outputs if program.loss is None else None)
+        self.wanted = gradient_universes(program, book, program.outputs if program.loss is None else None)
         self.counts = dict.fromkeys(("operands", "sums", "collectives", "gradients", "parameters"), 0)
         self.synced: dict[str, dict[Where, Held]] = {}
         self.undone: list[OpBackward] = []
@@ -116,7 +116,7 @@ class Prover:
         if step.op not in self.graph.by_name:
             raise FaultError(f"there is no op {step.op}")
         op = self.graph.by_name[step.op]
-        rule = self.book.rule(op)
+        rule = self.book.rule(op, step.layout.algorithm)
         refuse_cuts(op, rule, step, self.program.devices)
         if len(step.inputs) != len(op.inputs) or len(step.outputs) != len(op.outputs):
             raise FaultError(f"{op.name} has {len(op.inputs)} operands and {len(op.outputs)} outputs")

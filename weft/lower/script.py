@@ -78,7 +78,7 @@ class Writer:
 
     def _run(self, op: Op, step: Compute, slot: int) -> rt.Run:
         cell = step.layout.grid.cells_on[self.rank][slot]
-        rule = self.book.rule(op)
+        rule = self.book.rule(op, step.layout.algorithm)
         if rule.local is None:
             call = Call(op.target, *numbered(op))
         else:
@@ -105,7 +105,7 @@ class Writer:
             place=str(op.source) if op.source.line else op.name,
             grad=op.grad,
             autocast=None if autocast is None else (autocast.device, autocast.dtype, autocast.enabled),
-            function=op.function if call.target == op.target else None,
+            function=op.function if call.target == op.target else call.function,
         )
 
     def _slot(self, name: str, slot: int) -> int:

@@ -48,7 +48,7 @@ class TypedProof:
         self.moves = MoveProofs(program.devices)
         self.ops = OpTypes(book, self.moves)
         self.chunks = ChunkTypes(self.same)
-        self.wanted = gradient_universes(program.graph, book)
+        self.wanted = gradient_universes(program, book)
         self.counts = dict.fromkeys(("operands", "sums", "collectives", "gradients", "parameters"), 0)
         self.readable: set[str] = set()
         self.spread: dict[str, str] = {}

@@ -61,7 +61,7 @@ class OpTypes:
         return known
 
     def _typed(self, op: Op, step: Compute) -> OpType:
-        rule = self.book.rule(op)
+        rule = self.book.rule(op, step.layout.algorithm)
         try:
             refuse_cuts(op, rule, step, self.moves.num_devices)
             operands = self.book.operands(op, step.layout)

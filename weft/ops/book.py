@@ -1,8 +1,9 @@
 """RuleBook: the rule of every op of a graph, computed once per distinct form.
 
-Repeated layers call the same operators with the same shapes and arguments, so rules are looked up by form. An
-operator that has no rule may only be copied: its rule freezes every name and has the source "none", which
-`unruled` reports. Nothing is replicated in silence.
+Repeated layers call the same operators with the same shapes and arguments, so rules are looked up by form: what the
+user has stated, then the table, then what is discovered by running the operator. An operator of which nothing can be
+cut may only be copied: its rule freezes every name and has the source "none", which `unruled` reports. Nothing is
+replicated in silence.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from weft.ir.graph import Arg, Graph, Op, Ref
 from weft.ir.layout import Layout
 from weft.ir.oplayout import OpLayout
 from weft.ops.derive import Operand, Operands, Shapes, operands
+from weft.ops.discover import discovered_rule
+from weft.ops.registered import registered, registered_rule
 from weft.ops.rule import Rule
-from weft.ops.table import copied_rule, has_rule, rule_for
+from weft.ops.stated import stated, stated_rule
+from weft.ops.table import has_rule, rule_for
 
 
 class RuleBook:
@@ -28,19 +32,25 @@ class RuleBook:
         self._operands: dict[Hashable, Operands] = {}
         self._layouts: dict[Layout, Layout] = {}
 
-    def rule(self, op: Op) -> Rule:
-        """The op's rule."""
-        form = self.form(op)
-        if form not in self._rules:
-            known = has_rule(op, self.graph)
-            self._rules[form] = rule_for(op, self.graph) if known else copied_rule(op, self.graph)
-        return self._rules[form]
+    def rule(self, op: Op, algorithm: str = "") -> Rule:
+        """The op's rule; the one of an algorithm of that name, if a plan has chosen one."""
+        key = (self.form(op), algorithm)
+        if key not in self._rules:
+            self._rules[key] = self._look_up(op, algorithm)
+        return self._rules[key]
+
+    def _look_up(self, op: Op, algorithm: str) -> Rule:
+        if algorithm or registered(op) is not None:
+            return registered_rule(op, self.graph, algorithm)
+        if stated(op) is not None:
+            return stated_rule(op, self.graph)
+        return rule_for(op, self.graph) if has_rule(op, self.graph) else discovered_rule(op, self.graph)
 
     def operands(self, op: Op, layout: OpLayout) -> Operands:
         """Layouts of the op's operands when it is cut so."""
         key = (self.form(op), layout)
         if key not in self._operands:
-            made = operands(self.rule(op), layout, self.inputs(op), self.outputs(op))
+            made = operands(self.rule(op, layout.algorithm), layout, self.inputs(op), self.outputs(op))
             self._operands[key] = Operands(
                 tuple(map(self._shared, made.inputs)), tuple(map(self._shared, made.outputs))
             )
@@ -69,7 +79,8 @@ class RuleBook:
             arguments = (op.args, op.kwargs)
             outputs = tuple((self.graph.tensors[n].sizes, self.graph.tensors[n].dtype) for n in op.outputs)
             # a random op's number is part of its call, so its rule is its own
-            self._forms[op.name] = (op.target, self._freeze(arguments), outputs, op.draw)
+            function = getattr(op.function, "cls", op.function)
+            self._forms[op.name] = (op.target, function, self._freeze(arguments), outputs, op.draw)
         return self._forms[op.name]
 
     def _freeze(self, arg: Arg) -> Any:

@@ -20,6 +20,8 @@ NONE = "none"
 """The source of a rule that nobody gave."""
 LITTLE = 1e-3
 """A share of the memory traffic that nobody needs to hear of."""
+MUCH = 1e-2
+"""A share of the work that is told even if the rule itself says that nothing can be cut."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,21 @@ class Kind:
     first: str
     line: str
     constant: bool
+    reason: str = ""
+    """Why nothing of it may be cut, where that was found out."""
 
     @property
     def means(self) -> str:
         """In words."""
         if self.source == NONE:
-            return f"no rule: runs copied on every device: {show_share(self.share)} of the work"
+            copied = f"no rule: runs copied on every device: {show_share(self.share)} of the work"
+            return f"{copied} ({self.reason})" if self.reason else copied
         if self.source == "view":
             return "computes nothing; follows its neighbours"
         if not self.names:
             return "the same on every device: nothing in it to cut"
+        if self.source == "discovered":
+            return f"may be cut along {', '.join(self.names)} (found by running it)"
         talk = " (the parts talk along names with !)" if any("!" in rule for rule in self.rules[:1]) else ""
         return f"may be cut along {', '.join(self.names)}{talk}"
 
@@ -143,17 +150,26 @@ def _kind(ops: list[Op], rules: list[Rule], work: Work, total: Work) -> Kind:
         first=op.name,
         line=f"{Path(op.source.file).name}:{op.source.line}" if op.source.line else "",
         constant=all(op.constant for op in ops),
+        reason=first.reason,
     )
 
 
 def unruled_warnings(kinds: Iterable[Kind]) -> list[str]:
-    """One line for each operator that has no rule and carries work in every step."""
+    """One line for each operator that carries work in every step and that no plan can cut: without a rule, or whose
+    rule has nothing to cut."""
     return [
-        f"{kind.operator} has no rule: {_times(kind.count)} copied on every device: {show_share(kind.share)} of the "
-        f"work ({'; '.join(filter(None, (kind.first, kind.line)))})"
+        f"{kind.operator} has {'no rule' if kind.source == NONE else 'nothing to cut'}: {_times(kind.count)} copied on "
+        f"every device: {show_share(kind.share)} of the work ({'; '.join(filter(None, (kind.first, kind.line)))})"
         for kind in kinds
-        if kind.source == NONE and not kind.constant and (kind.work.flops or kind.share >= LITTLE)
+        if not kind.constant and _is_copied(kind)
     ]
+
+
+def _is_copied(kind: Kind) -> bool:
+    if kind.source == NONE:
+        return bool(kind.work.flops) or kind.share >= LITTLE
+    # an operator on single numbers is no work
+    return not kind.names and kind.flops_share >= MUCH and kind.work.flops > kind.count
 
 
 def _times(count: int) -> str:
@@ -171,4 +187,5 @@ def show_share(share: float) -> str:
         return "<0.1%"
     if 99.9 < percent < 100 - 1e-9:
         return ">99.9%"
-    return f"{percent:.1f}".removesuffix(".0") + "%" if percent < 10 else f"{percent:.0f}%"
+    exact = percent < 10 or 99 < percent < 100
+    return f"{percent:.1f}".removesuffix(".0") + "%" if exact else f"{percent:.0f}%"

@@ -17,7 +17,7 @@ from weft.ir.graph import Op, Tensor
 from weft.ops.arguments import arguments, call_with, operand, positive
 from weft.ops.build import aligned, broadcast, build, fixed, named, numbered_dims
 from weft.ops.pieces import replaced
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf, dim
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ def index_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> 
 
 def index_put_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
     """x[i, j, :] = values, or += values."""
+    masked = _masked_put(op, reads, makes)
+    if masked is not None:
+        return masked
     how = _indexing(op, reads)
     source, index, written = _parts(how, reads[0].sizes)
     shape = _written_shape(how, reads[0].sizes)
@@ -99,6 +102,23 @@ def index_put_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...])
         linear=[[0, len(reads) - 1]],
         source="view",
     )
+
+
+def _masked_put(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule | None:
+    """x[:, mask] = value, the same wherever the mask holds: every dim may be cut. None where it is something else."""
+    indices = arguments(op)["indices"]
+    before = next((i for i, value in enumerate(indices) if value is not None), 0)
+    mask, sizes = reads[1], reads[0].sizes
+    if len(reads) != 3 or mask.dtype != torch.bool or len(indices) != before + 1:
+        return None
+    dims = numbered_dims(sizes)
+    after = before + len(mask.sizes)
+    # one value for all selected elements: a leading dim, where there is one, has size 1
+    shape = (*sizes[:before], 1, *sizes[after:])
+    values = aligned((*dims[:before], dim(), *dims[after:]), shape, reads[2].sizes)
+    if values is None:
+        return None
+    return build([dims, dims[before:after], values], [dims], reads, makes, linear=[[0, 2]], source="view")
 
 
 def _written_shape(how: _Indexing, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -144,7 +164,9 @@ def scatter_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
     at = _where(op, reads)
     shape, index_shape = makes[0].sizes, reads[1].sizes
     sources = [tensor.sizes for tensor in reads[2:]]
-    adds = op.kind == "scatter_add"
+    values_by_name = arguments(op)
+    adds = op.kind == "scatter_add" or values_by_name.get("reduce") == "add"
+    adds = adds or (values_by_name.get("reduce") == "sum" and bool(values_by_name["include_self"]))
     target: list[Dim] = list(numbered_dims(shape))
     index: list[Dim] = list(target)
     values: list[list[Dim]] = [list(target) for _ in sources]
@@ -157,7 +179,7 @@ def scatter_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
         for dims, other in zip(values, sources, strict=True):
             dims[i] = index[i] if other[i] == size else fixed(other[i])
     inputs = [tuple(dims) for dims in (target, index, *values)]
-    linear = [[0, 2]] if sources and op.target in ("aten.scatter.src", "aten.scatter_add.default") else []
+    linear = [[0, 2]] if sources and (adds or op.target == "aten.scatter.src") else []
     return build(
         inputs,
         [tuple(target)],
@@ -227,6 +249,18 @@ def lookup_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     return build(inputs, [numbered_dims(makes[0].sizes)], reads, makes)
 
 
+def searchsorted_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """Each element is looked up in a sorted row, which stays whole: one for all, or one for each row of elements."""
+    values = arguments(op)
+    order, asked, by = (operand(values[name]) for name in ("sorted_sequence", "self", "sorter"))
+    made = numbered_dims(makes[0].sizes)
+    assert order is not None
+    rows = made[:-1] if len(reads[order].sizes) > 1 else ()
+    row = (*rows, fixed(reads[order].sizes[-1]))
+    dims = {order: row, by: row, asked: made}
+    return build([dims[i] for i in range(len(reads))], [made], reads, makes)
+
+
 INDEXING: Mapping[str, RuleOf] = {
     "aten.index": index_rule,
     "aten._unsafe_index": index_rule,
@@ -239,5 +273,6 @@ INDEXING: Mapping[str, RuleOf] = {
     **dict.fromkeys(("aten.index_add", "aten.index_copy", "aten.index_fill"), index_write_rule),
     "aten.one_hot": one_hot_rule,
     **dict.fromkeys(("aten.bucketize", "aten.isin"), lookup_rule),
+    "aten.searchsorted": searchsorted_rule,
 }
 """Computed rules, by family."""

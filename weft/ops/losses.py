@@ -12,11 +12,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ir.ranges import whole
 from weft.ops.arguments import arguments, call_with, operand
 from weft.ops.build import aligned, build, named, numbered_dims
 from weft.ops.exchange import call, groups, is_empty, names_of, own_call, told_when_cut, with_exchange
+from weft.ops.row_losses import row_loss_rules
 from weft.ops.rule import Call, CellView, Dims, Exchange, Group, Local, Rule, RuleOf
 
 Reads = tuple[Tensor, ...]
@@ -37,6 +39,8 @@ _POINTWISE = (
     "aten.binary_cross_entropy_with_logits",
     "aten.kl_div",
 )
+
+_OWN_COUNT = tuple(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"))
 
 
 def cross_entropy(op: Op, reads: Reads, makes: Reads) -> Rule:
@@ -145,6 +149,12 @@ def pointwise_loss(op: Op, reads: Reads, makes: Reads) -> Rule:
     inputs = [aligned(dims, shape, tensor.sizes) for tensor in reads]
     assert all(found is not None for found in inputs), f"{op.name}: operands do not broadcast"
     reduction = int(arguments(op)["reduction"])
+    if reduction == MEAN and op.target in _OWN_COUNT and reads[0].sizes != reads[1].sizes:
+        raise RuleError(
+            f"{op.target} of operands that broadcast: torch divides each gradient by the size of that operand alone",
+            place=op.place,
+            remedy="expand the operands first, as torch.nn.functional does",
+        )
     names = names_of(dims)
 
     def part(op: Op, cell: CellView, _: tuple[Group, ...]) -> Call:
@@ -175,4 +185,5 @@ def loss_rules() -> Mapping[str, RuleOf]:
         "aten.nll_loss2d": nll_loss,
         "aten.nll_loss_nd": nll_loss,
         **dict.fromkeys(_POINTWISE, pointwise_loss),
+        **row_loss_rules(),
     }

@@ -71,7 +71,7 @@ def einsum_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     for letters, tensor in zip((*sides, result), (*reads, *makes), strict=True):
         for letter, size in zip(letters, tensor.sizes, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
-    whole = {letter for letters in sides if len(set(letters)) < len(letters) for letter in letters}
+    whole = {letter for letters in sides for letter in letters if letters.count(letter) > 1}
 
     def dims(letters: Sequence[str], tensor: Tensor) -> Dims:
         # a letter that stands twice in one operand takes a diagonal, which nobody may cut

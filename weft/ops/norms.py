@@ -129,6 +129,25 @@ def _channel_operands(args: Mapping[str, Any], channels: Dims) -> dict[int | Non
     return {operand(args[name]): channels for name in ("weight", "bias", "running_mean", "running_var")}
 
 
+def weight_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """The kept dim is cut freely, the dims that lengths are taken over by the algorithm."""
+    args = arguments(op)
+    at = int(args["dim"])
+    dims = numbered_dims(reads[0].sizes)
+    at = at + len(dims) if at < 0 else at
+    names = names_of(tuple(one for i, one in enumerate(dims) if i != at))
+    lengths = tuple(one if i == at else dim() for i, one in enumerate(dims))
+
+    def local(op: Op, cell: CellView) -> Call:
+        comms = groups(cell, names)
+        if comms or is_empty(cell):
+            return call("weft.weight_norm", args["v"], args["g"], dim=at, comms=comms)
+        return own_call(op)
+
+    rule = build([dims, lengths], [dims], reads, makes, linear=[[1]], local=local)
+    return with_exchange(rule, dict.fromkeys(names, _ROOT_EXCHANGE))
+
+
 def norm_rules() -> Mapping[str, RuleOf]:
     """Rules by operator."""
     return {
@@ -139,4 +158,5 @@ def norm_rules() -> Mapping[str, RuleOf]:
         "aten.group_norm": group_norm,
         "aten.batch_norm": batch_norm,
         "aten.instance_norm": instance_norm,
+        "aten._weight_norm": weight_norm,
     }

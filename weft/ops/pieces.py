@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ir.ranges import count
-from weft.ops.arguments import arguments, integers, positive
+from weft.ops.arguments import arguments, call_with, integers, positive
 from weft.ops.build import build, fixed, named, numbered_dims
 from weft.ops.rule import Call, CellView, Dim, Dims, Factor, Rule, RuleOf, dim
 
@@ -82,7 +82,10 @@ def _local_slice(op: Op, cell: CellView) -> Call:
     at, start, step = _slice_arguments(op, cell.whole_inputs[0], cell.whole_outputs[0])
     taken = count(cell.outputs[0][at])
     if step > 1:
-        return Call("aten.slice.Tensor", (Ref("0"), at, start, _END, step))
+        # a slice may end before the dim does; then that dim is whole in every cell
+        to_the_end = cell.whole_outputs[0][at] == -(-(cell.whole_inputs[0][at] - start) // step)
+        end = _END if to_the_end else start + max(0, (taken - 1) * step + 1)
+        return Call("aten.slice.Tensor", (Ref("0"), at, start, end, step))
     before = _share(start, taken, cell.whole_outputs[0][at])
     return Call("aten.slice.Tensor", (Ref("0"), at, before, before + taken, 1))
 
@@ -268,10 +271,19 @@ def shuffle_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
 
 
 def triangle_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """tril, triu: the last two dims may not be cut."""
+    """tril, triu: a part has a diagonal of its own."""
     dims = numbered_dims(makes[0].sizes)
-    frozen = {name for one in dims[-2:] for name in one.names}
-    return build([dims], [dims], reads, makes, frozen=frozen, linear=[[0]], source="view")
+    return build([dims], [dims], reads, makes, linear=[[0]], local=_local_triangle, source="view")
+
+
+def _local_triangle(op: Op, cell: CellView) -> Call:
+    rows, columns = cell.inputs[0][-2:]
+    diagonal = int(arguments(op)["diagonal"])
+    if len(rows) <= 1 and len(columns) <= 1:
+        down, right = (ranges[0][0] if ranges else 0 for ranges in (rows, columns))
+        return call_with(op, {"diagonal": diagonal + down - right})
+    options = (("rows", rows), ("columns", columns), ("upper", op.kind == "triu"))
+    return Call("weft.triangle", (Ref("0"), diagonal), options)
 
 
 def meshgrid_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:

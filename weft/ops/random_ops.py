@@ -13,9 +13,10 @@ from typing import Any
 
 from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
+from weft.ir.ranges import whole
 from weft.ops.arguments import arguments
 from weft.ops.attention import attention
-from weft.ops.build import aligned, build, numbered_dims
+from weft.ops.build import aligned, build, fixed, named, numbered_dims
 from weft.ops.exchange import call, own_call
 from weft.ops.rule import Call, CellView, Rule, RuleOf
 from weft.runtime.random import Draw
@@ -92,6 +93,24 @@ def _numbers(target: str, numbers: Numbers) -> RuleOf:
     return rule
 
 
+def _multinomial(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """Rows of weights, of each of which some indices are drawn."""
+    args = arguments(op)
+    lead = tuple(named(f"d{i}", size) for i, size in enumerate(reads[0].sizes[:-1]))
+    weights, drawn = (fixed(tensor.sizes[-1]) for tensor in (reads[0], makes[0]))
+    count = makes[0].sizes[-1] if args["replacement"] else reads[0].sizes[-1]
+
+    def local(op: Op, cell: CellView) -> Call:
+        if op.draw is None:
+            return own_call(op)
+        shape, at = (*reads[0].sizes[:-1], count), (*cell.inputs[0][:-1], whole(count))
+        draw = Draw(op.draw, shape, at)
+        return call("weft.multinomial", _X, int(args["num_samples"]), bool(args["replacement"]), draw=draw)
+
+    rule = build([(*lead, weights)], [(*lead, drawn)], reads, makes, local=local)
+    return rule if op.draw is not None else replace(rule, frozen=frozenset(rule.sizes))
+
+
 def _bernoulli(args: Mapping[str, Any]) -> tuple[Any, ...]:
     return (args.get("p", args["self"]),)
 
@@ -129,5 +148,10 @@ def random_rules() -> Mapping[str, RuleOf]:
         "aten.randint_like": _numbers("weft.randint", _between),
         "aten.randperm": _numbers("weft.randperm", _nothing),
         "aten.exponential": _numbers("weft.exponential", lambda args: (args["lambd"],)),
+        "aten.cauchy": _numbers("weft.cauchy", lambda args: (args["median"], args["sigma"])),
+        "aten.log_normal": _numbers("weft.log_normal", _normal),
+        "aten.geometric": _numbers("weft.geometric", lambda args: (args["p"],)),
+        "aten.poisson": _numbers("weft.poisson", lambda args: (args["self"],)),
+        "aten.multinomial": _multinomial,
         "aten.scaled_dot_product_attention": attention,
     }

@@ -1,7 +1,7 @@
 """Reductions and operators along a dim that need no exchange.
 
 In: an op and its shapes. Out: its rule, names after the input's dims. Summed dims may be cut and leave addends;
-those of a maximum, a product, a sort or a running sum may not. All other dims may.
+those of a median, a sort or a running sum may not. All other dims may.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from weft.errors import RuleError
 from weft.ir.graph import Op, Tensor
 from weft.ops.arguments import arguments, call_with, integers, operand, positive
-from weft.ops.build import aligned, broadcast, build, fixed, numbered_dims
+from weft.ops.build import aligned, broadcast, build, fixed, named, numbered_dims
 from weft.ops.pieces import replaced
 from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf, dim
 
@@ -29,7 +29,7 @@ def reduced_dims(values: Mapping[str, Any], num_dims: int) -> frozenset[int]:
 
 
 def reduction_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """sum, any, prod, norm, median, ..."""
+    """sum, median, mode, ..."""
     values = arguments(op)
     shape = reads[0].sizes
     gone = reduced_dims(values, len(shape))
@@ -87,8 +87,48 @@ def along_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> 
     return build([source], outputs, reads, makes, frozen=source[at].names, linear=linear)
 
 
+def quantile_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """Several quantiles are a new first dim. Without a dim all elements are one list."""
+    values = arguments(op)
+    shape = reads[0].sizes
+    gone = reduced_dims(values, len(shape))
+    source = tuple(fixed(size) if i in gone else named(f"d{i}", size) for i, size in enumerate(shape))
+    keep = bool(values["keepdim"])
+    left = tuple(dim() if i in gone else one for i, one in enumerate(source) if keep or i not in gone)
+    asked = [tuple(map(fixed, tensor.sizes)) for tensor in reads[1:]]
+    several = asked[0] if asked else ()
+    return build([source, *asked], [(*several, *left)], reads, makes)
+
+
+def trapezoid_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """Neighbours along a dim are added up; places along it may be given for all rows, or for each."""
+    shape = reads[0].sizes
+    at = positive(arguments(op)["dim"], len(shape))
+    source = tuple(fixed(size) if i == at else named(f"d{i}", size) for i, size in enumerate(shape))
+    running = op.kind == "cumulative_trapezoid"
+    target = replaced(source, at, fixed(makes[0].sizes[at])) if running else (*source[:at], *source[at + 1 :])
+    places = [source if tensor.sizes == shape else tuple(map(fixed, tensor.sizes)) for tensor in reads[1:]]
+    return build([source, *places], [target], reads, makes, linear=[[0]])
+
+
+def slope_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """gradient: differences along one dim or several, one result for each; these dims stay whole."""
+    shape = reads[0].sizes
+    along = reduced_dims(arguments(op), len(shape))
+    dims = tuple(fixed(size) if i in along else named(f"d{i}", size) for i, size in enumerate(shape))
+    places = [tuple(map(fixed, tensor.sizes)) for tensor in reads[1:]]
+    return build([dims, *places], [dims] * len(makes), reads, makes, linear=[[0]])
+
+
+def renorm_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """Each index of one dim has a norm over all others."""
+    at = positive(arguments(op)["dim"], len(reads[0].sizes))
+    dims = tuple(named(f"d{i}", size) if i == at else fixed(size) for i, size in enumerate(reads[0].sizes))
+    return build([dims], [dims], reads, makes)
+
+
 def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """cosine_similarity, cross, linalg_vecdot: two operands that broadcast, met along one dim."""
+    """cross, linalg_vecdot: two operands that broadcast, met along one dim."""
     values = arguments(op)
     removed = not op.kind.endswith("cross")
     longest = max(len(tensor.sizes) for tensor in reads)
@@ -107,7 +147,7 @@ def paired_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
         makes,
         summed=dims[at].names if summed else (),
         frozen=() if summed else dims[at].names,
-        linear=[[0], [1]] if op.kind != "cosine_similarity" else (),
+        linear=[[0], [1]],
         local=_local_paired,
     )
 
@@ -126,7 +166,7 @@ def _met_dim(values: Mapping[str, Any], shapes: Sequence[Sequence[int]], longest
 
 
 _REDUCTIONS = """
-sum nansum count_nonzero aminmax any all prod norm linalg_vector_norm frobenius_norm median nanmedian mode kthvalue
+sum nansum count_nonzero median nanmedian mode kthvalue
 """
 _ALONG = "cumsum cumprod cummax cummin logcumsumexp sort argsort msort topk diff"
 
@@ -134,7 +174,11 @@ REDUCTIONS: Mapping[str, RuleOf] = {
     **{f"aten.{name}": reduction_rule for name in _REDUCTIONS.split()},
     **{f"aten.{name}": along_rule for name in _ALONG.split()},
     "aten.sum_to_size": sum_to_size_rule,
-    **dict.fromkeys(("aten.cosine_similarity", "aten.cross", "aten.linalg_cross"), paired_rule),
+    **dict.fromkeys(("aten.cross", "aten.linalg_cross"), paired_rule),
+    **dict.fromkeys(("aten.quantile", "aten.nanquantile"), quantile_rule),
+    **dict.fromkeys(("aten.trapezoid", "aten.trapz", "aten.cumulative_trapezoid"), trapezoid_rule),
+    "aten.gradient": slope_rule,
+    "aten.renorm": renorm_rule,
     "aten.linalg_vecdot": paired_rule,
 }
 """Computed rules, by family."""

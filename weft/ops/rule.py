@@ -22,6 +22,10 @@ from typing import Any
 
 from weft.ir.graph import Op, Tensor
 from weft.ir.ranges import Ranges, count, product, shift, whole
+from weft.runtime import algorithms
+
+Exchange = algorithms.Exchange
+"""What an algorithm does along the axes that cut a name."""
 
 Factor = str | int
 """A name, or an anonymous size that nobody may cut."""
@@ -68,7 +72,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """What one cell runs: `target` is an ATen overload or `weft.FUNCTION` of the runtime.
+    """What one cell runs: `target` is an ATen overload, `weft.FUNCTION` of the runtime, or `user:MODULE:NAME` with the
+    `function` itself.
 
     Arguments hold `Ref(str(i))` for the i-th tensor operand of the op, and `Group`s.
     """
@@ -76,6 +81,7 @@ class Call:
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
+    function: Callable[..., Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -97,22 +103,6 @@ class CellView:
         return tuple(count(ranges) for ranges in self.inputs[index])
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What an algorithm does along the axes that cut `name`, for the check and the costs.
-
-    Args:
-        output: role of the outputs that lack the name: "copy" (complete on every cell) or "partial".
-        gradient: role of the gradient of inputs that lack the name: "copy" or "partial".
-        forward, backward: collectives entered by every cell, in order (`all_reduce`, `all_gather`, ...).
-    """
-
-    output: str = "copy"
-    gradient: str = "partial"
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-
-
 Local = Callable[[Op, CellView], Call]
 
 
@@ -132,6 +122,7 @@ class Rule:
         linear: sets of operands in which the op is jointly linear, all others fixed. Every set holds the added ones.
         local: the call of one cell; None: the op's own call as it stands.
         source: table, view, algorithm, discovered, user.
+        reason: why nothing may be cut, where that was found out.
     """
 
     inputs: tuple[Dims, ...]
@@ -144,6 +135,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     local: Local | None = None
     source: str = "table"
+    reason: str = ""
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from weft.ir.graph import Op, Ref, Tensor
@@ -24,19 +23,21 @@ Reads = tuple[Tensor, ...]
 _X = Ref("0")
 
 
-def _reduced(arg: Any, num_dims: int) -> tuple[int, ...]:
+def reduced_dims(arg: Any, num_dims: int) -> tuple[int, ...]:
     """The dims an operator reduces, from the left; none given means all."""
     given = integers(arg)
     return tuple(positive(d, num_dims) for d in given) if given else tuple(range(num_dims))
 
 
-def _left(dims: Dims, reduced: tuple[int, ...], keepdim: bool) -> Dims:
+def left_dims(dims: Dims, reduced: tuple[int, ...], keepdim: bool) -> Dims:
+    """What a reduction leaves of its operand's dims."""
     if keepdim:
         return tuple(dim() if d in reduced else one for d, one in enumerate(dims))
     return tuple(one for d, one in enumerate(dims) if d not in reduced)
 
 
-def _along(dims: Dims, reduced: tuple[int, ...]) -> tuple[str, ...]:
+def along_names(dims: Dims, reduced: tuple[int, ...]) -> tuple[str, ...]:
+    """The names of the reduced dims."""
     return names_of(tuple(dims[d] for d in sorted(reduced)))
 
 
@@ -44,10 +45,10 @@ def mean(op: Op, reads: Reads, makes: Reads) -> Rule:
     """A part's sum over the whole count: an addend, no communication."""
     args = arguments(op)
     sizes = reads[0].sizes
-    reduced = _reduced(args.get("dim"), len(sizes))
+    reduced = reduced_dims(args.get("dim"), len(sizes))
     keepdim = bool(args.get("keepdim", False))
     dims = numbered_dims(sizes)
-    names = _along(dims, reduced)
+    names = along_names(dims, reduced)
     count = math.prod(sizes[d] for d in reduced)
 
     def part(op: Op, cell: CellView, _: tuple[Group, ...]) -> Call:
@@ -55,7 +56,7 @@ def mean(op: Op, reads: Reads, makes: Reads) -> Rule:
 
     return build(
         [dims],
-        [_left(dims, reduced, keepdim)],
+        [left_dims(dims, reduced, keepdim)],
         reads,
         makes,
         summed=names,
@@ -64,11 +65,11 @@ def mean(op: Op, reads: Reads, makes: Reads) -> Rule:
     )
 
 
-def _reduction(reads: Reads, makes: Reads, reduced: tuple[int, ...], keepdim: bool, kind: Exchange, told: Told) -> Rule:
+def reduction(reads: Reads, makes: Reads, reduced: tuple[int, ...], keepdim: bool, kind: Exchange, told: Told) -> Rule:
     """All outputs lack the reduced names, along which the algorithm talks."""
     dims = numbered_dims(reads[0].sizes)
-    names = _along(dims, reduced)
-    left = _left(dims, reduced, keepdim)
+    names = along_names(dims, reduced)
+    left = left_dims(dims, reduced, keepdim)
     rule = build([dims], [left] * len(makes), reads, makes, local=told_when_cut(names, told))
     return with_exchange(rule, dict.fromkeys(names, kind))
 
@@ -77,7 +78,7 @@ def _variance(root: bool, pair: bool) -> RuleOf:
     def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
         args = arguments(op)
         sizes = reads[0].sizes
-        reduced = _reduced(args.get("dim"), len(sizes))
+        reduced = reduced_dims(args.get("dim"), len(sizes))
         keepdim = bool(args.get("keepdim", False))
         correction = args["correction"] if "correction" in args else float(args["unbiased"])
         count = math.prod(sizes[d] for d in reduced)
@@ -94,7 +95,7 @@ def _variance(root: bool, pair: bool) -> RuleOf:
                 comms=comms,
             )
 
-        return _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
+        return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
 
     return rule
 
@@ -108,13 +109,13 @@ def _extreme(kind: str) -> RuleOf:
         if op.target.endswith(".dim"):
             return _extreme_index(kind, "weft.extreme_and_index")(op, reads, makes)
         args = arguments(op)
-        reduced = _reduced(args.get("dim"), len(reads[0].sizes))
+        reduced = reduced_dims(args.get("dim"), len(reads[0].sizes))
         keepdim = bool(args.get("keepdim", False))
 
         def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
             return call("weft.extreme", _X, reduced, keepdim, kind=kind, comms=comms)
 
-        return _reduction(
+        return reduction(
             reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",), backward=("all_reduce",)), told
         )
 
@@ -127,7 +128,7 @@ def _extreme_index(kind: str, target: str) -> RuleOf:
     def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
         args = arguments(op)
         sizes = reads[0].sizes
-        reduced = _reduced(args["dim"], len(sizes))
+        reduced = reduced_dims(args["dim"], len(sizes))
         keepdim = bool(args["keepdim"])
 
         def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
@@ -142,7 +143,7 @@ def _extreme_index(kind: str, target: str) -> RuleOf:
                 comms=comms,
             )
 
-        return _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
+        return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
 
     return rule
 
@@ -150,29 +151,67 @@ def _extreme_index(kind: str, target: str) -> RuleOf:
 def logsumexp(op: Op, reads: Reads, makes: Reads) -> Rule:
     """Complete on every cell; its gradient needs no exchange."""
     args = arguments(op)
-    reduced = _reduced(args["dim"], len(reads[0].sizes))
+    reduced = reduced_dims(args["dim"], len(reads[0].sizes))
     keepdim = bool(args["keepdim"])
 
     def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
         return call("weft.logsumexp", _X, reduced, keepdim=keepdim, comms=comms)
 
-    return _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
+    return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce", "all_reduce")), told)
 
 
-def vector_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
-    """`linalg_vector_norm` and the old `norm`; the orders 0 and infinity are not cut along."""
+def _truth(kind: str) -> RuleOf:
+    """`any`, `all`: the largest or smallest of truth values."""
+
+    def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
+        args = arguments(op)
+        reduced = reduced_dims(args.get("dim"), len(reads[0].sizes))
+        keepdim = bool(args.get("keepdim", False))
+
+        def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
+            return call("weft.truth", _X, reduced, keepdim, kind=kind, comms=comms)
+
+        return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",)), told)
+
+    return rule
+
+
+def aminmax(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """Both extremes, each as `amin` and `amax`."""
     args = arguments(op)
-    given = args.get("ord", args.get("p"))
-    order = 2.0 if given is None else float(given)
-    reduced = _reduced(args.get("dim"), len(reads[0].sizes))
-    keepdim = bool(args.get("keepdim", False))
-    dtype = makes[0].dtype if args.get("dtype") is not None else None
+    reduced = reduced_dims(args["dim"], len(reads[0].sizes))
+    keepdim = bool(args["keepdim"])
 
     def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
-        return call("weft.vector_norm", _X, order, reduced, keepdim, dtype=dtype, comms=comms)
+        return call("weft.aminmax", _X, reduced, keepdim, comms=comms)
 
-    rule = _reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",)), told)
-    return rule if 0 < order < math.inf else replace(rule, frozen=frozenset(rule.algorithms), algorithms={})
+    exchange = Exchange(forward=("all_reduce",) * 2, backward=("all_reduce",) * 2)
+    return reduction(reads, makes, reduced, keepdim, exchange, told)
+
+
+def prod(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """Each cell multiplies its own part; all parts are then multiplied in the same order everywhere."""
+    args = arguments(op)
+    reduced = reduced_dims(args.get("dim"), len(reads[0].sizes))
+    keepdim = bool(args.get("keepdim", False))
+
+    def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
+        return call("weft.prod", _X, reduced, keepdim, dtype=args["dtype"], comms=comms)
+
+    return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_gather",)), told)
+
+
+def nanmean(op: Op, reads: Reads, makes: Reads) -> Rule:
+    """The count of numbers is asked of all cells; the sums are addends."""
+    args = arguments(op)
+    reduced = reduced_dims(args["dim"], len(reads[0].sizes))
+    keepdim = bool(args["keepdim"])
+
+    def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
+        return call("weft.nanmean_part", _X, reduced, keepdim, dtype=args["dtype"], comms=comms)
+
+    exchange = Exchange(output="partial", forward=("all_reduce",))
+    return reduction(reads, makes, reduced, keepdim, exchange, told)
 
 
 def _softmax(log: bool) -> RuleOf:
@@ -180,7 +219,7 @@ def _softmax(log: bool) -> RuleOf:
         args = arguments(op)
         along = positive(args["dim"], len(reads[0].sizes))
         dims = numbered_dims(reads[0].sizes)
-        names = _along(dims, (along,) if dims else ())
+        names = along_names(dims, (along,) if dims else ())
         dtype = makes[0].dtype if makes[0].dtype != reads[0].dtype else None
 
         def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
@@ -208,8 +247,13 @@ def statistics_rules() -> Mapping[str, RuleOf]:
         "aten.argmax": _extreme_index("max", "weft.extreme_index"),
         "aten.argmin": _extreme_index("min", "weft.extreme_index"),
         "aten.logsumexp": logsumexp,
-        "aten.linalg_vector_norm": vector_norm,
-        "aten.norm": vector_norm,
+        "aten.any": _truth("max"),
+        "aten.all": _truth("min"),
+        "aten._is_any_true": _truth("max"),
+        "aten._is_all_true": _truth("min"),
+        "aten.aminmax": aminmax,
+        "aten.prod": prod,
+        "aten.nanmean": nanmean,
         "aten.softmax": _softmax(log=False),
         "aten._softmax": _softmax(log=False),
         "aten.log_softmax": _softmax(log=True),

@@ -14,14 +14,19 @@ from weft.ir.graph import Graph, Op, Tensor
 from weft.ops.algorithms import algorithm_rules
 from weft.ops.arguments import arguments, family, operand, overload
 from weft.ops.creation import CREATION
+from weft.ops.experts import COUNTS
 from weft.ops.grammar import instantiate, parse
 from weft.ops.indexing import INDEXING
+from weft.ops.joins import JOINS
+from weft.ops.linalg import LINALG
 from weft.ops.matmul import PRODUCTS, ROWS, Row
 from weft.ops.pieces import PIECES
 from weft.ops.pointwise import POINTWISE_LIKE, is_pointwise, pointwise_rule
 from weft.ops.random_ops import random_rules
+from weft.ops.recurrent import RECURRENT
 from weft.ops.reductions import REDUCTIONS
 from weft.ops.rule import Rule, RuleOf, dim
+from weft.ops.spectral import SPECTRAL
 from weft.ops.views import VIEWS
 from weft.ops.windows import WINDOWS
 
@@ -32,10 +37,15 @@ COMPUTED: Mapping[str, RuleOf] = {
     **VIEWS,
     **PIECES,
     **INDEXING,
+    **COUNTS,
     **CREATION,
     **PRODUCTS,
     **REDUCTIONS,
     **WINDOWS,
+    **LINALG,
+    **SPECTRAL,
+    **JOINS,
+    **RECURRENT,
     **POINTWISE_LIKE,
 }
 """The rules of this room that are computed from an op's shapes and arguments, by family."""
@@ -59,6 +69,15 @@ def has_rule(op: Op, graph: Graph) -> bool:
     except RuleError:
         return False
     return True
+
+
+def look_up(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule | None:
+    """What the table says of an op; None if it says nothing."""
+    found = _find(op)
+    try:
+        return None if found is None else found(op, reads, makes)
+    except RuleError:
+        return None
 
 
 def copied_rule(op: Op, graph: Graph) -> Rule:

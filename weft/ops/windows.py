@@ -44,7 +44,7 @@ def convolution_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...
     )
 
 
-def _local_window(op: Op, cell: CellView) -> Call:
+def local_window(op: Op, cell: CellView) -> Call:
     """The op's own call. Torch's kernels refuse empty parts, or answer in the wrong shape."""
     empty = [name for name, ranges in cell.names.items() if not count(ranges)]
     if empty:
@@ -57,7 +57,7 @@ def _local_window(op: Op, cell: CellView) -> Call:
 
 
 def _local_convolution(op: Op, cell: CellView) -> Call:
-    _local_window(op, cell)
+    local_window(op, cell)
     return call_with(op, {"groups": count(cell.names["g"])} if "g" in cell.names else {})
 
 
@@ -69,7 +69,7 @@ def window_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
     source = (*lead, *map(fixed, shape[-num_spatial:]))
     target = (*lead, *map(fixed, result[-num_spatial:]))
     linear = [] if "max" in op.kind else [[0]]
-    return build([source], [target] * len(makes), reads, makes, linear=linear, local=_local_window)
+    return build([source], [target] * len(makes), reads, makes, linear=linear, local=local_window)
 
 
 def _num_spatial(op: Op) -> int:
@@ -92,7 +92,7 @@ def unfold_image_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ..
     plain = (*lead, channels, *map(fixed, image.sizes[-2:]))
     unfolded = (*lead, product_dim("c", window, sizes=sizes), fixed(columns.sizes[-1]))
     sides = (plain, unfolded) if op.kind == "im2col" else (unfolded, plain)
-    return build(sides[:1], sides[1:], reads, makes, sizes=sizes, linear=[[0]], local=_local_window)
+    return build(sides[:1], sides[1:], reads, makes, sizes=sizes, linear=[[0]], local=local_window)
 
 
 def grid_sample_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
@@ -102,7 +102,46 @@ def grid_sample_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...
     places = numbered_dims(shape[2:])
     image = (b, c, *map(fixed, reads[0].sizes[2:]))
     grid = (b, *places, fixed(reads[1].sizes[-1]))
-    return build([image, grid], [(b, c, *places)], reads, makes, linear=[[0]], local=_local_window)
+    return build([image, grid], [(b, c, *places)], reads, makes, linear=[[0]], local=local_window)
+
+
+def affine_grid_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """A grid of positions for each row's matrix; `size` says the whole batch."""
+    b = named("b", reads[0].sizes[0])
+    source, target = ((b, *map(fixed, tensor.sizes[1:])) for tensor in (reads[0], makes[0]))
+    return build([source], [target], reads, makes, linear=[[0]], local=_local_affine_grid)
+
+
+def _local_affine_grid(op: Op, cell: CellView) -> Call:
+    size = integers(arguments(op)["size"])
+    return call_with(op, {"size": (cell.output_shape()[0], *size[1:])})
+
+
+def unpool_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """max_unpool: values go back to where a pool found them, plane by plane; positions count within a plane."""
+    num_spatial = _num_spatial(op)
+    lead = numbered_dims(reads[0].sizes[:-num_spatial])
+    sides = [(*lead, *map(fixed, tensor.sizes[-num_spatial:])) for tensor in (*reads, *makes)]
+    return build(sides[:2], sides[2:], reads, makes, linear=[[0]], local=local_window)
+
+
+def fractional_pool_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """Pools whose windows are drawn for each row and channel."""
+    num_spatial = _num_spatial(op)
+    lead = numbered_dims(reads[0].sizes[:-num_spatial])
+    source, *targets = ((*lead, *map(fixed, tensor.sizes[-num_spatial:])) for tensor in (reads[0], *makes))
+    samples = (*(lead if len(lead) == 2 else (fixed(1), *lead)), fixed(reads[1].sizes[-1]))
+    return build([source, samples], targets, reads, makes, local=local_window)
+
+
+def conv_tbc_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+    """`t b i, w i o, o -> t b o`."""
+    image, weight = reads[0].sizes, reads[1].sizes
+    b, i, o = (named(name, size) for name, size in zip("bio", (image[1], *weight[1:]), strict=True))
+    inputs: list[Dims] = [(fixed(image[0]), b, i), (fixed(weight[0]), i, o), (o,)]
+    linear = [[0, 2], [1, 2]]
+    target = (fixed(makes[0].sizes[0]), b, o)
+    return build(inputs, [target], reads, makes, summed=i.names, added=[2], linear=linear, local=local_window)
 
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"
@@ -120,5 +159,9 @@ WINDOWS: Mapping[str, RuleOf] = {
     **{f"aten.{name}": window_rule for name in _WINDOWS.split()},
     **dict.fromkeys(("aten.im2col", "aten.col2im"), unfold_image_rule),
     **dict.fromkeys(("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d"), grid_sample_rule),
+    "aten.affine_grid_generator": affine_grid_rule,
+    **dict.fromkeys(("aten.max_unpool2d", "aten.max_unpool3d"), unpool_rule),
+    **dict.fromkeys(("aten.fractional_max_pool2d", "aten.fractional_max_pool3d"), fractional_pool_rule),
+    "aten.conv_tbc": conv_tbc_rule,
 }
 """Computed rules, by family."""

@@ -17,6 +17,7 @@ from weft.ops.rule import Rule
 LOOKUPS = ("embedding", "index", "gather", "index_select", "select", "slice", "narrow")
 """They read as much as they give, however large the table is."""
 ATTENTION = "scaled_dot_product_attention"
+RECURRENT = frozenset(f"{name}{kind}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("", "_cell"))
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ def work_of(op: Op, rule: Rule, graph: Graph) -> Work:
     if op.kind in LOOKUPS:
         given = sum(map(_bytes, makes))
         return Work(0, 2 * given + sum(_bytes(one) for one in reads if not one.dtype.is_floating_point))
+    if op.kind == "embedding_bag":
+        # a row for each id, and one operation an element of it
+        looked_up = _elements(reads[1]) * makes[0].sizes[-1]
+        rest = sum(map(_bytes, (*reads[1:], *makes)))
+        return Work(looked_up, looked_up * makes[0].dtype.itemsize + rest)
     moved = sum(map(_bytes, dict.fromkeys(reads))) + sum(map(_bytes, makes))
     return Work(0 if rule.source == "view" else _flops(op, rule, reads, makes), moved)
 
@@ -58,11 +64,36 @@ def _flops(op: Op, rule: Rule, reads: list[Tensor], makes: list[Tensor]) -> int:
     if op.kind == ATTENTION:
         query, key, value = (one.sizes for one in reads[:3])
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if op.kind.startswith("conv") and len(reads) > 1:
-        filtered = reads[0] if "transpose" in op.kind else makes[0]
-        return 2 * _elements(filtered) * math.prod(reads[1].sizes[1:])
+    if _is_convolution(op):
+        return _convolution(op, reads, makes)
+    if op.kind in RECURRENT:
+        # every matrix multiplies each row of each step once
+        weights = [one for one in reads if len(one.sizes) == 2 and "b" not in _named(rule, reads.index(one))]
+        return 2 * math.prod(reads[0].sizes[:-1]) * sum(map(_elements, weights))
     largest = max(map(_elements, (*reads, *makes)), default=0)
     return multiplications(rule) or (largest if reads else 0)
+
+
+def contraction(op: Op, rule: Rule, graph: Graph) -> int:
+    """Floating-point operations of an op that multiplies and sums (a product of matrices, a convolution); else 0."""
+    if not _is_convolution(op):
+        return multiplications(rule)
+    return _convolution(op, [graph.tensors[name] for name in op.inputs], [graph.tensors[name] for name in op.outputs])
+
+
+def _is_convolution(op: Op) -> bool:
+    return op.kind.startswith("conv") and len(op.inputs) > 1
+
+
+def _convolution(op: Op, reads: list[Tensor], makes: list[Tensor]) -> int:
+    if op.kind == "conv_tbc":
+        return 2 * _elements(makes[0]) * math.prod(reads[1].sizes[:2])
+    filtered = reads[0] if "transpose" in op.kind else makes[0]
+    return 2 * _elements(filtered) * math.prod(reads[1].sizes[1:])
+
+
+def _named(rule: Rule, position: int) -> frozenset[str]:
+    return frozenset(name for one in rule.inputs[position] for name in one.names)
 
 
 def multiplications(rule: Rule) -> int:

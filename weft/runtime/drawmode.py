@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.runtime import random
+from weft.runtime import random, sampling
 from weft.runtime.random import Stream
 
 aten = torch.ops.aten
@@ -128,6 +128,15 @@ def _bernoulli(mode: DrawMode, p: Tensor) -> Tensor:
     return random.bernoulli(p, **mode.draw(p.shape), **_like(p))
 
 
+def _poisson(mode: DrawMode, rate: Tensor) -> Tensor:
+    return sampling.poisson(rate, **mode.draw(rate.shape), **_like(rate))
+
+
+def _multinomial(mode: DrawMode, p: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    shape = (*p.shape[:-1], num_samples) if replacement else tuple(p.shape)
+    return sampling.multinomial(p, num_samples, replacement, **mode.draw(shape))
+
+
 def _normal(mode: DrawMode, mean: Tensor | float = 0.0, std: Tensor | float = 1.0) -> Tensor:
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
@@ -165,6 +174,14 @@ def _table() -> Mapping[Any, Numbers]:
         aten.normal.float_float: _factory(draw.randn),
         aten.exponential_.default: _fill(draw.exponential),
         aten.exponential.default: _new(draw.exponential),
+        aten.cauchy_.default: _fill(sampling.cauchy),
+        aten.cauchy.default: _new(sampling.cauchy),
+        aten.log_normal_.default: _fill(sampling.log_normal),
+        aten.log_normal.default: _new(sampling.log_normal),
+        aten.geometric_.default: _fill(sampling.geometric),
+        aten.geometric.default: _new(sampling.geometric),
+        aten.poisson.default: _poisson,
+        aten.multinomial.default: _multinomial,
         aten.random_.to: _fill(_below),
         aten.random_.__getattr__("from"): _fill(draw.randint),
         aten.rand.default: _factory(draw.rand),

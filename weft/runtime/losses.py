@@ -7,6 +7,7 @@ reduction, an addend: the local sum over the whole denominator. Parts may be emp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -140,3 +141,26 @@ def soft_cross_entropy(
     if reduction == MEAN:
         return (loss.sum() / count).to(x.dtype)
     return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+
+
+def ctc_part(
+    scores: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    *,
+    reduction: int,
+    count: int,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The share of the rows held here, maybe none, in a ctc loss over `count` rows."""
+    loss: Tensor
+    if scores.shape[1]:
+        loss = torch.ops.aten.ctc_loss(scores, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
+    else:
+        loss = scores.sum((0, 2))
+    if reduction == MEAN:
+        steps = torch.as_tensor(target_lengths, device=scores.device).clamp(min=1).to(loss.dtype)
+        return (loss / steps).sum() / count
+    return loss.sum() if reduction == SUM else loss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.comm import Comms, reduce, wide
+from weft.runtime.comm import Comms, reduce, sum_over, wide
 
 
 class _Normalise(torch.autograd.Function):
@@ -98,6 +98,13 @@ def batch_norm(
     dims = tuple(d for d in range(x.ndim) if d != 1)
     out, _, _ = _Normalise.apply(wide(x), dims, count, eps, True, comms)
     return _affine(out, *_per_channel(x, weight, bias)).to(x.dtype)
+
+
+def weight_norm(v: Tensor, g: Tensor, *, dim: int, comms: Comms) -> Tensor:
+    """`v` with every slice along `dim` brought to length `g`; lengths are taken over all cells."""
+    dims = tuple(d for d in range(v.ndim) if d != dim)
+    squares = sum_over(wide(v).square().sum(dims, keepdim=True), comms)
+    return (v * (g / squares.sqrt())).to(v.dtype)
 
 
 def _per_channel(x: Tensor, *values: Tensor | None) -> Sequence[Tensor | None]:

@@ -108,7 +108,8 @@ class _Unmoved(torch.autograd.Function):
         return None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
 
 
-def _unmoved(out: Tensor, *sources: float | Tensor) -> Tensor:
+def unmoved(out: Tensor, *sources: float | Tensor) -> Tensor:
+    """Numbers whose sources get a gradient of zeros, as in torch."""
     tensors = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
     return _Unmoved.apply(out, *tensors) if tensors else out
 
@@ -141,7 +142,7 @@ def randn(
     device: Device = None,
 ) -> Tensor:
     """Normal; mean and deviation may be the local parts of tensors, whose gradient is zero, as in torch."""
-    return _unmoved((gaussian(stream, draw, device=device) * _fixed(std) + _fixed(mean)).to(dtype), mean, std)
+    return unmoved((gaussian(stream, draw, device=device) * _fixed(std) + _fixed(mean)).to(dtype), mean, std)
 
 
 def randint(
@@ -185,7 +186,7 @@ def bernoulli(
     device: Device = None,
 ) -> Tensor:
     """One with probability p, else zero; p may be the local part of a tensor, whose gradient is zero."""
-    return _unmoved((uniform(stream, draw, device=device) < _fixed(p)).to(dtype), p)
+    return unmoved((uniform(stream, draw, device=device) < _fixed(p)).to(dtype), p)
 
 
 def dropout(x: Tensor, p: float, train: bool, *, draw: Draw, stream: Stream) -> Tensor:

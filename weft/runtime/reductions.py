@@ -1,4 +1,4 @@
-"""Reductions over cut dims: mean, variance, extremes and their positions.
+"""Reductions over cut dims: mean, variance, extremes and their positions, products, truth values.
 
 In: the local part and the communicators along the cut reduced dims. `mean_part` leaves an addend and needs no
 communication; all others leave the complete result on every cell and take its complete gradient there. Empty
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
+from weft.runtime.comm import Comm, Comms, reduce, sum_to_copy, wide
 from weft.runtime.indices import Intervals, linear_index
 
 
@@ -63,35 +63,6 @@ def variance(
 def variance_only(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
     """Variance, or its root, without the mean."""
     return variance(x, dims, keepdim, **options)[0]
-
-
-class _VectorNorm(torch.autograd.Function):
-    """The p-norm for 0 < p < inf, dims kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: float, dims: tuple[int, ...], comms: Comms) -> Tensor:
-        out = reduce(x.abs().pow(order).sum(dims, keepdim=True), comms).pow(1 / order)
-        ctx.save_for_backward(x, out)
-        ctx.order = order
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, out = ctx.saved_tensors
-        # zero has no direction: torch gives it no gradient
-        share = (x.abs() / out).pow(ctx.order - 1).masked_fill(x == 0, 0)
-        return grad * x.sgn() * share, None, None, None
-
-
-def vector_norm(
-    x: Tensor, order: float, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
-) -> Tensor:
-    """The p-norm over dims some of which are cut."""
-    dims = tuple(d % x.ndim for d in dims)
-    x = x if dtype is None else x.to(dtype)
-    out: Tensor = _VectorNorm.apply(wide(x), order, dims, comms)
-    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
 
 
 def _extreme(x: Tensor, dims: tuple[int, ...], kind: str, comms: Comms) -> Tensor:
@@ -182,3 +153,52 @@ def extreme_and_index(
 def extreme_index(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
     """`argmax` or `argmin`."""
     return extreme_and_index(x.detach(), dims, keepdim, **options)[1]
+
+
+def truth(x: Tensor, dims: Sequence[int], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
+    """`any` (the `max` of truth values) or `all` (the `min`)."""
+    dims = tuple(d % x.ndim for d in dims)
+    out = _extreme((x != 0).to(torch.uint8), dims, kind, comms)
+    return (out if keepdim else out.squeeze(dims)).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
+
+
+def aminmax(x: Tensor, dims: Sequence[int], keepdim: bool, *, comms: Comms) -> tuple[Tensor, Tensor]:
+    """Both extremes."""
+    low, high = (extreme(x, dims, keepdim, kind=kind, comms=comms) for kind in ("min", "max"))
+    return low, high
+
+
+class _Product(torch.autograd.Function):
+    """The product over the cells; what reaches each factor is the product of all others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        factors = torch.stack(comm.all_gather(x.contiguous()))
+        ctx.save_for_backward(torch.cat([factors[: comm.rank], factors[comm.rank + 1 :]]).prod(0))
+        return factors.prod(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (others,) = ctx.saved_tensors
+        return grad * others.conj(), None
+
+
+def prod(x: Tensor, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms) -> Tensor:
+    """The product over dims some of which are cut."""
+    dims = sorted(d % x.ndim for d in dims)
+    out = x if dtype is None else x.to(dtype)
+    for d in reversed(dims):
+        out = out.prod(d, keepdim=keepdim)
+    for comm in comms:
+        out = _Product.apply(out, comm)
+    return out
+
+
+def nanmean_part(
+    x: Tensor, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
+) -> Tensor:
+    """The local part's share of a mean over all elements that are numbers."""
+    dims = tuple(dims)
+    count = reduce((~x.isnan()).sum(dims, keepdim=keepdim), comms)
+    return x.nansum(dims, keepdim=keepdim, dtype=dtype) / count

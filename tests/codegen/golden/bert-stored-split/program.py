@@ -83,19 +83,8 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         )  # (3, 8, 16)
         # modeling_bert.py:107  embeddings = self.dropout(embeddings)
         embeddings = dropout(embeddings, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
-        # masking_utils.py:509  q_arange = torch.arange(q_length, device=device) + q_offset
-        arange = torch.arange(8, device=self.device)  # (8,)
-        q_arange = arange + 0  # (8,)
-        # masking_utils.py:369  q_indices = q_indices[None, None, :, None]
-        unsqueeze = q_arange.reshape(1, 8)  # (1, 8)
-        unsqueeze = unsqueeze.reshape(1, 1, 8)  # (1, 1, 8)
-        q_indices = unsqueeze.reshape(1, 1, 8, 1)  # (1, 1, 8, 1)
-        # masking_utils.py:85  return q_idx >= 0
-        ge = q_indices >= 0  # (1, 1, 8, 1)
-        # masking_utils.py:518  attention_mask = attention_mask.expand(batch_size, -1, q_length, kv_length)
-        attention_mask = ge.expand(3, 1, 8, 8)  # (3, 1, 8, 8)
         for i, layer in enumerate(self.bert.encoder.layer):
-            embeddings = self.block(layer, 1 + 3 * i, embeddings, attention_mask)
+            embeddings = self.block(layer, 1 + 3 * i, embeddings)
         dense_weight = self.comm.use(
             self.cls.predictions.transform.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
@@ -131,7 +120,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         masked_lm_loss_1 = self.comm.all_reduce(masked_lm_loss, over="dp", grad=False)  # ()
         return self.finish(masked_lm_loss_1, masked_lm_loss)
 
-    def block(self, layer: Container, draw: int, embeddings: Tensor, attention_mask: Tensor) -> Tensor:
+    def block(self, layer: Container, draw: int, embeddings: Tensor) -> Tensor:
         query_weight = self.comm.use(
             layer.attention.self.query.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
@@ -158,7 +147,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             query_layer,
             key_layer,
             value_layer,
-            attention_mask,
+            None,
             scale=0.5,
             dropout_p=0.1,
             **self.draw(draw, (6, 4, 8, 8), {0: "dp"}),

@@ -49,24 +49,6 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         to = position_embeds.to(device=self.device, dtype=torch.float32)  # (1, 8, 16)
         to = self.comm.sum_grad(to, over="dp")  # (1, 8, 16)
         hidden_states = inputs_embeds + to  # (3, 8, 16)
-        # masking_utils.py:509  q_arange = torch.arange(q_length, device=device) + q_offset
-        arange = torch.arange(8, device=self.device)  # (8,)
-        q_arange = arange + 0  # (8,)
-        # masking_utils.py:510  kv_arange = torch.arange(kv_length, device=device) + kv_offset
-        arange = torch.arange(8, device=self.device)  # (8,)
-        kv_arange = arange + 0  # (8,)
-        # masking_utils.py:369  q_indices = q_indices[None, None, :, None]
-        unsqueeze = q_arange.reshape(1, 8)  # (1, 8)
-        unsqueeze = unsqueeze.reshape(1, 1, 8)  # (1, 1, 8)
-        q_indices = unsqueeze.reshape(1, 1, 8, 1)  # (1, 1, 8, 1)
-        # masking_utils.py:370  kv_indices = kv_indices[None, None, None, :]
-        unsqueeze = kv_arange.reshape(1, 8)  # (1, 8)
-        unsqueeze = unsqueeze.reshape(1, 1, 8)  # (1, 1, 8)
-        kv_indices = unsqueeze.reshape(1, 1, 1, 8)  # (1, 1, 1, 8)
-        # masking_utils.py:76  return kv_idx <= q_idx
-        le = kv_indices <= q_indices  # (1, 1, 8, 8)
-        # masking_utils.py:518  attention_mask = attention_mask.expand(batch_size, -1, q_length, kv_length)
-        attention_mask = le.expand(3, 1, 8, 8)  # (3, 1, 8, 8)
         # modeling_gpt2.py:603  hidden_states = self.drop(hidden_states)
         hidden_states = dropout(hidden_states, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         labels = self.comm.slice(labels, 0, over="dp")  # (3, 8)
@@ -80,7 +62,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         # loss_utils.py:71  shift_labels = shift_labels.to(logits.device)
         shift_labels = shift_labels.to(device=self.device, dtype=torch.int64)  # (24,)
         for i, layer in enumerate(self.transformer.h):
-            hidden_states = self.block(layer, 1 + 3 * i, hidden_states, attention_mask)
+            hidden_states = self.block(layer, 1 + 3 * i, hidden_states)
         # modeling_gpt2.py:619  hidden_states = self.ln_f(hidden_states)
         hidden_states = F.layer_norm(hidden_states, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)
         # modeling_gpt2.py:621  hidden_states = hidden_states.view(output_shape)
@@ -106,7 +88,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         loss_1 = self.comm.all_reduce(loss, over="dp", grad=False)  # ()
         return self.finish(loss_1, loss)
 
-    def block(self, layer: Container, draw: int, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+    def block(self, layer: Container, draw: int, hidden_states: Tensor) -> Tensor:
         # modeling_gpt2.py:273  hidden_states = self.ln_1(hidden_states)
         hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (3, 8, 16)
         # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
@@ -122,7 +104,6 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
             view,
             c_attn_bias_parts,
             c_attn_weight_parts,
-            attention_mask,
             c_proj_bias_parts,
             c_proj_weight_parts,
             gives=[Given()],
@@ -165,7 +146,6 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         view: Tensor,
         c_attn_bias: tuple[Tensor, ...],
         c_attn_weight: tuple[Tensor, ...],
-        attention_mask: Tensor,
         c_proj_bias: tuple[Tensor, ...],
         c_proj_weight: tuple[Tensor, ...],
     ) -> Tensor:
@@ -189,7 +169,8 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
             query_states,
             key_states,
             value_states,
-            attention_mask,
+            None,
+            is_causal=True,
             scale=0.5,
             dropout_p=0.1,
             **self.draw(draw, (6, 4, 8, 8), self.here.at_dp[chunk]),

@@ -39,24 +39,6 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         position_ids = arange + 0  # (8,)
         # modeling_llama.py:378  position_ids = position_ids.unsqueeze(0)
         position_ids = position_ids.reshape(1, 8)  # (1, 8)
-        # masking_utils.py:509  q_arange = torch.arange(q_length, device=device) + q_offset
-        arange = torch.arange(8, device=self.device)  # (8,)
-        q_arange = arange + 0  # (8,)
-        # masking_utils.py:510  kv_arange = torch.arange(kv_length, device=device) + kv_offset
-        arange = torch.arange(8, device=self.device)  # (8,)
-        kv_arange = arange + 0  # (8,)
-        # masking_utils.py:369  q_indices = q_indices[None, None, :, None]
-        unsqueeze = q_arange.reshape(1, 8)  # (1, 8)
-        unsqueeze = unsqueeze.reshape(1, 1, 8)  # (1, 1, 8)
-        q_indices = unsqueeze.reshape(1, 1, 8, 1)  # (1, 1, 8, 1)
-        # masking_utils.py:370  kv_indices = kv_indices[None, None, None, :]
-        unsqueeze = kv_arange.reshape(1, 8)  # (1, 8)
-        unsqueeze = unsqueeze.reshape(1, 1, 8)  # (1, 1, 8)
-        kv_indices = unsqueeze.reshape(1, 1, 1, 8)  # (1, 1, 1, 8)
-        # masking_utils.py:76  return kv_idx <= q_idx
-        le = kv_indices <= q_indices  # (1, 1, 8, 8)
-        # masking_utils.py:518  attention_mask = attention_mask.expand(batch_size, -1, q_length, kv_length)
-        attention_mask = le.expand(6, 1, 8, 8)  # (6, 1, 8, 8)
         # modeling_llama.py:111  freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=to...
         unsqueeze = position_ids.reshape(1, 8, 1)  # (1, 8, 1)
         to = unsqueeze.to(torch.float32)  # (1, 8, 1)
@@ -70,7 +52,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         sin = torch.sin(emb)  # (1, 8, 4)
         sin = sin * 1.0  # (1, 8, 4)
         for i, layer in enumerate(self.model.layers):
-            inputs_embeds = self.block(layer, i, inputs_embeds, cos, sin, attention_mask)
+            inputs_embeds = self.block(layer, i, inputs_embeds, cos, sin)
         # modeling_llama.py:63  hidden_states = hidden_states.to(torch.float32)
         hidden_states = inputs_embeds.to(torch.float32)  # (6, 8, 16)
         # modeling_llama.py:64  variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -113,9 +95,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         loss = self.comm.reached(loss)
         return self.finish(loss, loss)
 
-    def block(
-        self, layer: Container, draw: int, inputs_embeds: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor
-    ) -> Tensor:
+    def block(self, layer: Container, draw: int, inputs_embeds: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_llama.py:63  hidden_states = hidden_states.to(torch.float32)
         hidden_states = inputs_embeds.to(torch.float32)  # (6, 8, 16)
         # modeling_llama.py:64  variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -164,20 +144,15 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         cat = torch.cat((neg, x1), -1)  # (6, 1, 8, 4)
         mul = cat * sin  # (6, 1, 8, 4)
         k_embed = k_embed + mul  # (6, 1, 8, 4)
-        # sdpa_attention.py:26  hidden_states = hidden_states[:, :, None, :, :].expand(batch, num_key_value_heads, n_...
-        unsqueeze = k_embed.reshape(6, 1, 1, 8, 4)  # (6, 1, 1, 8, 4)
-        hidden_states_1 = unsqueeze.expand(6, 1, 2, 8, 4)  # (6, 1, 2, 8, 4)
-        # sdpa_attention.py:27  return hidden_states.reshape(batch, num_key_value_heads * n_rep, slen, head_dim)
-        reshape = hidden_states_1.reshape(6, 2, 8, 4)  # (6, 2, 8, 4)
-        unsqueeze = value_states.reshape(6, 1, 1, 8, 4)  # (6, 1, 1, 8, 4)
-        hidden_states_1 = unsqueeze.expand(6, 1, 2, 8, 4)  # (6, 1, 2, 8, 4)
-        reshape_1 = hidden_states_1.reshape(6, 2, 8, 4)  # (6, 2, 8, 4)
         # sdpa_attention.py:174  attn_output = torch.nn.functional.scaled_dot_product_attention(
+        repeat_interleave = k_embed.repeat_interleave(2, -3)  # (6, 2, 8, 4)
+        repeat_interleave_1 = value_states.repeat_interleave(2, -3)  # (6, 2, 8, 4)
         attn_output = attention(
             q_embed,
-            reshape,
-            reshape_1,
-            attention_mask,
+            repeat_interleave,
+            repeat_interleave_1,
+            None,
+            is_causal=True,
             scale=0.5,
             dropout_p=0.1,
             **self.draw(draw, (6, 4, 8, 8), {1: "tp"}),

@@ -1,0 +1,76 @@
+"""Opaque calls: what an op keeps of a function that is not looked into.
+
+Enters: the arguments of one call of a registered function (`weft.register_op`). Leaves: a Called, which takes the flat
+leaves of those arguments, calls the function and gives back the tensors among its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from weft.runtime.custom import CustomOp, tensors_in
+
+
+@dataclass(frozen=True)
+class Called:
+    """One call of a registered function: the function, and how its arguments nest.
+
+    Called with the flattened arguments it calls the function and returns the tensors among the results: one as itself,
+    several as a tuple. Keyword arguments are what a cell is given besides: communicators and indices.
+    """
+
+    cls: CustomOp
+    leaves: tuple[Any, ...]
+    """Flattened arguments; None where a tensor stands."""
+    tensors: tuple[int, ...]
+    """Positions of the tensors among the leaves."""
+    spec: pytree.TreeSpec
+    nested: bool = False
+    """The results are more than a tensor, or a flat list of tensors."""
+
+    def __call__(self, *leaves: Any, **given: Any) -> Any:
+        return tensors_in(self.outputs(leaves, given))
+
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        """What the function returns."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.cls.function(*args, **kwargs, **(given or {}))
+
+    def arguments(self, tensors: Sequence[Any]) -> list[Any]:
+        """The flattened arguments with these tensors put in their places."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[position] = tensor
+        return leaves
+
+    @property
+    def name(self) -> str:
+        return self.cls.__qualname__.replace("<locals>.", "")
+
+    @property
+    def what(self) -> str:
+        return f"the function {self.name}"
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def called(op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Called, list[torch.Tensor]]:
+    """A call taken apart: what stays fixed, and the tensors."""
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
+    return Called(op, fixed, positions, spec), [leaves[i] for i in positions]
+
+
+def is_nested(outputs: Any) -> bool:
+    """True unless what a function returned is a tensor, or several in a flat tuple or list."""
+    if isinstance(outputs, torch.Tensor):
+        return False
+    flat = isinstance(outputs, tuple | list) and len(outputs) > 1
+    return not (flat and all(isinstance(one, torch.Tensor) for one in outputs))

@@ -1,0 +1,66 @@
+"""Rules of registered algorithms: what a plan has chosen for an op, or the user's default.
+
+In: an op, its graph, the name of an algorithm. Out: its Rule. A user's algorithm is fitted to the op's shapes and tried
+at its first use, as a stated rule is: every name cut in two and three parts, even and uneven, in pairs, forward and
+backward, against the operator run whole. One that gives other numbers, or other collectives than it says, is refused
+with what was found.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+
+from weft.errors import RuleError
+from weft.ir.graph import Graph, Op
+from weft.ops.arguments import family
+from weft.ops.rule import Rule
+from weft.ops.stated import checked_rule
+from weft.ops.table import rule_for
+from weft.runtime.algorithms import OWN, REGISTRY, Algorithm
+
+
+def registered(op: Op) -> Algorithm | None:
+    """The algorithm that an op gets if a plan names none, if it is a user's."""
+    found = REGISTRY.find(family(op))
+    return found if found is not None and found.stated is not None else None
+
+
+def registered_rule(op: Op, graph: Graph, name: str = "") -> Rule:
+    """The rule of an op as an algorithm cuts it."""
+    found = REGISTRY.find(family(op), name)
+    if found is None and name not in ("", OWN):
+        raise unknown(name, family(op), op.place)
+    if found is None or found.stated is None:
+        return rule_for(op, graph)
+    rule = checked_rule(op, graph, found.stated)
+    _refuse_other_talk(found, rule, op)
+    if found.cost is None:
+        return rule
+    moved = int(found.cost(rule.sizes))
+    return replace(rule, algorithms={name: replace(one, bytes=moved) for name, one in rule.algorithms.items()})
+
+
+def unknown(name: str, operator: str = "", place: str = "") -> RuleError:
+    """The error of one who asks for an algorithm that is not there."""
+    known = REGISTRY.names(operator)
+    near = difflib.get_close_matches(name, known, n=1)
+    listed = f"known: {', '.join(known)}" if known else "weft.register_algorithm adds one"
+    return RuleError(
+        f"no algorithm{f' of {operator}' if operator else ''} is called {name!r}",
+        place=place,
+        remedy=(f"did you mean {near[0]!r}? " if near else "") + listed,
+    )
+
+
+def _refuse_other_talk(algorithm: Algorithm, rule: Rule, op: Op) -> None:
+    """What an algorithm says it exchanges must be what it was seen to exchange."""
+    for name, said in (algorithm.exchanges or {}).items():
+        seen = rule.algorithms.get(name)
+        if seen is None or replace(said, bytes=None) != seen:
+            raise RuleError(
+                f"the algorithm {algorithm.name!r} of {op.kind} says that it exchanges {said} along {name!r}, "
+                f"but it was seen to exchange {seen}",
+                place=algorithm.place,
+                remedy="say what it does, or leave exchanges out",
+            )
