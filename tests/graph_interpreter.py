@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from weft.ir.graph import Graph, Op, Ref, Size
+from weft.runtime.calls import FUNCTIONS
 
 
 def run_graph(graph: Graph, module: nn.Module, example: Any) -> dict[str, torch.Tensor]:
@@ -62,6 +63,8 @@ def run_op(op: Op, values: dict[str, torch.Tensor], symbols: dict[str, int] | No
 
 def lookup(target: str) -> Any:
     """`torch.ops.aten.add.Tensor` for `aten.add.Tensor`."""
+    if target.startswith("weft."):
+        return FUNCTIONS[target.removeprefix("weft.")]
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from weft.plan import recompute as recompute
     from weft.plan import save_plan as save_plan
     from weft.plan import w as w
+    from weft.runtime.algorithms import Exchange as Exchange
+    from weft.runtime.algorithms import register_algorithm as register_algorithm
+    from weft.runtime.custom import register_op as register_op
     from weft.train import clip_grad_norm_ as clip_grad_norm_
     from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
@@ -49,6 +52,8 @@ _HOMES = {
     **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "weft.train"),
     "dynamic": "weft.capture.example",
+    **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.algorithms"),
+    "register_op": "weft.runtime.custom",
 }
 _ROOMS = ("capture", "verify", "errors")
 
@@ -57,6 +62,7 @@ __all__ = [
     "parallelize",
     "clip_grad_norm_",
     "dynamic",
+    "register_op",
     "capture",
     "verify",
     "errors",
@@ -65,6 +71,8 @@ __all__ = [
     "cut",
     "copy",
     "algorithm",
+    "register_algorithm",
+    "Exchange",
     "recompute",
     "before",
     "save_plan",

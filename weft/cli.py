@@ -84,11 +84,13 @@ def _add_ops(commands: Commands) -> argparse.ArgumentParser:
         help="what a model is made of, and what of it may be cut",
         description="Each operator: how often, its share of the floating-point work and of the memory traffic, the\n"
         "rule that says how it may be cut and where that rule comes from. What has no rule runs copied on every\n"
-        "device, and its share says what that costs. No plan is needed.",
-        epilog="example:\n  weft ops examples/gpt.py",
+        "device, and its share says what that costs. Below the table: the share of the work that a plan cuts, and\n"
+        "the rest by name.",
+        epilog="example:\n  weft ops examples/gpt.py\n  weft ops examples/gpt.py --plan dp=2,tp=2 --json",
     )
     ops.set_defaults(command=_lazily("weft.commands.ops"))
     _add_file(ops)
+    ops.add_argument("--plan", default="tp=2", metavar="P", help=f"{PLAN} (default tp=2)")
     return ops
 
 

@@ -11,9 +11,10 @@ from weft.capture import capture
 from weft.errors import PlanError
 from weft.ir.oplayout import Copied, Cut
 from weft.ops.book import RuleBook
+from weft.ops.work import multiplications
 from weft.plan import Plan, copy, coshard, dp, tp
 from weft.plan.recipes import recompute
-from weft.plan.weigh import multiplications, weigh
+from weft.plan.weigh import weigh
 
 
 def cuts(plan: Plan, axis: str) -> dict[str, str]:
@@ -120,20 +121,20 @@ def test_tp_with_a_batch_of_one() -> None:
     assert caught.value.remedy == "leave out dp, or give a larger example batch"
 
 
-class Recurrent(nn.Module):
+class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(6, 8, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0].square().mean()
+        return self.scale * nn.functional.pdist(x)[0]
 
 
 @pytest.mark.parametrize("recipe", [dp, tp, coshard])
 def test_operator_without_rule_is_named(recipe) -> None:
-    with pytest.raises(PlanError, match="gru has no rule") as caught:
-        recipe(Plan(capture(Recurrent(), torch.zeros(4, 5, 6)), 2), 2)
-    assert "test_recipes.py" in caught.value.place and "self.gru(x)" in caught.value.place
+    with pytest.raises(PlanError, match="pdist has no rule") as caught:
+        recipe(Plan(capture(Odd(), torch.zeros(4, 6)), 2), 2)
+    assert "test_recipes.py" in caught.value.place and "pdist(x)" in caught.value.place
     assert "plain operators" in caught.value.remedy
 
 
@@ -234,3 +235,74 @@ def test_weights_of_cuts() -> None:
     assert weigh(graph, rules, {linear: "b0"}).bytes == 2 * 8 * 8 * 8 + tensor + tensor
     pair = weigh(graph, rules, {"layers.0.fc/linear": "n", "layers.0/relu": "d1", linear: "k"})
     assert pair.bytes == 2 * tensor and pair.flops == 2 * 512  # no gradient flows into the input
+
+
+class Patches(nn.Module):
+    """Patches of an image, then a stream of channels with norms between blocks, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.first, self.norm = nn.Parameter(torch.zeros(1, 1, 16)), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(x.shape[0], -1, -1), x], 1)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return x.square().mean()
+
+
+def test_what_begins_a_stream_is_gathered_before_it() -> None:
+    plan = tp(Plan(capture(Patches(), torch.zeros(4, 3, 16, 16)), 2), 2)
+    assert cuts(plan, "tp") == {
+        "patches/conv2d": "o",
+        "flatten": "d1",
+        "transpose": "d2",
+        "cat": "copy",
+        "up/linear": "n",
+        "relu": "d2",
+        "down/linear": "k",
+    }
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce, self.norm, self.mix = nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.norm(self.reduce(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_channels_between_convolutions_are_cut(parts: int) -> None:
+    found = cuts(tp(Plan(capture(Convolutions(), torch.zeros(4, 4, 8, 8)), parts), parts), "tp")
+    assert (found["reduce/conv2d"], found["norm/batch_norm"], found["relu"], found["mix/conv2d"]) == (
+        "o",
+        "c",
+        "d1",
+        "i",
+    )
+
+
+class Heads(nn.Module):
+    """Attention as torch.nn has it: query, key and value fused as `(3 h d)`, heads laid inside the batch as `(b h)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_heads_inside_other_dims_are_found(parts: int) -> None:
+    plan = tp(Plan(capture(Heads(), torch.zeros(4, 8, 16)), parts), parts)
+    found = cuts(plan, "tp")
+    assert found["attention/scaled_dot_product_attention"] == "h"
+    assert found["attention/linear"] == "n"
+    use = plan.decision("attention/linear").uses[0].use
+    assert isinstance(use, Cut) and (use.groups, use.units) == ((16, 16, 16), 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from weft.verify import verify
 from weft.verify.precision import Float64Mode, precision_of, widen_dtype
 
 
@@ -86,3 +87,20 @@ def test_finfo_answers_for_the_models_own_dtype() -> None:
         assert torch.finfo(torch.float64).eps == torch.finfo(torch.float32).eps
         assert torch.finfo(torch.bfloat16).bits == 16
     assert torch.finfo(torch.float64).bits == 64
+
+
+class Scaled(torch.nn.Module):
+    """Writes a number that float32 rounds, in the dtype of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y * torch.tensor(5.3, dtype=y.dtype)).exp().sum()
+
+
+def test_numbers_written_in_the_models_dtype_are_rounded_as_it_does() -> None:
+    result = verify(Scaled(), (torch.randn(4, 6),), plan="dp=2")
+    assert result.equal, result.differences

@@ -36,7 +36,7 @@ def test_what_runs_whole_is_named_heavy_first(capsys: pytest.CaptureFixture[str]
     assert "runs whole on every device:\n" in out and "arange" not in out
     linear = next(line for line in out.splitlines() if line.startswith(("  2 linear", "  1 linear")))
     assert "/linear; test_summary.py:" in linear
-    assert "warning: linalg_matrix_exp has no rule: it runs copied on every device: " in out
+    assert "warning: linalg_matrix_exp has nothing to cut: it runs copied on every device: " in out
     assert "% of the work (linalg_matrix_exp; test_summary.py:" in out
     assert told["whole"][0]["kind"] == "linear"
     assert {"kind", "count", "first", "source", "reason"} <= told["whole"][0].keys()

@@ -1,7 +1,8 @@
 """`weft ops FILE`: what a model is made of, and what of it may be cut.
 
-In: the options. Out: a table of operators, the heaviest first, with their rules and what these mean; with `--json` the
-same as plain values. No plan is needed, and nothing is trained.
+In: the options. Out: a table of operators, the heaviest first, with their rules and what these mean, and what share of
+the work a plan (`--plan`, `tp=2` if not given) divides, with the rest by name; with `--json` the same as plain values.
+A recipe that finds nothing to cut is told, and is no error. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -10,18 +11,46 @@ import argparse
 import json
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.capture.specialise import at_example
+from weft.errors import PlanError
+from weft.ir.graph import Graph
 from weft.ops.coverage import NONE, Coverage, Kind, coverage, show_share, unruled_warnings
-from weft.verify.door import capture_subject
-from weft.verify.model_file import load_model_file
+from weft.plan.divided import Divided, Rest, divided
+from weft.plan.load import SUFFIXES
+from weft.plan.recipe_string import parse_recipe
+from weft.verify.door import capture_subject, make_plan
+from weft.verify.model_file import Subject, load_model_file
 
 HEADS = ("operator", "count", "flops", "bytes", "rule", "from", "means")
 WIDE = 200
+MAX_REST = 8
+"""So many rows of what is not divided are shown to people."""
+
+
+@dataclass(frozen=True)
+class Under:
+    """What a plan divides, or why there is no such plan."""
+
+    plan: str
+    found: Divided | None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        if self.found is None:
+            return {"plan": self.plan, "flops_share": 0.0, "bytes_share": 0.0, "rest": [], "error": self.reason}
+        return {
+            "plan": self.plan,
+            "flops_share": self.found.flops_share,
+            "bytes_share": self.found.bytes_share,
+            "rest": [one.as_json() for one in self.found.rest],
+        }
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,14 +62,28 @@ def run(options: argparse.Namespace) -> int:
         graph = capture_subject(subject)
         status.update("looking up rules")
         found = coverage(graph)
+        status.update("planning")
+        under = divide(options.plan, at_example(graph), subject)
     if options.json:
-        print(json.dumps(as_json(found, options.file)))
+        print(json.dumps(as_json(found, under, options.file)))
     else:
-        show(found, options.file)
+        show(found, under, options.file)
     return 0
 
 
-def as_json(found: Coverage, file: str) -> dict[str, object]:
+def divide(plan: str, graph: Graph, subject: Subject) -> Under:
+    """What the plan divides of a model."""
+    if plan.endswith(SUFFIXES) or ".py" in plan:
+        return Under(plan, divided(make_plan(plan, graph, subject, None)))
+    # what is misspelt is an error; what finds nothing to cut is an answer
+    parse_recipe(plan)
+    try:
+        return Under(plan, divided(make_plan(plan, graph, subject, None)))
+    except PlanError as error:
+        return Under(plan, None, error.message)
+
+
+def as_json(found: Coverage, under: Under, file: str) -> dict[str, object]:
     """All that there is to show, as plain values."""
     return {
         "file": str(file),
@@ -49,11 +92,12 @@ def as_json(found: Coverage, file: str) -> dict[str, object]:
         "flops_share": found.flops_share,
         "bytes_share": found.bytes_share,
         "kinds": [kind.as_json() for kind in found.kinds],
+        "cut": under.as_json(),
         "warnings": unruled_warnings(found.kinds),
     }
 
 
-def show(found: Coverage, title: str) -> None:
+def show(found: Coverage, under: Under, title: str) -> None:
     """The table, for people."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -77,6 +121,29 @@ def show(found: Coverage, title: str) -> None:
     console.print(str(found), markup=False, soft_wrap=True, style="green" if found.ruled == found.operators else "")
     for text in unruled_warnings(found.kinds):
         console.print(f"warning: {text}", markup=False, soft_wrap=True, style="yellow")
+    for text in _divided_lines(under):
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _divided_lines(under: Under) -> list[str]:
+    """One line of shares, then what is left over, repeated layers in one row."""
+    if under.found is None:
+        return [f"under {under.plan}: no such plan: {under.reason}"]
+    if under.found.devices == 1:
+        return [f"under {under.plan}: one device does all of the work"]
+    shares = f"{show_share(under.found.flops_share)} of the floating-point work"
+    lines = [f"under {under.plan}: {shares} is cut, {show_share(under.found.bytes_share)} of the memory traffic"]
+    rest = [one for one in under.found.folded if one.flops_share]
+    lines += [f"  not cut: {_told(one)}" for one in rest[:MAX_REST]]
+    if hidden := rest[MAX_REST:]:
+        share = show_share(sum(one.flops_share for one in hidden))
+        lines.append(f"  not cut: {share} in {sum(one.count for one in hidden)} more operators")
+    return lines
+
+
+def _told(one: Rest) -> str:
+    times = f" ({one.count} times)" if one.count > 1 else ""
+    return f"{show_share(one.flops_share)} {one.op}{times}{f', {one.line}' if one.line else ''}: {one.why}"
 
 
 def _cells(kind: Kind) -> tuple[str, ...]:

@@ -98,7 +98,8 @@ class Op:
     Args:
         name: unique in the Graph and stable: module path, call and operator (`h.0.attn.c_attn/linear`,
             `h.0.mlp@1/gelu`, `h.0.attn/view_2`).
-        target: `aten.linear.default`; `function:NAME` for an opaque `autograd.Function`.
+        target: `aten.linear.default`; `weft.NAME` for a function of the runtime that stands in for an operator;
+            `function:NAME` for an opaque `autograd.Function`.
         outputs: names of the tensors made, one per output.
         path: of the innermost module that ran it; "" for the root. `call` counts that module's calls from 0.
         grad: grad mode was on.
@@ -125,8 +126,11 @@ class Op:
 
     @property
     def kind(self) -> str:
-        """The operator's short name: `linear` of `aten.linear.default`."""
-        return self.target.removeprefix("function:").removeprefix("aten.").split(".")[0]
+        """The operator's short name: `linear` of `aten.linear.default`, `mine` of `library.mine.default`."""
+        if self.target.startswith("function:"):
+            return self.target.removeprefix("function:").split(".")[-1]
+        words = self.target.split(".")
+        return words[1] if len(words) > 1 else words[0]
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

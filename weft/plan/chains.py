@@ -4,9 +4,10 @@ In: a plan and a number of parts. Out: chains: connected ops of one color, each 
 
     minimise   bytes moved per multiplication divided, chain by chain (greedy)
     subject to no color that an input has (batch, sequence, features: other recipes cut those)
-               at least `parts` units                                           find_colors
+               at least `parts` units                                           find_inner_colors
                every op in one chain at most                                    _best_chain
                at least LEAST_FLOPS_PER_BYTE, unless nothing else is left       choose_chains
+               no op that only carries a result further at a cost               _tightened
 
 Two ops are connected if a tensor lies between them (or a parameter is used by both) that both cut. Taking a chain
 removes its ops from other colors, which as a rule move more bytes per multiplication afterwards: an old rank in the
@@ -20,8 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.ir.oplayout import Cut
-from weft.ops.work import multiplications
-from weft.plan.colors import Color, Member, find_colors
+from weft.ops.work import contraction
+from weft.plan.colors import Color, Member, find_inner_colors
+from weft.plan.grow import cut_tensors, tightest
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
 from weft.plan.weigh import Weight, weigh
@@ -32,11 +34,19 @@ LEAST_FLOPS_PER_BYTE = 1.0
 
 @dataclass(frozen=True)
 class Chain:
-    """Connected ops that are cut by one color, and the name of each, in execution order."""
+    """Connected ops that are cut by one color, and the name of each, in execution order.
+
+    Args:
+        color: what they are cut by.
+        members: the name of each.
+        weight: what that divides and moves.
+        ends: readers of what they make that are better left whole, unless another chain has them.
+    """
 
     color: Color
     members: Mapping[str, Member]
     weight: Weight
+    ends: tuple[str, ...] = ()
 
     def cuts(self, parts: int, axis: str) -> dict[str, CutBy]:
         """The cut of every op."""
@@ -55,7 +65,7 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
     taken: set[str] = set()
     chosen: list[Chain] = []
     poor: list[Chain] = []
-    colors = find_colors(plan.graph, plan.rules, parts).all
+    colors = find_inner_colors(plan.graph, plan.rules, parts).all
     heap = [(0.0, color.number, -1) for color in colors if _eligible(plan, color, talking)]
     while heap:
         _, number, seen = heapq.heappop(heap)
@@ -64,7 +74,9 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
             continue
         if seen != len(taken):
             heapq.heappush(heap, (chain.weight.bytes_per_flop, number, len(taken)))
-        elif _worth(plan, chain, talking):
+            continue
+        chain = _tightened(plan, chain) if talking else chain
+        if _worth(plan, chain, talking):
             chosen.append(chain)
             taken |= set(chain.members)
             heapq.heappush(heap, (chain.weight.bytes_per_flop, number, -1))
@@ -79,7 +91,8 @@ def _eligible(plan: Plan, color: Color, talking: bool) -> bool:
 
 
 def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
-    contractions = sum(multiplications(plan.rule(op)) > 0 for op in chain.members)
+    ops = [plan.graph.by_name[op] for op in chain.members]
+    contractions = sum(contraction(op, plan.rule(op), plan.graph) > 0 for op in ops)
     return chain.weight.bytes_per_flop * LEAST_FLOPS_PER_BYTE <= 1 and (talking or contractions > 1)
 
 
@@ -96,9 +109,25 @@ def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain 
     return min(chains, key=lambda chain: chain.weight.bytes_per_flop, default=None)
 
 
+def _tightened(plan: Plan, chain: Chain) -> Chain:
+    """The part of a chain that moves fewer bytes for each multiplication than the whole; the whole if there is none, or
+    if a multiplication would be left over that is not worth cutting by itself."""
+    found = tightest(plan, {op: member.name for op, member in chain.members.items()}, chain.weight)
+    if found is None:
+        return chain
+    rest = {op: member.name for op, member in chain.members.items() if op not in found[0]}
+    left = (weigh(plan.graph, plan.rules, {op: name}) for op, name in rest.items())
+    if any(one.flops and one.bytes_per_flop * LEAST_FLOPS_PER_BYTE > 1 for one in left):
+        return chain
+    members = {op: member for op, member in chain.members.items() if op in found[0]}
+    made = [name for op in members for name in plan.graph.by_name[op].outputs]
+    readers = dict.fromkeys(one.name for name in made for one in plan.graph.consumers[name])
+    return Chain(chain.color, members, found[1], tuple(op for op in readers if op not in members))
+
+
 def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
     """The ops in groups that share a tensor which both cut, each in execution order."""
-    tensors = {op: _cut_tensors(plan, op, member.name) for op, member in members.items()}
+    tensors = {op: cut_tensors(plan, op, member.name) for op, member in members.items()}
     holders: dict[str, list[str]] = {}
     for op, names in tensors.items():
         for name in names:
@@ -118,13 +147,6 @@ def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
         if group:
             groups.append(sorted(group, key=position.__getitem__))
     return groups
-
-
-def _cut_tensors(plan: Plan, op: str, name: str) -> list[str]:
-    """The operands and outputs that have the name."""
-    one, rule = plan.graph.by_name[op], plan.rule(op)
-    pairs = zip((*one.inputs, *one.outputs), (*rule.inputs, *rule.outputs), strict=True)
-    return [tensor for tensor, dims in pairs if any(name in dim.names for dim in dims)]
 
 
 def allowed(plan: Plan, op: str, member: Member, parts: int) -> bool:

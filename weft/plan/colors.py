@@ -117,6 +117,53 @@ class Colors:
         return self._by_node.get(node)
 
 
+def find_inner_colors(graph: Graph, rules: RuleBook, parts: int) -> Colors:
+    """The colors of a graph, where a dim that holds two logical dims is taken for the one that leads somewhere.
+
+    That is the inner one if the outer is a dim of an input, or if some op needs all of the outer one: heads that a
+    view lays inside the batch (`(b h)`), or inside the choice of query, key and value (`(3 h d)`), are found so.
+    """
+    # what is too short to be cut into `parts` is still followed to where it comes from
+    union = _united(graph, rules, 2, (), frozenset())
+    given = {one.tensor for one in graph.inputs}
+    fixed = {
+        TensorDim(tensor, position)
+        for op in graph.ops
+        for tensor, dims in zip(op.inputs, rules.rule(op).inputs, strict=True)
+        for position, one in enumerate(dims)
+        if not one.names and graph.tensors[tensor].sizes[position] > 1
+    }
+    apart = frozenset(
+        node
+        for one in union.sets()
+        if any(isinstance(dim, TensorDim) and (dim.tensor in given or dim in fixed) for dim in one.nodes)
+        for node in one.nodes
+        if isinstance(node, OpName)
+    )
+    hidden = any(
+        _inner(op, one, rule, apart) is not None
+        for op in graph.ops
+        for rule in (rules.rule(op),)
+        for dims in (*rule.inputs, *rule.outputs)
+        for one in dims
+    )
+    if hidden or parts != 2:
+        union = _united(graph, rules, parts, (), apart)
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+
+
+def _inner(op: Op, one: Dim, rule: Rule, apart: frozenset[OpName]) -> str | None:
+    """The first name of a dim that is not to be left apart, if the outermost is."""
+    first = outermost(one, rule)
+    if first is None or OpName(op.name, first) not in apart:
+        return None
+    found = {
+        next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1 and OpName(op.name, f) not in apart), None)
+        for factors in one.products
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim] = ()) -> Colors:
     """The colors of a graph, units of at least `parts`.
 
@@ -126,7 +173,13 @@ def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[Tensor
         parts: links that would leave fewer units are not made.
         same: dims that are known to be one (the batch dims of all inputs).
     """
-    union = _Union(graph, parts)
+    union = _united(graph, rules, parts, same, frozenset())
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+
+
+def _united(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim], apart: frozenset[OpName]) -> _Union:
+    """All names and dims, linked. Names in `apart` are not followed through dims that hold others inside them."""
+    union = _Union(graph, parts, apart)
     for dim in same[1:]:
         union.link(same[0], union.groups(same[0]), dim, union.groups(dim))
     for op in graph.ops:
@@ -135,7 +188,7 @@ def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[Tensor
             for tensor, dims in zip(tensors, operands, strict=True):
                 for position, one in enumerate(dims):
                     union.meet(op, rule, one, TensorDim(tensor, position))
-    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+    return union
 
 
 @dataclass
@@ -149,8 +202,8 @@ class _Set:
 class _Union:
     """Union-find whose members carry groups. Local to `find_colors`."""
 
-    def __init__(self, graph: Graph, parts: int) -> None:
-        self._graph, self._parts = graph, parts
+    def __init__(self, graph: Graph, parts: int, apart: frozenset[OpName]) -> None:
+        self._graph, self._parts, self._apart = graph, parts, apart
         self._set_of: dict[Node, _Set] = {}
 
     def sets(self) -> list[_Set]:
@@ -167,7 +220,7 @@ class _Union:
 
     def meet(self, op: Op, rule: Rule, one: Dim, dim: TensorDim) -> None:
         """Link the outermost name of a dim with the dim of the tensor standing there."""
-        name = outermost(one, rule)
+        name = _inner(op, one, rule, self._apart) or outermost(one, rule)
         if name is None or self._graph.tensors[dim.tensor].sizes[dim.dim] < 2:
             return
         node = OpName(op.name, name)

@@ -53,10 +53,11 @@ def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
         recompute = decision.recompute if decision is not None else None
         algorithm = decision.algorithm if decision is not None else ""
         layout = OpLayout(layout.grid, layout.uses, algorithm, op.recompute if recompute is None else recompute)
+        rule = book.rule(op, algorithm)
         for use in layout.uses:
             if isinstance(use, Cut):
-                require(op, book.rule(op), use)
-        _refuse_talking_chunks(op, book.rule(op), layout)
+                require(op, rule, use)
+        _refuse_talking_chunks(op, rule, layout)
         layouts[op.name] = layout
     _refuse_idle(plan, layouts)
     return layouts
@@ -129,7 +130,8 @@ def _follow(op: Op, decision: Decision | None, leads: list[_Lead], mesh: Grid, b
     for lead in leads:
         axes = {axis.name: axis.size for axis in lead.layout.grid.axes}
         if all(axes.get(name) == one.size for name, one in own.items()):
-            uses = _uses(op, lead, leads, {name: one.use for name, one in own.items()}, book)
+            rule = book.rule(op, "" if decision is None else decision.algorithm)
+            uses = _uses(rule, lead, leads, {name: one.use for name, one in own.items()}, book)
             return OpLayout(lead.layout.grid, uses)
     missing = [name for name in own if mesh.axis(name) < 0]
     if missing:
@@ -142,9 +144,8 @@ def _follow(op: Op, decision: Decision | None, leads: list[_Lead], mesh: Grid, b
     return OpLayout(mesh, tuple(named.get(axis.name, Copied()) for axis in mesh.axes))
 
 
-def _uses(op: Op, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book: RuleBook) -> tuple[Use, ...]:
+def _uses(rule: Rule, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book: RuleBook) -> tuple[Use, ...]:
     """A use for each axis of the lead's grid: the op's own, or the lead's carried over."""
-    rule = book.rule(op)
     chosen: list[Use] = []
     taken = [use for use in own.values() if isinstance(use, Cut)]
     for index, axis in enumerate(lead.layout.grid.axes):
@@ -177,7 +178,7 @@ def _carry_over(rule: Rule, lead: _Lead, leads: list[_Lead], axis: int, book: Ru
     if role.kind == "split":
         use = lead.layout.uses[axis]
         assert isinstance(use, Cut)
-        source = book.rule(lead.op)
+        source = book.rule(lead.op, lead.layout.algorithm)
         for cut in translate(
             source, source.outputs[lead.output][role.dim], use, rule, rule.inputs[lead.operand][role.dim]
         ):

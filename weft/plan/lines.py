@@ -15,10 +15,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from weft.errors import PlanError
+from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph, Op
-from weft.ir.oplayout import Copied
+from weft.ir.oplayout import Copied, Cut
 from weft.ops.book import RuleBook
+from weft.ops.rule import Rule
 from weft.plan.order import Relation
 from weft.plan.primitives import (
     AxisUse,
@@ -30,6 +31,7 @@ from weft.plan.primitives import (
     resolve,
 )
 from weft.plan.select import ParameterSelection, Selection
+from weft.runtime.algorithms import OWN
 
 
 @dataclass(frozen=True)
@@ -223,14 +225,45 @@ def _mark(decision: Decision, op: Op, number: int) -> Decision:
 
 
 def _add_axis(decision: Decision, transform: CutBy | CopyOver, op: Op, context: Context) -> Decision:
-    use = resolve(transform, op, context.rules.rule(op), decision.uses)
+    algorithm = _algorithm(decision, transform, op)
+    rule = _ruled(op, algorithm, context)
+    use = resolve(transform, op, rule, decision.uses)
+    for one in decision.uses:
+        if isinstance(one.use, Cut) and one.use.name not in rule.sizes:
+            raise PlanError(
+                f"{op.name} is cut along {one.use.name!r} already, which {algorithm!r} does not know; its rule: {rule}",
+                place=op.place,
+                remedy="name the algorithm first, then cut the names of its rule",
+            )
     if decision.devices is not None and use.size > 1:
         raise PlanError(
             f"{op.name} was assigned {len(decision.devices)} devices before {transform} made its grid larger",
             place=op.place,
             remedy="transform first, then assign",
         )
-    return replace(decision, uses=(*decision.uses, use))
+    return replace(decision, uses=(*decision.uses, use), algorithm=algorithm)
+
+
+def _algorithm(decision: Decision, transform: CutBy | CopyOver, op: Op) -> str:
+    """The algorithm of an op that has one already, or gets one; an op has one at most."""
+    named = transform.algorithm if isinstance(transform, CutBy) else ""
+    named = "" if named == OWN else named
+    if named and decision.algorithm and named != decision.algorithm:
+        raise PlanError(
+            f"{op.name} is cut by {decision.algorithm!r} already; {transform} names another algorithm",
+            place=op.place,
+            remedy="one op is run by one algorithm",
+        )
+    return named or decision.algorithm
+
+
+def _ruled(op: Op, algorithm: str, context: Context) -> Rule:
+    try:
+        return context.rules.rule(op, algorithm)
+    except RuleError as error:
+        if not algorithm:
+            raise
+        raise PlanError(error.message, place=error.place, remedy=error.remedy) from None
 
 
 def _assign(state: State, line: AssignLine, context: Context) -> State:
@@ -322,10 +355,10 @@ def _stored(transforms: Iterable[Transform], name: str, shape: tuple[int, ...], 
 def _order(state: State, line: OrderLine) -> State:
     for relation in line.relations:
         for event in (relation.first, relation.second):
-            if event.block not in state.blocks:
+            if event.segment not in state.blocks:
                 known = ", ".join(state.blocks) or "none yet"
                 raise PlanError(
-                    f"no block is called {event.block!r}",
+                    f"no block is called {event.segment!r}",
                     place=str(relation),
                     remedy=f"define it with plan.block(name, ops); blocks: {known}",
                 )

@@ -3,60 +3,17 @@
     Relation := Before(Event, Event)
     Event    := phase ("f" | "b" | "w"), block, micro-batch (a number, or m + k for every m)
 
-In: block names and micro-batch numbers. Out: Relations that `Plan.order` records. Promised: an event does not stand
-before itself, and no relation contradicts the natural order (forward, then backward, then weight gradients of one
-block and micro-batch).
+The nouns are `weft/ir/schedule.py`'s. In: block names and micro-batch numbers. Out: Relations that `Plan.order`
+records. Promised: an event does not stand before itself, and no relation contradicts the natural order (forward, then
+backward, then weight gradients of one block and micro-batch).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from weft.errors import PlanError
+from weft.ir.schedule import PHASES, Before, Event, Micro, Relation
 
-PHASES = ("f", "b", "w")
-
-
-@dataclass(frozen=True)
-class Micro:
-    """Any micro-batch: `m = Micro(); m + 2` is the second one after it."""
-
-    offset: int = 0
-
-    def __add__(self, other: int) -> Micro:
-        return Micro(self.offset + other)
-
-    def __sub__(self, other: int) -> Micro:
-        return Micro(self.offset - other)
-
-    def __str__(self) -> str:
-        return f"m{self.offset:+d}" if self.offset else "m"
-
-
-@dataclass(frozen=True)
-class Event:
-    """One phase of a block for one micro-batch."""
-
-    phase: str
-    block: str
-    micro: int | Micro
-
-    def __str__(self) -> str:
-        return f"{self.phase}({self.block}, {self.micro})"
-
-
-@dataclass(frozen=True)
-class Before:
-    """`first` ends before `second` starts."""
-
-    first: Event
-    second: Event
-
-    def __str__(self) -> str:
-        return f"{self.first} before {self.second}"
-
-
-Relation = Before
+__all__ = ["Before", "Event", "Micro", "PHASES", "Relation", "b", "before", "f", "w"]
 
 
 def f(block: str, micro: int | Micro) -> Event:
@@ -94,7 +51,7 @@ def before(first: Event, second: Event) -> Before:
             f"{first} and {second} mix a numbered micro-batch with any micro-batch",
             remedy="number both, or write both with m",
         )
-    same = first.block == second.block and first.micro == second.micro
+    same = first.segment == second.segment and first.micro == second.micro
     if same and PHASES.index(first.phase) >= PHASES.index(second.phase):
         raise PlanError(
             f"{first} cannot run before {second}", remedy="forward, backward and weight gradients follow each other"

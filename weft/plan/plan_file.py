@@ -165,7 +165,7 @@ def _transform_data(transform: Transform) -> dict[str, Any] | str:
 
 
 def _event_data(event: Event) -> list[Any]:
-    return [event.phase, event.block, event.micro if isinstance(event.micro, int) else str(event.micro)]
+    return [event.phase, event.segment, event.micro if isinstance(event.micro, int) else str(event.micro)]
 
 
 def _add(plan: Plan, entry: object, place: str) -> Plan:

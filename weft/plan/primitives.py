@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ir.oplayout import Copied, Cut, Use
+from weft.ops.registered import unknown
 from weft.ops.rule import Dim, Rule
-
-OWN_ALGORITHM = "default"
-"""What a rule's own algorithm is called; the registry of others is empty in this version."""
+from weft.runtime.algorithms import OWN, REGISTRY
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,13 @@ def algorithm(kind: str, name: str, parts: int | Sequence[int], axis: str = "") 
     """Cut along a name whose parts must talk to each other, by the named algorithm.
 
     rewrite: y = op(x) on cell c  ->  y_i = kind(op, x_i, group) on cells (c, i) that form a group
+
+    Args:
+        kind: a name given to `weft.register_algorithm`, or `default`: the operator's own.
     """
-    if kind != OWN_ALGORITHM:
-        raise PlanError(
-            f"no algorithm is called {kind!r}", remedy=f"{OWN_ALGORITHM!r} is the algorithm of the operator's own rule"
-        )
+    if kind != OWN and kind not in REGISTRY.names():
+        error = unknown(kind)
+        raise PlanError(error.message, remedy=f"{error.remedy}; {OWN!r} is the operator's own")
     return CutBy(name, _shares(parts, f"algorithm({kind!r}, {name!r}, {parts!r})"), _axis(axis), algorithm=kind)
 
 
@@ -161,12 +162,11 @@ def _axis(axis: str) -> str:
 
 @dataclass(frozen=True)
 class AxisUse:
-    """One axis of an op's grid and what it does to the op. `algorithm`: "" for the rule's own."""
+    """One axis of an op's grid and what it does to the op."""
 
     axis: str
     size: int
     use: Use
-    algorithm: str = ""
 
     def __str__(self) -> str:
         return f"{self.use}{' ' + str(self.size) if isinstance(self.use, Copied) else ''} ({self.axis})"
@@ -208,7 +208,7 @@ def _name_of(transform: CutBy, op: Op, rule: Rule) -> str:
             place=op.place,
             remedy=_cuttable(rule),
         )
-    if transform.algorithm and name not in rule.algorithms:
+    if transform.algorithm == OWN and name not in rule.algorithms:
         known = " ".join(rule.algorithms)
         raise PlanError(
             f"no algorithm cuts {name!r} of {_operator(op)}",

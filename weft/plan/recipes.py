@@ -126,7 +126,10 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     chains = choose_chains(plan, parts)
     if not chains:
         raise no_chain(plan, f"{axis}={parts}", parts)
-    return cut_all(plan, {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()})
+    cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
+    ends = dict.fromkeys(op for chain in chains for op in chain.ends if op not in cuts)
+    plan = cut_all(plan, cuts)
+    return plan.trans(list(ends), primitives.copy(parts, axis)) if ends else plan
 
 
 def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:

@@ -40,7 +40,9 @@ def sp(plan: Plan, *, axis: str = "tp") -> Plan:
     members = {
         op: member
         for op in color.ops
-        if op not in cut and _fits(plan, plan.graph.by_name[op], member := color.names[op][0], parts)
+        if op not in cut
+        and plan.decision(op).axis(axis) is None
+        and _fits(plan, plan.graph.by_name[op], member := color.names[op][0], parts)
     }
     chosen = {op for group in connected(plan, members) if _touches(plan, group, edges) for op in group}
     trimmed = _without_views(plan, {op: members[op] for op in members if op in chosen})

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
 from weft.ops.rule import Dims, Rule
-from weft.ops.work import multiplications
+from weft.ops.work import contraction
 
 Roles = tuple[str, str]
 """Of a value and of its gradient; a split is written with its dim."""
@@ -41,12 +41,13 @@ class Weight:
 
 def weigh(graph: Graph, rules: RuleBook, cut: Mapping[str, str]) -> Weight:
     """The weight of cutting each of these ops along its name."""
-    flops = sum(multiplications(rules.rule(graph.by_name[op])) for op in cut)
-    tensors = dict.fromkeys(t for op in cut for t in (*graph.by_name[op].inputs, *graph.by_name[op].outputs))
-    return Weight(flops, sum(_moved(graph, rules, cut, tensor) for tensor in tensors))
+    ops = [graph.by_name[op] for op in cut]
+    flops = sum(contraction(op, rules.rule(op), graph) for op in ops)
+    tensors = dict.fromkeys(t for op in ops for t in (*op.inputs, *op.outputs))
+    return Weight(flops, sum(moved(graph, rules, cut, tensor) for tensor in tensors))
 
 
-def _moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> int:
+def moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> int:
     """Bytes that reshards of one tensor move."""
     tensor, producer = graph.tensors[name], graph.producers.get(name)
     size = math.prod(tensor.sizes) * tensor.dtype.itemsize
@@ -65,7 +66,9 @@ def _moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> 
         moved += size * _times(made[0], value)
         if tensor.needs_grad:
             moved += size * _times(gradient, made[1])
-    return moved + (2 * size if _talks(rules.rule(producer), cut.get(producer.name), made) else 0)
+    if name != producer.outputs[0]:
+        return moved
+    return moved + _talk(rules.rule(producer), cut.get(producer.name), made, size)
 
 
 def _times(source: str, target: str) -> int:
@@ -109,8 +112,11 @@ def _split(dims: Dims, name: str) -> Roles | None:
     return None
 
 
-def _talks(rule: Rule, name: str | None, made: Roles) -> bool:
-    """True if an algorithm completes an output inside the op."""
-    if name is None or name not in rule.algorithms:
-        return False
-    return made[0] == "copy" and bool(rule.algorithms[name].forward)
+def _talk(rule: Rule, name: str | None, made: Roles, size: int) -> int:
+    """Bytes that an algorithm moves inside the op: what it says, or those of a result that it completes, twice."""
+    exchange = None if name is None else rule.algorithms.get(name)
+    if exchange is None:
+        return 0
+    if exchange.bytes is not None:
+        return exchange.bytes
+    return 2 * size if made[0] == "copy" and exchange.forward else 0

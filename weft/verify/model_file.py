@@ -3,7 +3,7 @@
 
 In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
 with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
-what the file itself imports.
+what the file itself imports, and a file that defines operators, which no process can do twice.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import nn
 from weft.capture.example import find_loss
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
+from weft.runtime.custom import keep, kept_name
 from weft.verify.hugging_face import PREFIX, load_hugging_face
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -160,6 +161,10 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
 def _imported(path: Path) -> Iterator[ModuleType]:
     """The file as a module, findable under its name while it is in use (dataclasses and pickle look it up)."""
     name = f"weft_model_file_{path.stem}"
+    kept = sys.modules.get(kept_name(str(path)))
+    if kept is not None:
+        yield kept
+        return
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -169,6 +174,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     try:
         with Inside(path, "the file"):
             spec.loader.exec_module(module)
+        keep(str(path), module)
         yield module
     finally:
         sys.path.remove(folder)

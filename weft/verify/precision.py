@@ -1,102 +1,44 @@
-"""Float64 everywhere: a dispatch mode that turns every lower float dtype into float64.
+"""What depends on a model's own dtype while it runs in float64 (`weft/ops/precision.py`): limits, and constants.
 
-In: operator calls of any module, forward and backward. Out: the same calls with float32, bfloat16 and the like replaced
-by float64 (and complex64 by complex128) in dtype arguments, operands and results. Promised: no arithmetic happens in a
-lower float dtype once its operands are float64, so `logits.float()` does not round. Values that were rounded before
-(a literal held in float32) keep their rounded value, on both sides alike.
-
-Modes belong to a thread: every rank enters its own. On the CPU backward runs in the thread that calls it, under the
-same modes. Autocast has no effect under it: autocast leaves float64 alone.
+In: the module's own dtype. Out: a context in which `torch.finfo` and `torch.tensor` answer for that dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from weft.ops.precision import Float64Mode, widen, widen_dtype
 
-def widen_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for any float dtype, complex128 for any complex one, any other unchanged.
-
-    >>> widen_dtype(torch.bfloat16), widen_dtype(torch.int64)
-    (torch.float64, torch.int64)
-    """
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def widen(value: Any) -> Any:
-    """A dtype or tensor without lower floats; anything else unchanged."""
-    if isinstance(value, torch.dtype):
-        return widen_dtype(value)
-    if isinstance(value, torch.Tensor) and is_lower(value):
-        return value.to(widen_dtype(value.dtype))
-    return value
-
-
-def is_lower(value: Any) -> bool:
-    """True for a tensor of a float dtype below float64."""
-    return isinstance(value, torch.Tensor) and widen_dtype(value.dtype) != value.dtype
-
-
-class Float64Mode(TorchDispatchMode):
-    """Under it, every lower float dtype is float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        schema = func._schema.arguments
-        named = {argument.name: argument for argument in schema}
-        wide_args = tuple(_widen_operand(arg, argument) for arg, argument in zip(args, schema, strict=False))
-        wide_kwargs = {name: _widen_operand(arg, named[name]) for name, arg in (kwargs or {}).items()}
-        result = func(*wide_args, **wide_kwargs)
-        if not any(map(is_lower, tree_leaves(result))) or func._schema.is_mutable:
-            return result
-        if "dtype" in named and wide_kwargs.get("dtype") is None and not any(_is_tensor(arg) for arg in wide_args):
-            # A factory left the dtype to the default: `full([2], 0.1)` must not round its value first.
-            return func(*wide_args, **{**wide_kwargs, "dtype": torch.float64})
-        return tree_map(widen, result)
-
-
-def _widen_operand(arg: Any, argument: Any) -> Any:
-    """An operand that the operator writes to must stay the very tensor it is."""
-    if argument.alias_info is not None and argument.alias_info.is_write:
-        return arg
-    return [widen(item) for item in arg] if isinstance(arg, list | tuple) else widen(arg)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+__all__ = ["Float64Mode", "precision_of", "widen", "widen_dtype"]
 
 
 @contextmanager
 def precision_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let `torch.finfo(torch.float64)` answer as for `dtype`.
+    """Let `torch.finfo(torch.float64)` answer as for `dtype`, and `torch.tensor(0.1, dtype=torch.float64)` round as it.
 
-    A model that asks for the limits of its own dtype (`torch.finfo(x.dtype).eps`) must see the same numbers when it
-    runs in float64 as when it was captured. For the reference run only: it is alone in the process then.
+    A model that asks for the limits of its own dtype (`torch.finfo(x.dtype).eps`), or writes a number in it
+    (`torch.tensor(0.1, dtype=x.dtype)`), must see the same numbers when it runs in float64 as when it was captured. For
+    the reference run only: it is alone in the process then.
     """
-    original = torch.finfo
+    original, made = torch.finfo, torch.tensor
 
     def finfo(asked: torch.dtype | None = None) -> torch.finfo:
         asked = torch.get_default_dtype() if asked is None else asked
         return original(dtype if asked == torch.float64 else asked)
 
+    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") == torch.float64 and not isinstance(data, torch.Tensor):
+            kwargs["dtype"] = dtype
+        return made(data, **kwargs)
+
     torch.finfo = finfo  # type: ignore[misc, assignment]
+    torch.tensor = tensor  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.finfo = original  # type: ignore[misc]
+        torch.tensor = made

@@ -1,0 +1,176 @@
+"""The schedule of a few micro-batches as a CP-SAT model.
+
+In: a Pipeline, a Task (whole spans of the kinds of events), pairs of related events, limits of live micro-batches. Out:
+start times of all events, the shortest that the solver finds in its time. Promised: an answer keeps data, devices,
+relations and limits; micro-batches of one kind run in order unless relations forbid it, which loses nothing: sorting
+the starts of each kind keeps every dependency and every count of live micro-batches.
+
+OR-Tools is loaded when a model is made, not before: it takes a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.ir.schedule import Event, Pipeline, Schedule
+from weft.order.live import Limits, limit_of
+from weft.order.pattern import Kind, Task
+from weft.order.steps import project
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solve ended with: start times (none if there are none), and whether nothing shorter exists."""
+
+    starts: Mapping[Event, int] | None
+    makespan: int
+    proven: bool
+
+
+class Model:
+    """Start times of all events of a pipeline as variables."""
+
+    def __init__(self, pipeline: Pipeline, task: Task, horizon: int, *, ordered: bool = True) -> None:
+        from ortools.sat.python import cp_model  # noqa: PLC0415
+
+        self.cp = cp_model
+        self.pipeline, self.task, self.horizon = pipeline, task, horizon
+        self.model = cp_model.CpModel()
+        self.starts: dict[Event, Any] = {}
+        self.end = self.model.new_int_var(0, horizon, "end")
+        heads = _heads(task)
+        for phase, name in task.spans:
+            for micro in range(pipeline.microbatches):
+                last = horizon - task.tails[phase, name]
+                self.starts[Event(phase, name, micro)] = self.model.new_int_var(
+                    heads[phase, name], max(last, heads[phase, name]), f"{phase} {name} {micro}"
+                )
+        self._add_data()
+        self._add_devices()
+        if ordered:
+            self._add_order()
+
+    def span(self, event: Event) -> int:
+        """The whole span of an event."""
+        return self.task.spans[event.phase, event.segment]
+
+    def ends(self, event: Event) -> Any:
+        """The end of an event, as an expression."""
+        return self.starts[event] + self.span(event)
+
+    def before(self, first: Event, second: Event) -> None:
+        """`first` ends before `second` starts."""
+        self.model.add(self.ends(first) <= self.starts[second])
+
+    def release(self, name: str, micro: int) -> Event:
+        """The event that ends the life of a micro-batch on a segment."""
+        return Event("w" if ("w", name) in self.task.spans else "b", name, micro)
+
+    def add_limits(self, limits: Limits) -> None:
+        """At no time more live micro-batches on a device than allowed."""
+        for device in self.pipeline.devices:
+            limit = limit_of(limits, device)
+            trained = [one.name for one in self.pipeline.on(device) if one.trains]
+            if limit is None or not trained:
+                continue
+            lives = [self._life(name, micro) for name in trained for micro in range(self.pipeline.microbatches)]
+            self.model.add_cumulative(lives, [1] * len(lives), int(limit))
+            for name in trained:
+                for micro in range(int(limit), self.pipeline.microbatches):
+                    # Implied, and much easier to see than the sum of all lives.
+                    if len(trained) == 1:
+                        self.before(self.release(name, micro - int(limit)), Event("f", name, micro))
+
+    def at_least(self, bound: int) -> None:
+        """A known lower bound of the makespan."""
+        self.model.add(self.end >= bound)
+
+    def hint(self, starts: Mapping[Event, float]) -> None:
+        """Start times to begin from."""
+        for event, start in starts.items():
+            if event in self.starts:
+                self.model.add_hint(self.starts[event], round(start))
+
+    def solve(self, seconds: float, *, workers: int, shortest: bool = True) -> Answer:
+        """The shortest schedule found in the time, or (not `shortest`) any."""
+        if shortest:
+            self.model.minimize(self.end)
+        solver = self.cp.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = SEED
+        status = solver.solve(self.model)
+        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
+            return Answer(None, 0, status == self.cp.INFEASIBLE)
+        starts = {event: int(solver.value(variable)) for event, variable in self.starts.items()}
+        return Answer(starts, int(solver.value(self.end)), status == self.cp.OPTIMAL)
+
+    def _add_data(self) -> None:
+        for event in self.starts:
+            for need in self.pipeline.before(event):
+                self.before(need, event)
+            self.model.add(self.ends(event) <= self.end)
+
+    def _add_devices(self) -> None:
+        intervals = {
+            event: self.model.new_fixed_size_interval_var(start, self.span(event), f"run {event}")
+            for event, start in self.starts.items()
+        }
+        for device in self.pipeline.devices:
+            self.model.add_no_overlap(
+                [one for event, one in intervals.items() if device in self.task.devices[event.phase, event.segment]]
+            )
+
+    def _add_order(self) -> None:
+        for phase, name in self.task.spans:
+            for micro in range(1, self.pipeline.microbatches):
+                self.before(Event(phase, name, micro - 1), Event(phase, name, micro))
+
+    def _life(self, name: str, micro: int) -> Any:
+        start, release = self.starts[Event("f", name, micro)], self.release(name, micro)
+        size = self.model.new_int_var(0, self.horizon, f"life {name} {micro}")
+        return self.model.new_interval_var(start, size, self.ends(release), f"live {name} {micro}")
+
+
+def in_order(pipeline: Pipeline, task: Task, starts: Mapping[Event, int]) -> Schedule:
+    """The schedule of start times: each device by time, what takes no time along the data."""
+    ranks = {kind: number for number, kind in enumerate(task.spans)}
+    events = sorted(starts, key=lambda event: (starts[event], ranks[event.phase, event.segment], event.number))
+    return project(pipeline, events)
+
+
+def lower_bound(pipeline: Pipeline, spans: Mapping[Kind, float]) -> float:
+    """No schedule is shorter: what comes before a device's first event, all its work, what comes after its last.
+
+    Args:
+        spans: the kinds of events along the data, and how long they take.
+    """
+    heads: dict[Kind, float] = {}
+    tails: dict[Kind, float] = dict.fromkeys(spans, 0)
+    for kind in spans:
+        heads[kind] = max((heads[need] + spans[need] for need in pipeline.needs(*kind)), default=0)
+    for kind in reversed(list(spans)):
+        for need in pipeline.needs(*kind):
+            tails[need] = max(tails[need], tails[kind] + spans[kind])
+    found = max(heads[kind] + spans[kind] + tails[kind] for kind in spans)
+    for device in pipeline.devices:
+        here = [kind for kind in spans if device in pipeline.by_name[kind[1]].devices]
+        work = pipeline.microbatches * sum(spans[kind] for kind in here)
+        found = max(found, min(heads[kind] for kind in here) + work + min(tails[kind] for kind in here))
+    return found
+
+
+def _heads(task: Task) -> dict[Kind, int]:
+    found: dict[Kind, int] = {}
+    for kind in task.spans:
+        found[kind] = max((found[need] + task.spans[need] for need in task.needs[kind]), default=0)
+    return found
+
+
+def total(task: Task, microbatches: int) -> int:
+    """A horizon that any order fits in: one event after the other."""
+    return max(microbatches * sum(task.spans.values()), 1)

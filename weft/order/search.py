@@ -1,0 +1,277 @@
+"""The shortest schedule: relations completed, or a free search.
+
+In: a Pipeline, relations between events, spans, limits of live micro-batches, a time limit. Out: Found, a proven
+Schedule. Promised: never longer than a named schedule that keeps the same relations and limits; what contradicts itself
+is refused, with a smallest set of relations that does. Few micro-batches are solved whole; for many a repeating pattern
+is found and unrolled, with a warm-up and a cool-down of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import PlanError
+from weft.ir.schedule import PHASES, Before, Event, Pipeline, Schedule
+from weft.order.check import check_schedule
+from weft.order.fold import fold
+from weft.order.live import Limits, verify_limits
+from weft.order.model import Model, in_order, lower_bound, total
+from weft.order.names import make_schedule
+from weft.order.pattern import Pattern, Task, kinds, make_task, one_by_one
+from weft.order.periodic import Edge, best_pattern, edges, stretch, windows
+from weft.order.relations import check_relations, expand
+from weft.order.timing import Span, Spans, simulate
+
+WHOLE = 300  # events that are solved whole
+NAMED = ("1f1b", "zb-h1", "zb-v", "interleaved", "interlaced", "gpipe")
+PROBE = 6  # micro-batches, and seconds, to find out which relations contradict each other
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule, its makespan, whether none shorter exists (in whole times), how it was found and in what time."""
+
+    schedule: Schedule
+    makespan: float
+    proven: bool
+    method: str
+    seconds: float
+
+
+Entry = tuple[float, Schedule, str, bool]  # makespan, schedule, how it was found, whether it is proven
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a search is asked for."""
+
+    pipeline: Pipeline
+    relations: tuple[Before, ...]
+    spans: Spans | None
+    limits: Limits
+    task: Task
+    workers: int
+
+    @property
+    def divided(self) -> bool:
+        """Whether weight gradients are put off anywhere."""
+        return any(phase == "w" for phase, _ in self.task.spans)
+
+    def span(self, event: Event) -> float:
+        """How long an event takes, in whole times."""
+        return self.task.spans[event.phase, event.segment]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all relations speak of every micro-batch."""
+        return all(not isinstance(one.first.micro, int) for one in self.relations)
+
+
+def complete(
+    pipeline: Pipeline,
+    relations: Sequence[Before] = (),
+    *,
+    spans: Spans | None = None,
+    limits: Limits = None,
+    seconds: float = 60,
+    workers: int = 1,
+    named: bool = True,
+) -> Found:
+    """The shortest schedule that keeps the relations within the limits; without relations a free search.
+
+    Args:
+        limits: live micro-batches per device, one number or one per device.
+        seconds: how long the solver may take.
+        workers: threads of the solver; with one the same input gives the same schedule, unless time runs out.
+        named: also look at the named schedules, and begin from the best of them.
+    """
+    began = time.monotonic()
+    verify_limits(limits, pipeline)
+    check_relations(pipeline, relations)
+    divided = any(segment.splits and segment.trains for segment in pipeline.segments)
+    folded = fold(pipeline)
+    task = make_task(folded.pipeline, spans, divided=divided)
+    wish = Wish(folded.pipeline, tuple(relations), spans, folded.limits(limits), task, workers)
+    found = _search(wish, began + seconds, named=named)
+    if not found:
+        raise _refusal(wish, limits, seconds)
+    makespan, short, method, proven = min(found, key=lambda entry: (entry[0], not entry[3]))
+    schedule = folded.unfold(short)
+    check_schedule(pipeline, schedule, limits=limits)
+    return Found(schedule, makespan, proven or _is_least(wish, makespan), method, time.monotonic() - began)
+
+
+def _search(wish: Wish, end: float, *, named: bool) -> list[Entry]:
+    """All that is found: named schedules, and unless one of them is the shortest, what the solver says."""
+    found = list(_named(wish)) if named else []
+    best = min(found, key=lambda entry: entry[0], default=None)
+    if best is not None and _is_least(wish, best[0]):
+        return found
+    solved = [] if _is_small(wish) else _repeat(wish, end)
+    if not solved and (_is_small(wish) or not found):
+        solved = _whole(wish, best, end)
+    return found + solved
+
+
+def _is_least(wish: Wish, makespan: float) -> bool:
+    """Whether no schedule at all can be shorter."""
+    least = lower_bound(wish.pipeline, kinds(wish.pipeline, wish.spans, divided=wish.divided))
+    return makespan <= least * (1 + 1e-9)
+
+
+def _is_small(wish: Wish) -> bool:
+    return not wish.repeats or wish.pipeline.microbatches * len(wish.task.spans) <= WHOLE
+
+
+def _named(wish: Wish) -> Iterator[Entry]:
+    """Named schedules that keep relations and limits."""
+    for name in NAMED:
+        try:
+            schedule = make_schedule(name, wish.pipeline, spans=wish.spans, limits=wish.limits)
+        except PlanError:
+            # This name does not fit the pipeline or the limits; others may.
+            continue
+        if _keeps(wish, schedule):
+            yield _entry(wish, schedule, name, False)
+
+
+def _entry(wish: Wish, schedule: Schedule, method: str, proven: bool) -> Entry:
+    return simulate(wish.pipeline, schedule, wish.spans).makespan, schedule, method, proven
+
+
+def _keeps(wish: Wish, schedule: Schedule) -> bool:
+    """Whether the time table of a schedule keeps all relations."""
+    timeline = simulate(wish.pipeline, schedule, wish.spans)
+    ends, starts = timeline.ends, timeline.starts
+    pairs = expand(wish.pipeline, wish.relations)
+    return all(one in ends and other in starts and ends[one] <= starts[other] for one, other in pairs)
+
+
+def _whole(wish: Wish, best: Entry | None, end: float) -> list[Entry]:
+    """All micro-batches at once, from the best schedule that is known."""
+    known = _whole_times(wish, best[1] if best else one_by_one(wish.task).unroll(wish.pipeline))
+    horizon = max(start + wish.span(event) for event, start in known.items()) if best else 0
+    # Relations may force micro-batches out of their order: only then is it given up.
+    for ordered in (True, False) if wish.relations else (True,):
+        model = _model(wish, wish.pipeline, wish.relations, horizon=round(horizon), ordered=ordered)
+        model.hint(known)
+        model.at_least(round(lower_bound(wish.pipeline, wish.task.spans)))
+        answer = model.solve(max(end - time.monotonic(), 0.1), workers=wish.workers)
+        if answer.starts is not None:
+            schedule = in_order(wish.pipeline, wish.task, answer.starts)
+            return [_entry(wish, schedule, "solver", answer.proven)]
+    return _one_by_one(wish)
+
+
+def _one_by_one(wish: Wish) -> list[Entry]:
+    """One micro-batch after the other: long, but within every limit."""
+    schedule = one_by_one(wish.task).unroll(wish.pipeline)
+    return [_entry(wish, schedule, "one by one", False)] if _is_valid(wish, schedule) else []
+
+
+def _model(
+    wish: Wish, pipeline: Pipeline, relations: Sequence[Before], *, horizon: int = 0, ordered: bool = True
+) -> Model:
+    model = Model(pipeline, wish.task, horizon or total(wish.task, pipeline.microbatches), ordered=ordered)
+    model.add_limits(wish.limits)
+    for first, second in expand(pipeline, relations):
+        model.before(first, second)
+    return model
+
+
+def _whole_times(wish: Wish, schedule: Schedule) -> dict[Event, float]:
+    """Start times of a schedule in whole times, each weight gradient right behind a backward that does both."""
+    split = {name for phase, name in wish.task.spans if phase == "w"}
+    done = {(event.segment, event.micro) for event in schedule.every() if event.phase == "w"}
+    rows: dict[int, list[Event]] = {device: [] for device in schedule.events}
+    for device, row in schedule.events.items():
+        for event in row:
+            rows[device].append(event)
+            if event.phase == "b" and event.segment in split and (event.segment, event.micro) not in done:
+                rows[device].append(replace(event, phase="w"))
+    spans = {
+        one.name: Span(*(wish.task.spans.get((phase, one.name), 0) for phase in PHASES))
+        for one in wish.pipeline.segments
+    }
+    divided = Schedule({device: tuple(row) for device, row in rows.items()})
+    return dict(simulate(wish.pipeline, divided, spans).starts)
+
+
+def _repeat(wish: Wish, end: float) -> list[Entry]:
+    """A repeating pattern at the shortest period that has one, unrolled with a way in and a way out."""
+    links = edges(wish.task, wish.relations)
+    for period in _periods(wish.task):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        pattern = best_pattern(
+            wish.pipeline, wish.task, links, wish.limits, period=period, seconds=left / 3, workers=wish.workers
+        )
+        found = _unrolled(wish, pattern, links, end) if pattern else []
+        if found:
+            return found
+    return _one_by_one(wish)
+
+
+def _periods(task: Task) -> Iterator[int]:
+    """From the work of the busiest device to one event at a time, in steps of a twentieth."""
+    period, last = task.least_period, sum(task.spans.values())
+    while period < last:
+        yield period
+        period += max(1, period // 20)
+    yield last
+
+
+def _unrolled(wish: Wish, pattern: Pattern, links: Sequence[Edge], end: float) -> list[Entry]:
+    """The pattern as it is, and with a way in and out of its own; those that keep everything."""
+    schedules = [(pattern.unroll(wish.pipeline), "pattern")]
+    few = max(windows(pattern).values()) + 1
+    left = end - time.monotonic()
+    if few <= wish.pipeline.microbatches and left > 0:
+        longer = stretch(wish.pipeline, wish.task, links, wish.limits, pattern, seconds=left, workers=wish.workers)
+        if longer is not None:
+            starts = longer.unroll(wish.pipeline.microbatches)
+            schedules.append((in_order(wish.pipeline, wish.task, starts), "stretched pattern"))
+    return [_entry(wish, one, method, False) for one, method in schedules if _is_valid(wish, one)]
+
+
+def _is_valid(wish: Wish, schedule: Schedule) -> bool:
+    try:
+        check_schedule(wish.pipeline, schedule, limits=wish.limits)
+    except PlanError:
+        return False
+    return _keeps(wish, schedule)
+
+
+def _refusal(wish: Wish, limits: Limits, seconds: float) -> PlanError:
+    """Why nothing was found: relations that cannot be kept together on these devices, or the time."""
+    few = replace(wish.pipeline, microbatches=min(wish.pipeline.microbatches, PROBE)) if wish.repeats else wish.pipeline
+    needed = list(wish.relations)
+    if not _impossible(wish, few, needed):
+        return PlanError(
+            f"no schedule was found in {seconds:g} s", remedy="give the search more time, or fewer micro-batches"
+        )
+    for relation in wish.relations:
+        fewer = [one for one in needed if one is not relation]
+        if _impossible(wish, few, fewer):
+            needed = fewer
+    said = "\n".join(f"  {relation}" for relation in needed)
+    return PlanError(
+        f"no schedule keeps these relations with {_said(limits)}:\n{said}",
+        remedy="leave one of them out, or allow more live micro-batches",
+    )
+
+
+def _impossible(wish: Wish, pipeline: Pipeline, relations: Sequence[Before]) -> bool:
+    answer = _model(wish, pipeline, relations, ordered=False).solve(PROBE, workers=wish.workers, shortest=False)
+    return answer.starts is None and answer.proven
+
+
+def _said(limits: Limits) -> str:
+    if limits is None:
+        return "one event at a time on each device"
+    if isinstance(limits, int | float):
+        return f"at most {limits:g} live micro-batches on each device"
+    return "live micro-batches at most " + ", ".join(f"{limit:g} on device {one}" for one, limit in limits.items())
