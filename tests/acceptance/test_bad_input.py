@@ -105,7 +105,7 @@ CASES = (
     Case("recipe without value", plan="dp"),
     Case("recipe of zero parts", plan="dp=0"),
     Case("recipe twice", plan="dp=2,dp=4"),
-    Case("recipe not there yet", plan="pp=2", says=("pp",)),
+    Case("recipe not there yet", plan="cp=2", says=("cp",)),
     Case("no such plan file", plan="nothing.yaml", says=("nothing.yaml",)),
     Case("other number of devices", plan="dp=2", devices=3, says=("3",)),
     Case("more parts than rows", plan="dp=5", says=("4", "5")),

@@ -51,7 +51,7 @@ def test_recipe_that_recomputes_nothing_says_where() -> None:
         ("dp=0", "dp=0 is no degree", "at least 1"),
         ("tp=-1", "tp=-1 is no degree", "at least 1"),
         ("dp=2,", "a setting is empty", "available: dp, tp"),
-        ("pp=2", "pp is not available in this version", "available: dp, tp"),
+        ("cp=2", "cp is not available in this version", "available: dp, tp"),
         ("dp=2,zero=1", "zero=1 is not available in this version", "zero=3"),
         ("dp=2,zero=4", "zero=4 is no stage", "zero=3"),
         ("dp=2,zero", "zero has no value", "zero=..."),

@@ -139,6 +139,7 @@ class Program:
             the same on every device.
         entries: for each input that needs a gradient, the value whose gradient the caller gets, on every device.
         updates: buffer tensor -> value holding its new content, in its stored layout.
+        given: outputs that are not whole everywhere: they are given on in a layout, and their gradients come in it.
     """
 
     graph: Graph
@@ -151,6 +152,7 @@ class Program:
     roots: tuple[str, ...] = ()
     entries: Mapping[str, str] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Layout] = field(default_factory=dict)
 
     @cached_property
     def ends(self) -> frozenset[str]:

@@ -11,12 +11,14 @@ from dataclasses import replace
 
 from weft.cost.links import Links, default_links
 from weft.cost.reshard import Resharder
+from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout, copied_on
 from weft.ir.oplayout import OpLayout
 from weft.ir.program import Program
 from weft.lower.build import Builder, Need
 from weft.lower.chains import Chain, chains
+from weft.lower.idle import without_idle_gradients
 from weft.lower.regions import gather_regions
 from weft.lower.stored import apply_store, stored_layout
 from weft.ops.book import RuleBook
@@ -37,7 +39,12 @@ def lower(
             from the loss. "open" returns every output too, and backward starts from gradients that the caller gives.
         stored: where parameters lie; as the plan has it if not given.
     """
-    graph = _without_idle_gradients(plan.graph, outputs)
+    if plan.stages or plan.microbatches > 1:
+        raise PlanError(
+            "the plan runs a step in micro-batches, piece by piece, and this asks for one program of the whole batch",
+            remedy="leave out pp and microbatches here; weft verify takes them",
+        )
+    graph = without_idle_gradients(plan.graph, outputs)
     book = plan.rules
     layouts = resolve(plan, book)
     resharder = Resharder(links or default_links("gloo"))
@@ -70,21 +77,6 @@ def lower(
         entries=entries,
         updates=updates,
     )
-
-
-def _without_idle_gradients(graph: Graph, outputs: str) -> Graph:
-    """The graph with no gradient for what backward never reaches: eager leaves it without one, and so must we.
-
-    A parameter whose every use ends in a detached tensor, or in an output other than the loss, has no gradient: an
-    optimizer passes it over, which is not what it does with zeros.
-    """
-    reached = {name for name in ([graph.loss] if outputs == "loss" else graph.outputs) if name is not None}
-    for op in reversed(graph.ops):
-        if op.grad and any(name in reached and graph.tensors[name].needs_grad for name in op.outputs):
-            reached.update(op.inputs)
-    kept = reached | {one.tensor for one in graph.inputs}
-    idle = [one for one in graph.tensors.values() if one.needs_grad and one.name not in kept]
-    return replace(graph, tensors={**graph.tensors, **{one.name: replace(one, needs_grad=False) for one in idle}})
 
 
 def stored_parameters(plan: Plan, *, links: Links | None = None) -> dict[str, Layout]:

@@ -434,8 +434,10 @@ class Prover:
         """Outputs and updates are complete where they belong, and no parameter was forgotten."""
         every = range(self.program.devices)
         for tensor, name in self.program.outputs.items():
-            shape = self.graph.tensors[tensor].sizes
-            self._end(tensor, name, {device: tuple(map(whole, shape)) for device in every})
+            shape, given = self.graph.tensors[tensor].sizes, self.program.given.get(tensor)
+            everywhere = {device: tuple(map(whole, shape)) for device in every}
+            places = everywhere if given is None else {part.device: part.ranges for part in given.parts()}
+            self._end(tensor, name, places)
         for buffer in self.graph.buffers:
             if buffer.update is not None:
                 parts = self.program.stored[buffer.tensor].parts()
@@ -449,11 +451,11 @@ class Prover:
                 raise FaultError(f"the gradient of {parameter.tensor} is never brought to where it is stored")
 
     def _handed_back(self, tensor: str) -> None:
-        """The gradient of an input is complete on every device: the caller goes on with it on each."""
+        """The gradient of an input is complete on every device that has it: the caller goes on with it on each."""
         if tensor not in self.program.entries:
             raise FaultError(f"the gradient of the input {tensor} never goes back to the caller")
         entry = self._find(self.program.entries[tensor])
-        for device in range(self.program.devices):
+        for device in sorted(set(self._stored(tensor).grid.devices)):
             if (device, 0) not in entry.contents:
                 raise FaultError(f"the input {tensor} does not enter on device {device}")
             grad = entry.gradient((device, 0))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
@@ -22,6 +22,7 @@ from weft.ir.oplayout import Carried, Copied, Cut, OpLayout, Use, cut_table
 from weft.ir.ranges import Ranges, tidy
 from weft.ops.book import RuleBook
 from weft.ops.derive import require
+from weft.ops.light import light_ops
 from weft.ops.rule import Dim, Rule, dim_ranges
 from weft.plan.plan import Decision, Plan
 
@@ -41,7 +42,45 @@ class _Lead:
 
 
 def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
-    """A layout for every op of the plan's graph."""
+    """A layout for every op of the plan's graph.
+
+    A stage is a world of its own: its ops are laid out as if its devices were all there are.
+    """
+    if not plan.stages:
+        return _resolve(plan, book)
+    found: dict[str, OpLayout] = {}
+    for count in dict.fromkeys(len(stage.devices) for stage in plan.stages.values()):
+        members = {name for name, stage in plan.stages.items() if len(stage.devices) == count}
+        inside = _resolve(_View(plan, count, members), book)
+        found.update((name, _moved(inside[name], plan.stages[name].devices)) for name in members)
+    outside = {op.name for op in plan.graph.ops if op.name not in plan.stages}
+    every = tuple(range(plan.devices))
+    for name in light_ops(plan.graph, book) & outside:
+        # whoever reads it makes it for itself
+        found[name] = OpLayout(Grid((Axis("all", plan.devices),), every), (Copied(),))
+    outside -= found.keys()
+    if outside:
+        everywhere = _resolve(_View(plan, plan.devices, outside), book)
+        found.update((name, everywhere[name]) for name in outside)
+    layouts = {op.name: found[op.name] for op in plan.graph.ops}
+    _refuse_idle(plan.devices, layouts)
+    return layouts
+
+
+class _View:
+    """A plan as the ops of some stages see it."""
+
+    def __init__(self, plan: Plan, devices: int, members: set[str]) -> None:
+        self.graph, self.devices = plan.graph, devices
+        self.decisions = {name: one for name, one in plan.decisions.items() if name in members}
+
+
+def _moved(layout: OpLayout, devices: Sequence[int]) -> OpLayout:
+    grid = Grid(layout.grid.axes, tuple(devices[device] for device in layout.grid.devices))
+    return replace(layout, grid=grid)
+
+
+def _resolve(plan: Plan | _View, book: RuleBook) -> dict[str, OpLayout]:
     mesh = default_grid(plan)
     layouts: dict[str, OpLayout] = {}
     for op in plan.graph.ops:
@@ -59,11 +98,11 @@ def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
                 require(op, rule, use)
         _refuse_talking_chunks(op, rule, layout)
         layouts[op.name] = layout
-    _refuse_idle(plan, layouts)
+    _refuse_idle(plan.devices, layouts)
     return layouts
 
 
-def default_grid(plan: Plan) -> Grid:
+def default_grid(plan: Plan | _View) -> Grid:
     """The grid of ops that were not assigned: the axes of the plan over all devices, row-major."""
     axes: dict[str, int] = {}
     for decision in plan.decisions.values():
@@ -85,7 +124,7 @@ def default_grid(plan: Plan) -> Grid:
     )
 
 
-def _grid_of_placed(plan: Plan, axes: Mapping[str, int]) -> Grid | None:
+def _grid_of_placed(plan: Plan | _View, axes: Mapping[str, int]) -> Grid | None:
     """The grid of an op that was placed on all devices and has these axes: the others can lie along it too."""
     for decision in plan.decisions.values():
         if decision.devices is None or set(decision.devices) != set(range(plan.devices)):
@@ -102,7 +141,7 @@ def _told(decision: Decision) -> OpLayout:
     return OpLayout(Grid(axes, decision.devices), tuple(one.use for one in decision.uses))
 
 
-def _leads(op: Op, plan: Plan, book: RuleBook, layouts: Mapping[str, OpLayout]) -> list[_Lead]:
+def _leads(op: Op, plan: Plan | _View, book: RuleBook, layouts: Mapping[str, OpLayout]) -> list[_Lead]:
     """Producers of the op's operands, the one that divides the work most first."""
     found = []
     trained = any(name in plan.graph.parameter_tensors and plan.graph.tensors[name].needs_grad for name in op.inputs)
@@ -289,11 +328,11 @@ def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
                 )
 
 
-def _refuse_idle(plan: Plan, layouts: Mapping[str, OpLayout]) -> None:
+def _refuse_idle(devices: int, layouts: Mapping[str, OpLayout]) -> None:
     busy = {device for layout in layouts.values() for device in layout.grid.devices}
-    idle = sorted(set(range(plan.devices)) - busy)
+    idle = sorted(set(range(devices)) - busy)
     if idle:
         raise PlanError(
             f"no op runs on device{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))}",
-            remedy=f"assign ops there, or plan for {plan.devices - len(idle)} devices",
+            remedy=f"assign ops there, or plan for {devices - len(idle)} devices",
         )

@@ -1,6 +1,6 @@
 """Lines of a plan, and what they add up to.
 
-    Line     := TransLine | AssignLine | StoreLine | OrderLine | BlockLine
+    Line     := TransLine | AssignLine | StoreLine | OrderLine | BlockLine | StageLine | BatchLine | ScheduleLine
     Decision := what one op was told: axes and their uses, devices, recomputation
     State    := a Decision per op that was told something, axes, stores, blocks, relations
 
@@ -31,6 +31,16 @@ from weft.plan.primitives import (
     resolve,
 )
 from weft.plan.select import ParameterSelection, Selection
+from weft.plan.staging import (
+    BatchLine,
+    ScheduleLike,
+    ScheduleLine,
+    Stage,
+    StageLine,
+    batched,
+    scheduled,
+    staged,
+)
 from weft.runtime.algorithms import OWN
 
 
@@ -92,7 +102,7 @@ class BlockLine:
         return f"block {self.name}: {self.ops}"
 
 
-Line = TransLine | AssignLine | StoreLine | OrderLine | BlockLine
+Line = TransLine | AssignLine | StoreLine | OrderLine | BlockLine | StageLine | BatchLine | ScheduleLine
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,10 @@ class State:
     stores: Mapping[str, Store] = field(default_factory=dict)
     blocks: Mapping[str, Selection] = field(default_factory=dict)
     orders: tuple[Relation, ...] = ()
+    stages: Mapping[str, Stage] = field(default_factory=dict)
+    """By op."""
+    microbatches: int = 1
+    schedule: ScheduleLike = ""
     num_recomputes: int = 0
     num_lines: int = 0
 
@@ -181,6 +195,12 @@ def apply(state: State, line: Line, context: Context) -> State:
             return _order(state, line)
         case BlockLine():
             return _block(state, line)
+        case StageLine():
+            return replace(state, stages=staged(state.stages, line, context.devices, state.decisions))
+        case BatchLine():
+            return replace(state, microbatches=batched(state.microbatches, line))
+        case ScheduleLine():
+            return replace(state, schedule=scheduled(state.schedule, line))
 
 
 def _trans(state: State, line: TransLine, context: Context) -> State:

@@ -32,6 +32,7 @@ from weft.plan.order import Relation
 from weft.plan.primitives import AxisUse, RecomputeMark, Transform, is_count, with_axis
 from weft.plan.select import ParametersLike, Selection, match, match_parameters, parse, refuse_empty, select
 from weft.plan.show import plan_table
+from weft.plan.staging import BatchLine, ScheduleLike, ScheduleLine, Stage, StageLine
 
 __all__ = ["AxisUse", "Decision", "Plan", "Store", "Verdict"]
 
@@ -106,6 +107,21 @@ class Plan:
     def orders(self) -> tuple[Relation, ...]:
         return self._state.orders
 
+    @property
+    def stages(self) -> Mapping[str, Stage]:
+        """The stage of each op that is in one, by op name."""
+        return self._state.stages
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many micro-batches a step's batch is cut."""
+        return self._state.microbatches
+
+    @property
+    def schedule(self) -> ScheduleLike:
+        """The order of a step's events; "" if nobody said."""
+        return self._state.schedule
+
     def rule(self, op: Op | str) -> Rule:
         """The rule of an op."""
         return self.rules.rule(self.graph.by_name[op] if isinstance(op, str) else op)
@@ -177,14 +193,34 @@ class Plan:
         flat, shape = _flatten(devices)
         return self._with(AssignLine(self.select(ops), flat, shape if len(shape) > 1 else None))
 
-    def order(self, *relations: Relation) -> Plan:
-        """Say what runs before what; see `weft.plan.order`.
+    def stage(self, name: str, ops: OpsLike, devices: Sequence[int]) -> Plan:
+        """Place ops together on some of the devices, however they are cut there.
+
+        rewrite: ops over devices 0 .. k - 1  ->  the same over devices[0] .. devices[k - 1], in micro-batches
+        """
+        return self._with(StageLine(name, self.select(ops), tuple(devices)))
+
+    def cut_batch(self, microbatches: int) -> Plan:
+        """Cut the batch of a step into micro-batches, whose gradients are added up.
+
+        rewrite: one step over the batch  ->  one step over `microbatches` parts of it
+        """
+        return self._with(BatchLine(microbatches))
+
+    def order(self, *relations: Relation | ScheduleLike) -> Plan:
+        """Say what runs before what (see `weft.plan.order`), or the whole order: the name of a schedule, the events of
+        every device, or a function that makes them of a Pipeline.
 
         rewrite: any order that data allows  ->  those in which every relation holds
         """
+        if len(relations) == 1 and not isinstance(relations[0], Relation):
+            text = relations[0] if isinstance(relations[0], str) else getattr(relations[0], "__name__", "as listed")
+            return self._with(ScheduleLine(relations[0], text))
+        if any(not isinstance(one, Relation) for one in relations):
+            raise PlanError("order takes relations, or one schedule", remedy="write order('1f1b')")
         if not relations:
             raise PlanError("order was given no relation", remedy="add before(f(a, m), b(a, m))")
-        return self._with(OrderLine(tuple(relations)))
+        return self._with(OrderLine(tuple(one for one in relations if isinstance(one, Relation))))
 
     def store(
         self, parameters: ParametersLike, *transforms: Transform, state: Transform | Sequence[Transform] | None = None

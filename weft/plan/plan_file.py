@@ -20,11 +20,13 @@ import yaml
 
 from weft.errors import PlanError
 from weft.ir.graph import Graph
+from weft.ir.schedule import Schedule
 from weft.plan.lines import AssignLine, BlockLine, Line, OrderLine, StoreLine, TransLine
 from weft.plan.order import PHASES, Before, Event, Micro, before
 from weft.plan.plan import Plan
 from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algorithm, copy, cut
 from weft.plan.select import Selection, fold
+from weft.plan.staging import BatchLine, ScheduleLike, ScheduleLine, StageLine
 
 VERSION = 1
 KINDS = {int: "whole number", list: "list", dict: "table"}
@@ -138,8 +140,25 @@ def _line_data(line: Line) -> dict[str, Any]:
             return data if state is None else {**data, "state": [_transform_data(one) for one in state]}
         case OrderLine(relations):
             return {"order": [[_event_data(one.first), _event_data(one.second)] for one in relations]}
+        case StageLine(name, ops, devices):
+            return {"stage": name, "ops": _ops_data(ops), "devices": list(devices)}
+        case BatchLine(count):
+            return {"microbatches": count}
+        case ScheduleLine(schedule):
+            return {"schedule": _schedule_data(schedule)}
         case BlockLine(name, ops):
             return {"block": name, "ops": _ops_data(ops)}
+
+
+def _schedule_data(schedule: ScheduleLike) -> str | dict[int, Any]:
+    if isinstance(schedule, str):
+        return schedule
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            "a schedule that a function makes cannot be written to a file",
+            remedy="order by a name, or by the events of every device",
+        )
+    return {device: [_event_data(event) for event in events] for device, events in schedule.events.items()}
 
 
 def _ops_data(ops: Selection) -> str | list[str]:
@@ -181,7 +200,32 @@ def _add(plan: Plan, entry: object, place: str) -> Plan:
             return plan.order(*(_relation(pair, place) for pair in pairs))
         case {"block": str(name), "ops": ops}:
             return plan.block(name, _ops(ops, place))
-    raise PlanError(f"{entry!r} is no line of a plan", place=place, remedy="lines: trans, assign, store, order, block")
+    return _add_step(plan, entry, place)
+
+
+def _add_step(plan: Plan, entry: object, place: str) -> Plan:
+    """A line about how a step runs."""
+    match entry:
+        case {"stage": str(name), "ops": ops, "devices": list(devices)}:
+            return plan.stage(name, _ops(ops, place), devices)
+        case {"microbatches": int(count)}:
+            return plan.cut_batch(count)
+        case {"schedule": str(name)}:
+            return plan.order(name)
+        case {"schedule": dict(devices)}:
+            return plan.order(_schedule(devices, place))
+    lines = "trans, assign, store, order, block, stage, microbatches, schedule"
+    raise PlanError(f"{entry!r} is no line of a plan", place=place, remedy=f"lines: {lines}")
+
+
+def _schedule(data: Mapping[Any, Any], place: str) -> Schedule:
+    """Events by device: `0: [[f, a, 0], [b, a, 0]]`."""
+    found = {}
+    for device, events in data.items():
+        if not isinstance(device, int) or not isinstance(events, list):
+            raise PlanError(f"{device!r}: {events!r} is no row of events", place=place, remedy="write 0: [[f, a, 0]]")
+        found[device] = tuple(_event(list(event), place) for event in events)
+    return Schedule(found)
 
 
 def _ops(data: object, place: str) -> str:

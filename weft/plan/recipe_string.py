@@ -1,9 +1,11 @@
 """Recipe strings: `dp=2,tp=2,sp,zero=3,recompute=layers.*`.
 
     setting := degree "=" number | "sp" | "megatron" | "zero=3" | "recompute" ["=" PATTERN]
-    degree  := "dp" | "tp" | "megatron" | "coshard"          `megatron=4` is `tp=4,megatron`
+             | "schedule" "=" name | "stages" "=" MODULE ("+" MODULE)*
+    degree  := "dp" | "tp" | "megatron" | "coshard" | "pp" | "microbatches" | "virtual"
+                                                             `megatron=4` is `tp=4,megatron`
 
-In: text. Out: a Recipe, which knows its number of devices (dp * tp) and writes a plan. Unknown, repeated and
+In: text. Out: a Recipe, which knows its number of devices (dp * tp * pp) and writes a plan. Unknown, repeated and
 impossible settings, and combinations that mean nothing, are refused with the nearest right one.
 """
 
@@ -14,14 +16,16 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.plan.megatron import megatron
+from weft.plan.pipelines import pp
 from weft.plan.plan import Plan
 from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp, zero
 from weft.plan.sequence import sp
 
-DEGREES = ("dp", "tp", "coshard")
+DEGREES = ("dp", "tp", "coshard", "pp", "microbatches", "virtual")
 FLAGS = ("megatron", "sp")
-KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "recompute")
-LATER = ("pp", "cp", "ep", "schedule", "microbatches", "virtual", "cp_kind")
+PIPELINE = ("pp", "microbatches", "schedule", "virtual", "stages")
+KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "recompute", *PIPELINE)
+LATER = ("cp", "ep", "cp_kind")
 """Settings of the full language that this version does not have."""
 LATER_RECOMPUTE = ("selective",)
 
@@ -37,14 +41,35 @@ class Recipe:
     sp: bool = False
     zero: int = 0
     recompute: str = ""
+    pp: int = 1
+    microbatches: int = 0
+    schedule: str = ""
+    virtual: int = 1
+    stages: tuple[str, ...] = ()
 
     @property
     def devices(self) -> int:
         """How many devices it needs."""
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
 
     def write(self, plan: Plan, *, batch_dims: BatchDims | None = None) -> Plan:
         """Write its lines to a plan."""
+        if self.pp == 1:
+            written = self._write(plan, batch_dims)
+            return written.cut_batch(self.microbatches) if self.microbatches > 1 else written
+        # a stage is laid out as if its devices were all there are
+        inside = self._write(Plan(plan.graph, self.dp * self.tp, plan.lines, plan.rules), batch_dims)
+        whole = Plan(plan.graph, plan.devices, inside.lines, plan.rules)
+        return pp(
+            whole,
+            self.pp,
+            microbatches=self.microbatches or self.pp,
+            schedule=self.schedule or "1f1b",
+            virtual=self.virtual,
+            begins=self.stages,
+        )
+
+    def _write(self, plan: Plan, batch_dims: BatchDims | None) -> Plan:
         if self.dp > 1:
             plan = dp(plan, self.dp, batch_dims=batch_dims)
         if self.tp > 1:
@@ -97,6 +122,8 @@ def _recipe(values: dict[str, str | None], text: str) -> Recipe:
         sp="sp" in values,
         zero=_stage(values["zero"], text) if "zero" in values else 0,
         recompute="full" if pattern is None else _pattern(pattern, text),
+        schedule=values.get("schedule") or "",
+        stages=tuple(filter(None, (values.get("stages") or "").split("+"))),
     )
 
 
@@ -126,6 +153,11 @@ def _check_together(values: dict[str, str | None], text: str) -> None:
             "zero stores parameters in parts over the replicas of dp, but there is no dp",
             place=place,
             remedy=f"write dp=2,zero={values['zero']}",
+        )
+    alone = [key for key in ("schedule", "virtual", "stages") if key in values and "pp" not in values]
+    if alone:
+        raise PlanError(
+            f"{alone[0]} says how a pipeline runs, but there is no pp", place=place, remedy=f"write pp=2,{alone[0]}=..."
         )
 
 
@@ -177,8 +209,13 @@ def check_devices(recipe: Recipe, devices: int | None, text: str) -> int:
     """The recipe's device count, if it is the one asked for."""
     if devices is not None and devices != recipe.devices:
         raise PlanError(
-            f"dp={recipe.dp} * tp={recipe.tp} = {recipe.devices} devices, but {devices} were asked for",
+            f"{_product(recipe)} = {recipe.devices} devices, but {devices} were asked for",
             place=f"recipe {text!r}",
             remedy=f"ask for {recipe.devices} devices, or change a degree",
         )
     return recipe.devices
+
+
+def _product(recipe: Recipe) -> str:
+    degrees = f"dp={recipe.dp} * tp={recipe.tp}"
+    return f"{degrees} * pp={recipe.pp}" if recipe.pp > 1 else degrees

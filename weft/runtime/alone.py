@@ -17,6 +17,7 @@ class Alone:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device, self.doing = device or torch.device("cpu"), Doing()
+        self._posted: dict[str, list[Tensor]] = {}
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
         return _copy(tensor, group)
@@ -35,6 +36,13 @@ class Alone:
 
     def barrier(self, group: tuple[int, ...]) -> None:
         return None
+
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        self._posted[tag] = [_copy(tensor, (peer,)) for tensor in tensors]
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        assert tag in self._posted, f"{tag} is waited for and nobody else is there to send it"
+        return self._posted.pop(tag)
 
 
 def _copy(tensor: Tensor, group: tuple[int, ...]) -> Tensor:

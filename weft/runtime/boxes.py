@@ -92,6 +92,11 @@ class Boxes:
         self._theirs: dict[tuple[int, int], Box] = {}
         self._number, self._serial = 0, 0
 
+    @property
+    def marks(self) -> int:
+        """Bytes of a box before its first message."""
+        return _marks(self.num_members)
+
     def begin(
         self,
         outgoing: Sequence[Tensor],

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from weft.runtime.boxes import Boxes, Passage
 from weft.runtime.groups import Group, Groups
+from weft.runtime.letters import Letters
 from weft.runtime.shared_sums import SharedSums
 from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_json
 from weft.runtime.sums import add_up, combine
@@ -37,6 +38,8 @@ from weft.runtime.wire import Want, as_bytes, num_bytes, pack, unpack
 
 LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
+LETTERS = "letters"
+"""The lane of what one rank leaves for another."""
 KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
 
@@ -63,6 +66,7 @@ class Channel:
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
         self._boxes: dict[Group, Boxes | None] = {}
+        self._letters: Letters | None = None
         self._since = 0.0
         self._shared: dict[Group, SharedSums] = {}
 
@@ -140,6 +144,22 @@ class Channel:
             self.begin_carry(came, flat, wanted, sizes, group)()
         found = dict(zip(others, came.view(own.dtype).view(len(others), *own.shape), strict=True))
         return combine([found.get(peer, own.detach()) for peer in group], op)
+
+    def letters(self, num_ranks: int) -> Letters:
+        """Letters between all ranks of the job, who must be on one host."""
+        if self._letters is None:
+            everybody = tuple(range(num_ranks))
+            pipes = self._groups.pipes(everybody, LETTERS)
+            assert pipes is not None, "pipelines are for processes of one host so far"
+            boxes = Boxes(self.rank, num_ranks, pipes, self._look)
+            self._letters = Letters(pipes, boxes, self._look)
+        return self._letters
+
+    def enter_wait(self, peer: int, tag: str) -> None:
+        """The rank is about to wait for a letter; `end()` when it has it."""
+        self._watch.check()
+        self._since = time.monotonic()
+        self._watch.enter(self._lane, (self.rank, peer), 0, f"wait for {tag}")
 
     def barrier(self, signature: Signature) -> None:
         """Wait for all members."""
@@ -279,6 +299,9 @@ class Channel:
 
     def close(self) -> None:
         """There will be no further call."""
+        if self._letters is not None:
+            self._letters.close()
+            self._letters = None
         for shared in self._shared.values():
             shared.close()
         for boxes in filter(None, self._boxes.values()):

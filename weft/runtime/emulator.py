@@ -118,6 +118,18 @@ class _Meeting:
         return f"is in {entry}, call {self.number} of group {self.group}{absent} ({entry.doing})"
 
 
+@dataclass(frozen=True)
+class _Letter:
+    """A message that a rank waits for."""
+
+    peer: int
+    tag: str
+    doing: Doing
+
+    def describe(self, rank: int) -> str:
+        return f"waits for {self.tag} from rank {self.peer} ({self.doing})"
+
+
 class _Board:
     """What the rank threads share. Every attribute is guarded by `changed`."""
 
@@ -126,7 +138,9 @@ class _Board:
         self.changed = threading.Condition()
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.calls: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.waiting: dict[int, _Meeting] = {}
+        self.waiting: dict[int, _Meeting | _Letter] = {}
+        self.letters: dict[tuple[int, int, str], list[Tensor]] = {}
+        """By sender, taker and tag."""
         self.ended: set[int] = set()
         self.stopped = False
         self.mismatch: CollectiveMismatch | None = None
@@ -150,6 +164,33 @@ class _Board:
             if not meeting.done:
                 raise Stopped
         return meeting
+
+    def post(self, rank: int, peer: int, tag: str, tensors: list[Tensor]) -> None:
+        """Leave a message; nobody waits."""
+        with self.changed:
+            if self.stopped:
+                raise Stopped
+            assert (rank, peer, tag) not in self.letters, f"rank {rank} sent {tag} to rank {peer} twice"
+            self.letters[rank, peer, tag] = tensors
+            waits = self.waiting.get(peer)
+            if isinstance(waits, _Letter) and (waits.peer, waits.tag) == (rank, tag):
+                # it can go on: not stuck from here on
+                del self.waiting[peer]
+            self.changed.notify_all()
+
+    def take(self, rank: int, letter: _Letter) -> list[Tensor]:
+        """Wait for a message."""
+        key = letter.peer, rank, letter.tag
+        with self.changed:
+            if key not in self.letters:
+                self.waiting[rank] = letter
+                self._refuse_deadlock(rank)
+            in_time = self.changed.wait_for(lambda: key in self.letters or self.stopped, self.timeout)
+            if not in_time:
+                self._refuse(f"rank {rank} waited {self.timeout:g} s for {letter.tag} from rank {letter.peer}", rank)
+            if key not in self.letters:
+                raise Stopped
+            return self.letters.pop(key)
 
     def _enter(self, rank: int, group: tuple[int, ...], entry: _Entry) -> _Meeting:
         with self.changed:
@@ -288,6 +329,15 @@ class _Emulated:
         entry = _Entry(kind, copies, expects, self.doing)
         meeting = self._board.meet(self.rank, group, entry, _nothing)
         return {peer: list(meeting.entries[peer].sends.get(self.rank, ())) for peer in expects}
+
+    @torch.no_grad()
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        self._board.post(self.rank, peer, tag, [_copy(tensor) for tensor in tensors])
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        found = self._board.take(self.rank, _Letter(peer, tag, self.doing))
+        assert _fits(found, expects), f"{tag} from rank {peer} is {_text(found)}, not {_text(expects)}"
+        return found
 
     def barrier(self, group: tuple[int, ...]) -> None:
         self._board.meet(self.rank, group, _Entry("barrier", {}, {}, self.doing), _nothing)

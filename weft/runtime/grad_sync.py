@@ -26,6 +26,7 @@ from weft.runtime.module import ParallelModule, separate
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Transfer
 from weft.runtime.tape import Tape, Used
+from weft.runtime.teams import Team
 from weft.runtime.transfers import execute_all, real_dtype
 from weft.runtime.transport import Doing, Transport
 from weft.runtime.values import Gradient
@@ -176,8 +177,8 @@ class BucketSync:
                     total.add(result)
             if total.total is not None:
                 found[name] = total.total
-                if isinstance(transport, Replica) and transport.num_replicas > 1:
-                    mean = transport.whole.all_reduce(total.total, transport.twins).div_(transport.num_replicas)
+                if isinstance(transport, Replica | Team) and transport.num_replicas > 1:
+                    mean = transport.job.all_reduce(total.total, transport.twins).div_(transport.num_replicas)
                     found[name] = mean
         transport.doing = Doing()
         return separate(found)
@@ -206,11 +207,11 @@ class _Source:
 def job_of(module: ParallelModule) -> Transport:
     """The transport of all ranks of the job."""
     transport = module.transport
-    return transport.whole if isinstance(transport, Replica) else transport
+    return transport.job if isinstance(transport, Replica | Team) else transport
 
 
 def num_replicas(module: ParallelModule) -> int:
-    return module.transport.num_replicas if isinstance(module.transport, Replica) else 1
+    return module.transport.num_replicas if isinstance(module.transport, Replica | Team) else 1
 
 
 def summed_parameters(module: ParallelModule) -> list[Summed]:
@@ -222,7 +223,7 @@ def summed_parameters(module: ParallelModule) -> list[Summed]:
             continue
         transport, part = module.transport, module.part(name)
         group = transfers[0].group if transfers else (transport.rank,)
-        if isinstance(transport, Replica):
+        if isinstance(transport, Replica | Team):
             group = transport.everywhere(group)
         if len(group) > 1:
             found.append(Summed(name, group, part.shape, part.dtype))

@@ -30,6 +30,8 @@ from weft.runtime.watch import PeerLost
 
 SPIN = 1e-4
 """Seconds in which a rank that waits does not sleep."""
+READ = 64 << 10
+"""Bytes that are read at a time."""
 LOOK = 100
 """Milliseconds between two looks at whether a wait is in vain."""
 
@@ -81,6 +83,28 @@ class Pipes:
                 look()
             self._turn()
 
+    def write(self, at: int, data: bytes) -> None:
+        """Send bytes to a member, and do not wait."""
+        self._to_send[at].append((memoryview(data), Exchange(len(data), ())))
+        self.push()
+
+    def read(self, at: int, look: Callable[[], None]) -> bytes:
+        """What has come from a member and belongs to no exchange; waits for some."""
+        until = time.perf_counter() + SPIN
+        while True:
+            self.push()
+            try:
+                found = os.read(_there(self._incoming[at]), READ)
+            except BlockingIOError:
+                if time.perf_counter() < until:
+                    os.sched_yield()
+                elif not self._sleep(at):
+                    look()
+                continue
+            if not found:
+                raise PeerLost("a rank that something was to come from has gone")
+            return found
+
     def close(self) -> None:
         """There will be no further exchange."""
         for descriptor in (*self._incoming, *self._outgoing):
@@ -116,9 +140,11 @@ class Pipes:
         self.push()
         self._receive()
 
-    def _sleep(self) -> bool:
-        """Until something can be done; False if nothing could for a while."""
+    def _sleep(self, at: int | None = None) -> bool:
+        """Until something can be done, or something comes from a member; False if nothing could for a while."""
         poll = select.poll()
+        if at is not None:
+            poll.register(_there(self._incoming[at]), select.POLLIN)
         for queue, descriptor in zip(self._to_come, self._incoming, strict=True):
             if queue:
                 poll.register(_there(descriptor), select.POLLIN)

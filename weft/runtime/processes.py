@@ -137,6 +137,15 @@ class ProcessTransport:
     def barrier(self, group: Group) -> None:
         self._main.barrier(Signature("barrier", group, self._main.number(group)))
 
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        self._main.letters(self.num_ranks).post(peer, tag, tensors)
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        self._main.enter_wait(peer, tag)
+        found = self._main.letters(self.num_ranks).take(peer, tag, [self._known(one, peer) for one in expects])
+        self._main.end()
+        return found
+
     # -- beyond it
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: Group, op: str = "sum") -> Tensor:

@@ -35,6 +35,11 @@ class Replica:
         self.whole.doing = doing
 
     @property
+    def job(self) -> Transport:
+        """The transport of all ranks."""
+        return self.whole
+
+    @property
     def twins(self) -> tuple[int, ...]:
         """The ranks of the job that hold what this one holds, one per replica."""
         return tuple(range(self.rank, self.whole.num_ranks, self.num_ranks))
@@ -83,6 +88,12 @@ class Replica:
 
     def barrier(self, group: tuple[int, ...]) -> None:
         self.whole.barrier(self._ranks(group))
+
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        self.whole.post(self._first + peer, tag, tensors)
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        return self.whole.take(self._first + peer, tag, expects)
 
     def _ranks(self, group: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._first + rank for rank in group)

@@ -92,16 +92,31 @@ def execute(
     elif dtype is not None:
         dtype = real_dtype(dtype)
     pieces = _received(transfer, tensors, transport, dtype)
+    return assembled(transfer, pieces, dtype, transport.device, kept=tensors)
+
+
+@torch.no_grad()
+def assembled(
+    transfer: Transfer,
+    pieces: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    kept: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """The tensors that a rank gets, one per slot, put together from the pieces of `transfer.receives`.
+
+    Args:
+        kept: tensors that others hold, not to be written to.
+    """
     results = []
     for slot, shape in enumerate(transfer.shapes):
         mine = [pair for pair in zip(transfer.receives, pieces, strict=True) if pair[0].slot == slot]
         if mine:
-            results.append(_assemble(mine, shape, add=transfer.add, kept=tensors))
+            results.append(_assemble(mine, shape, add=transfer.add, kept=kept))
         else:
-            assert dtype is not None, (
-                f"the dtype of a value is not known on rank {transport.rank}, which gets none of it"
-            )
-            results.append(torch.zeros(shape, dtype=dtype, device=transport.device))
+            assert dtype is not None, "the dtype of a value is not known on a rank that gets none of it"
+            results.append(torch.zeros(shape, dtype=real_dtype(dtype), device=device))
     return results
 
 

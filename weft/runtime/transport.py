@@ -89,6 +89,14 @@ class Transport(Protocol):
         """Wait until every member has come here."""
         ...
 
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to one rank, itself perhaps, under a tag of its own; does not wait for it to take them."""
+        ...
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        """What a rank posts under a tag; waits until it has come."""
+        ...
+
 
 class GroupComm:
     """The communicator of some ranks, as algorithms see it (`comm.Comm`): positions instead of ranks."""

@@ -38,6 +38,8 @@ from weft.verify.locate import locate, locate_in_code
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
+from weft.verify.pieces import compile_pieces, is_in_pieces
+from weft.verify.pipelined import judge_pieces
 from weft.verify.processes import compare_with_emulator, emitted, make_pool, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.sizes import with_other_sizes
@@ -79,7 +81,14 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     check_fit(graph, subject)
     say("lowering the plan")
     made = make_plan(plan, at_example(graph), subject, devices)
-    lowered = partial(lower, links=None if links is None else load_links(links))
+    costs = None if links is None else load_links(links)
+    if is_in_pieces(made):
+        remade = partial(make_plan, plan, subject=subject, devices=devices)
+        pieces = compile_pieces(subject, made, capture_subject, remade, links=costs)
+        with ExitStack() as stack:
+            pool = stack.enter_context(make_pool(made.devices)) if processes else None
+            return judge_pieces(pieces, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+    lowered = partial(lower, links=costs)
     program = lowered(made)
     say("checking the program")
     report = check(program)

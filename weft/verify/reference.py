@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from weft.capture.example import split_example
 from weft.errors import ModelFileError, RunError, WeftError
 from weft.runtime.drawmode import DrawMode
+from weft.runtime.microbatches import BatchDim, batch_rows, split_arguments
 from weft.runtime.random import Stream
 from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.model_file import Inside, Subject, check_loss
@@ -36,11 +37,20 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the forward."""
 
 
-def run_reference(subject: Subject, *, seed: int, wide: bool) -> Sample:
+def run_reference(
+    subject: Subject,
+    *,
+    seed: int,
+    wide: bool,
+    microbatches: int = 1,
+    dims: Sequence[BatchDim] | None = None,
+) -> Sample:
     """Train a copy of the eager module for two steps on the example.
 
     Args:
         wide: in float64 throughout; otherwise in the module's own precision.
+        microbatches: the batch of a step is run in so many parts, whose losses count by their rows.
+        dims: the batch dim of each tensor in the example.
     """
     module = copy_module(subject.model)
     # Before any mode is on: a copy is not a computation. One per step, since a forward may write to its input.
@@ -53,26 +63,17 @@ def run_reference(subject: Subject, *, seed: int, wide: bool) -> Sample:
             stack.enter_context(precision_of(own))
             batches = tree_map(widen, batches)
             stack.enter_context(Float64Mode())
-        return _train(module, batches, subject, seed, wide=wide)
+        parts = [split_arguments(args, kwargs, dims, microbatches) for args, kwargs in batches]
+        return _train(module, parts, subject, seed, wide=wide)
 
 
-def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: int, *, wide: bool) -> Sample:
+def _train(module: nn.Module, batches: Sequence[Sequence[Batch]], subject: Subject, seed: int, *, wide: bool) -> Sample:
+    """Train on the micro-batches of each step."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     update = make_optimizer(subject, trained) if trained else None
     losses, gradients = [], []
-    for step, (args, kwargs) in enumerate(batches):
-        with DrawMode(Stream(seed, step, 0)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
-            output = module(*args, **kwargs)
-        loss = check_loss(output, subject.place)
-        if not bool(torch.isfinite(loss)):
-            raise RunError(
-                f"the model's own loss is {loss.item()} in step {step + 1}: nothing can be compared",
-                place=subject.place,
-                remedy="give an example and initial weights with a finite loss",
-            )
-        with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
-            loss.backward()
-        losses.append(loss.detach().clone())
+    for step, parts in enumerate(batches):
+        losses.append(_accumulate(module, parts, subject, seed, step, wide=wide))
         gradients.append(_gradients(module))
         if wide:
             _silence(module, noise_in(gradients[-1]))
@@ -81,6 +82,37 @@ def _train(module: nn.Module, batches: Sequence[Batch], subject: Subject, seed: 
                 update.step()
         module.zero_grad(set_to_none=True)
     return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights_of(module))
+
+
+def _accumulate(
+    module: nn.Module, parts: Sequence[Batch], subject: Subject, seed: int, step: int, *, wide: bool
+) -> torch.Tensor:
+    """The gradients of a step, one micro-batch after the other, and its loss."""
+    total = None
+    for micro, ((args, kwargs), share) in enumerate(zip(parts, _shares(parts), strict=True)):
+        with DrawMode(Stream(seed, step, micro)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
+            output = module(*args, **kwargs)
+        loss = check_loss(output, subject.place)
+        if not bool(torch.isfinite(loss)):
+            raise RunError(
+                f"the model's own loss is {loss.item()} in step {step + 1}: nothing can be compared",
+                place=subject.place,
+                remedy="give an example and initial weights with a finite loss",
+            )
+        loss = loss if share == 1 else loss * share
+        with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
+            loss.backward()
+        total = loss.detach().clone() if total is None else total + loss.detach()
+    assert total is not None, "a step has a batch"
+    return total
+
+
+def _shares(parts: Sequence[Batch]) -> list[float]:
+    """What share of the rows each micro-batch has."""
+    if len(parts) == 1:
+        return [1.0]
+    rows = [batch_rows(part) for part in parts]
+    return [count / sum(rows) for count in rows]
 
 
 class _Wide:

@@ -1,0 +1,241 @@
+"""Plan -> Pipelined: a Program for each piece of a model whose ops live on different devices, and what crosses.
+
+In: a Plan. Out: for each piece (segments.py) a Program of its own on its own devices, counted from 0; for each tensor
+that one piece makes and another reads a Crossing, forward and backward; for each parameter that several pieces hold a
+Tie. A piece takes a tensor in the layout in which its first reader wants it, and gives one in the layout in which it
+was made; sums are complete on both sides. Gradients cross in the same layouts the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from weft.cost.links import Links, default_links
+from weft.cost.reshard import Resharder
+from weft.ir.graph import Graph, Input
+from weft.ir.layout import Axis, Grid, Layout, copied_on
+from weft.ir.oplayout import Copied, OpLayout
+from weft.ir.program import Move, Program
+from weft.lower.build import Builder, Need
+from weft.lower.chains import Chain, chains
+from weft.lower.idle import without_idle_gradients
+from weft.lower.regions import gather_regions
+from weft.lower.segments import Piece, pieces
+from weft.lower.stored import apply_store, resting, stored_layout
+from weft.ops.book import RuleBook
+from weft.ops.derive import Operand
+from weft.plan.follow import resolve
+from weft.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece as a Program on devices 0 .. k - 1, which are `piece.segment.devices`.
+
+    Its inputs are those of the model that it reads, then what it takes; its outputs are what it gives.
+    """
+
+    piece: Piece
+    program: Program
+
+    def at_home(self, layout: Layout) -> Layout:
+        """A layout of the Program on the devices of the job."""
+        devices = self.piece.segment.devices
+        grid = Grid(layout.grid.axes, tuple(devices[number] for number in layout.grid.devices))
+        return replace(layout, grid=grid)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor on its way from one piece to another, and its gradient on the way back (None: none flows)."""
+
+    tensor: str
+    source: str
+    target: str
+    forward: Move
+    backward: Move | None
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A trained parameter that several pieces hold: their gradients are added up in this order.
+
+    `moves[i][j]` brings the gradient of holder j to the layout of holder i.
+    """
+
+    parameter: str
+    holders: tuple[str, ...]
+    moves: tuple[tuple[Move, ...], ...]
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """What the devices run for one micro-batch, piece by piece."""
+
+    graph: Graph
+    devices: int
+    parts: tuple[Part, ...]
+    crossings: tuple[Crossing, ...]
+    ties: tuple[Tie, ...]
+
+
+def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
+    """Turn a plan into pieces."""
+    graph, book = without_idle_gradients(plan.graph, "loss"), plan.rules
+    layouts = resolve(plan, book)
+    resharder = Resharder(links or default_links("gloo"))
+    blocks = {name: stage.name for name, stage in plan.stages.items()}
+    parts = tuple(
+        Part(piece, _lower_piece(plan, graph, piece, layouts, book, resharder, first=number == 0))
+        for number, piece in enumerate(pieces(graph, layouts, book, blocks))
+    )
+    return Pipelined(graph, plan.devices, parts, tuple(_crossings(parts)), tuple(_ties(graph, parts)))
+
+
+def _lower_piece(
+    plan: Plan,
+    whole: Graph,
+    piece: Piece,
+    layouts: Mapping[str, OpLayout],
+    book: RuleBook,
+    resharder: Resharder,
+    *,
+    first: bool,
+) -> Program:
+    graph = sub_graph(whole, piece, _unread(whole) if first else frozenset())
+    count = len(piece.segment.devices)
+    here = {op.name: _at_piece(layouts[op.name], piece) for op in piece.ops}
+    lying = _lying(plan, graph, piece, here, book, resharder)
+    builder = Builder(graph, here, book, resharder, lying)
+    entries = {name: builder.enter(name) for name in piece.takes if graph.tensors[name].needs_grad}
+    for item in chains(graph, here, book):
+        if isinstance(item, Chain):
+            builder.chain(item)
+        else:
+            builder.compute(item)
+    needs = {name: _given(builder, name, graph, count) for name in piece.gives}
+    given = {name: builder.fetch(name, need) for name, need in needs.items()}
+    updates = {
+        buffer.tensor: builder.fetch(buffer.update, Need(lying[buffer.tensor], None))
+        for buffer in graph.buffers
+        if buffer.update is not None
+    }
+    read = dict.fromkeys(name for op in graph.ops for name in op.inputs if name in graph.parameter_tensors)
+    for parameter in reversed([name for name in read if graph.parameter_tensors[name].trainable]):
+        builder.sync(parameter)
+    return Program(
+        graph=graph,
+        devices=count,
+        values=builder.values,
+        steps=gather_regions(builder.steps),
+        stored=lying,
+        outputs=given,
+        roots=tuple(value for name, value in given.items() if graph.tensors[name].needs_grad),
+        entries=entries,
+        updates=updates,
+        given={name: need.layout for name, need in needs.items()},
+    )
+
+
+def _unread(graph: Graph) -> frozenset[str]:
+    """Parameters and buffers that no op reads: somebody has to hold them."""
+    read = {name for op in graph.ops for name in op.inputs}
+    held = {one.tensor for one in graph.parameters} | {one.tensor for one in graph.buffers}
+    return frozenset(held - read)
+
+
+def sub_graph(graph: Graph, piece: Piece, held: frozenset[str] = frozenset()) -> Graph:
+    """The part of a Graph that a piece runs: what it takes is among the inputs, what it gives is the output.
+
+    `held`: parameters and buffers that it holds without reading them.
+    """
+    read = dict.fromkeys((*(name for op in piece.ops for name in op.inputs), *held))
+    made = [name for op in piece.ops for name in op.outputs]
+    own = [one for one in graph.inputs if one.tensor in read]
+    inputs = (*own, *(Input(name, name, len(own) + at) for at, name in enumerate(piece.takes)))
+    buffers = tuple(one for one in graph.buffers if one.tensor in read or one.update in made)
+    tensors = dict.fromkeys((*read, *made, *(one.tensor for one in buffers)))
+    return replace(
+        graph,
+        name=f"{graph.name} {piece.segment.name}",
+        tensors={name: graph.tensors[name] for name in tensors},
+        inputs=tuple(replace(one, index=at) for at, one in enumerate(inputs)),
+        parameters=tuple(one for one in graph.parameters if one.tensor in read),
+        buffers=buffers,
+        constants={name: value for name, value in graph.constants.items() if name in read},
+        ops=piece.ops,
+        outputs=piece.gives,
+        loss=None,
+        in_spec=None,
+        out_spec=None,
+        leaves=(),
+        out_leaves=(),
+    )
+
+
+def _at_piece(layout: OpLayout, piece: Piece) -> OpLayout:
+    """An op's layout with devices counted from 0; what any piece may make is copied on all of its devices."""
+    devices = piece.segment.devices
+    if set(layout.grid.devices) == set(devices):
+        grid = Grid(layout.grid.axes, tuple(devices.index(device) for device in layout.grid.devices))
+        return replace(layout, grid=grid)
+    every = tuple(range(len(devices)))
+    return OpLayout(Grid((Axis("all", len(every)),), every), (Copied(),))
+
+
+def _lying(
+    plan: Plan, graph: Graph, piece: Piece, layouts: Mapping[str, OpLayout], book: RuleBook, resharder: Resharder
+) -> dict[str, Layout]:
+    """Where everything that no op of the piece makes lies before it runs."""
+    count = len(piece.segment.devices)
+    every = tuple(range(count))
+    uses: dict[str, dict[Operand, None]] = {}
+    for op in piece.ops:
+        for name, operand in zip(op.inputs, book.operands(op, layouts[op.name]).inputs, strict=True):
+            uses.setdefault(name, {})[operand] = None
+    found: dict[str, Layout] = {}
+    for name, tensor in graph.tensors.items():
+        parameter = graph.parameter_tensors.get(name)
+        if parameter is not None:
+            layout = stored_layout(tensor.sizes, tuple(uses.get(name, ())), tensor.dtype.itemsize, count, resharder)
+            store = plan.stores.get(name)
+            found[name] = layout if store is None else apply_store(layout, store.uses, parameter, store.place)
+        elif name in piece.takes:
+            found[name] = resting(next(iter(uses[name])).layout) or copied_on(tensor.sizes, every)
+        elif name not in graph.producers:
+            found[name] = copied_on(tensor.sizes, every)
+    return found
+
+
+def _given(builder: Builder, name: str, graph: Graph, count: int) -> Need:
+    """A tensor as it was made, complete."""
+    made = builder.values[builder.made(name)].layout
+    layout = resting(made) or copied_on(graph.tensors[name].sizes, tuple(range(count)))
+    return Need(layout, layout if graph.tensors[name].needs_grad else None)
+
+
+def _crossings(parts: tuple[Part, ...]) -> list[Crossing]:
+    home = {name: part for part in parts for name in part.piece.gives}
+    found = []
+    for part in parts:
+        for name in part.piece.takes:
+            source = home[name]
+            given = source.at_home(source.program.values[source.program.outputs[name]].layout)
+            taken = part.at_home(part.program.stored[name])
+            needs = part.program.graph.tensors[name].needs_grad
+            backward = Move("exchange", taken, given) if needs else None
+            names = source.piece.segment.name, part.piece.segment.name
+            found.append(Crossing(name, *names, Move("exchange", given, taken), backward))
+    return found
+
+
+def _ties(graph: Graph, parts: tuple[Part, ...]) -> list[Tie]:
+    found = []
+    for parameter in graph.parameters:
+        holders = [part for part in parts if parameter.tensor in part.program.graph.parameter_tensors]
+        if parameter.trainable and len(holders) > 1:
+            lies = [part.at_home(part.program.stored[parameter.tensor]) for part in holders]
+            moves = tuple(tuple(Move("exchange", other, one) for other in lies) for one in lies)
+            found.append(Tie(parameter.tensor, tuple(part.piece.segment.name for part in holders), moves))
+    return found

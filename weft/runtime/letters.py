@@ -1,0 +1,119 @@
+"""Letters: tensors that one process of a host leaves for another under a tag, and neither waits for the other.
+
+In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A small letter travels through
+a pipe (pipes.py) as it is; a large one lies in shared memory (boxes.py) and a note of where travels, so a pipe hardly
+fills and sending does not wait. Letters that come before they are asked for are kept.
+
+Promised: no tag is used twice while a letter of it is under way; a member that is gone ends the wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.boxes import LAST, PAUSE, Box, Boxes, new_box, note_of
+from weft.runtime.pipes import Pipes
+from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
+
+SMALL = 4 << 10
+"""Bytes up to which a letter travels through the pipe."""
+HEAD = struct.Struct("<III")
+"""Bytes of the tag, bytes of the body, and whether the body is a note."""
+
+
+class Letters:
+    """The letters of one rank in one group. For one thread at a time.
+
+    Args:
+        boxes: its view of the others' shared memory.
+        look: called while waiting; raises if that is in vain.
+    """
+
+    def __init__(self, pipes: Pipes, boxes: Boxes, look: Callable[[], None]) -> None:
+        self._pipes, self._boxes, self._look = pipes, boxes, look
+        self._own: list[Box] = []
+        self._serial = 0
+        self._read = [bytearray() for _ in range(boxes.num_members)]
+        self._came: dict[tuple[int, str], deque[tuple[bytes, bool]]] = {}
+
+    def post(self, at: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Leave tensors for the member at a position."""
+        parts = [as_bytes(tensor) for tensor in tensors]
+        size = sum(part.numel() for part in parts)
+        body = bytes(torch.cat(parts).tolist()) if 0 < size <= SMALL else b""
+        if size > SMALL:
+            body = self._laid(at, parts, size)
+        words = tag.encode()
+        self._deliver(at, HEAD.pack(len(words), len(body), size > SMALL) + words + body)
+
+    def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+        """What the member at a position left under a tag."""
+        while not self._came.get((at, tag)):
+            if at != self._boxes.position:
+                self._read[at] += self._pipes.read(at, self._look)
+            self._sort(at)
+        waiting = self._came[at, tag]
+        body, is_note = waiting.popleft()
+        if not waiting:
+            del self._came[at, tag]
+        flat = self._fetched(body, num_bytes(wants)) if is_note else torch.tensor(list(body), dtype=torch.uint8)
+        assert flat.numel() == num_bytes(wants), f"{tag} has {flat.numel()} bytes, {num_bytes(wants)} were expected"
+        return unpack(flat, [wants])[0]
+
+    def close(self) -> None:
+        """There will be no further letter; wait a while for others to take what lies here."""
+        until = time.monotonic() + LAST
+        while time.monotonic() < until and not all(box.is_free() for box in self._own):
+            time.sleep(PAUSE)
+        for box in self._own:
+            os.close(box.descriptor)
+        self._own = []
+        self._boxes.close()
+
+    def _deliver(self, at: int, frame: bytes) -> None:
+        if at == self._boxes.position:
+            self._read[at] += frame
+        else:
+            self._pipes.write(at, frame)
+
+    def _sort(self, at: int) -> None:
+        """File what has come in full."""
+        read = self._read[at]
+        while len(read) >= HEAD.size:
+            length, size, is_note = HEAD.unpack_from(read)
+            end = HEAD.size + length + size
+            if len(read) < end:
+                return
+            tag = bytes(read[HEAD.size : HEAD.size + length]).decode()
+            body = bytes(read[HEAD.size + length : end])
+            self._came.setdefault((at, tag), deque()).append((body, bool(is_note)))
+            del read[:end]
+
+    def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:
+        """Lay a letter into a box; the note of where it is."""
+        start = self._boxes.marks
+        fitting = [box for box in self._own if box.is_free() and box.size >= start + size]
+        box = min(fitting, key=lambda one: one.size) if fitting else self._made(start + size)
+        box.number, box.takers = box.number + 1, (at,)
+        torch.cat(list(parts), out=box.memory[start : start + size])
+        return bytes(note_of(box, start).tolist())
+
+    def _made(self, size: int) -> Box:
+        self._serial += 1
+        # apart from the serial numbers of messages and of sums
+        box = new_box(size, self._serial + (1 << 40))
+        self._own.append(box)
+        return box
+
+    def _fetched(self, note: bytes, size: int) -> Tensor:
+        box, number, start = self._boxes.opened(torch.tensor(list(note), dtype=torch.uint8))
+        found = box.memory[start : start + size].clone()
+        box.set_mark(self._boxes.position, number)
+        return found

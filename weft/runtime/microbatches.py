@@ -1,0 +1,74 @@
+"""Micro-batches: the batch of a step in parts.
+
+In: positional and keyword arguments, a number, the batch dim of each tensor. Out: as many pairs of arguments, and what
+share of the rows each has. Sizes differ by one at most, larger ones first (`tensor_split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+BatchDim = int | None
+
+
+class TooFewRows(ValueError):  # noqa: N818 - says what is wrong
+    """A batch with fewer rows than micro-batches."""
+
+
+def rows_of(tensors: Sequence[Tensor], dims: Sequence[BatchDim]) -> int:
+    """The size of the batch."""
+    sizes = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True) if dim is not None}
+    if len(sizes) != 1:
+        raise TooFewRows(f"the batch dims of the inputs have sizes {sorted(sizes)}: they are to be one")
+    return int(sizes.pop())
+
+
+def default_dims(tensors: Sequence[Tensor]) -> list[BatchDim]:
+    """Dim 0 of every tensor that has as many rows there as the first."""
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+    return [0 if tensor.dim() and tensor.shape[0] == rows else None for tensor in tensors]
+
+
+def split(tensors: Sequence[Tensor], dims: Sequence[BatchDim], count: int) -> list[list[Tensor]]:
+    """The tensors of each micro-batch."""
+    rows = rows_of(tensors, dims)
+    if rows < count:
+        raise TooFewRows(f"a batch of {rows} rows cannot be cut into {count} micro-batches")
+    parts = [
+        [tensor] * count if dim is None else list(tensor.tensor_split(count, dim))
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    return [[part[micro].contiguous() for part in parts] for micro in range(count)]
+
+
+def shares(rows: int, count: int) -> list[float]:
+    """What share of the rows each micro-batch has."""
+    return [len(part) / rows for part in torch.arange(rows).tensor_split(count)]
+
+
+def split_arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], dims: Sequence[BatchDim] | None, count: int
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of the forward for each micro-batch. `dims`: of the tensors in them, in order."""
+    if count == 1:
+        return [(tuple(args), kwargs)]
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[i] for i in at]
+    found = []
+    for part in split(tensors, default_dims(tensors) if dims is None else dims, count):
+        mine = list(leaves)
+        for i, tensor in zip(at, part, strict=True):
+            mine[i] = tensor
+        found.append(pytree.tree_unflatten(mine, spec))
+    return found
+
+
+def batch_rows(batch: Any) -> int:
+    """Rows of the first tensor of a batch that has any."""
+    return next(int(leaf.shape[0]) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())

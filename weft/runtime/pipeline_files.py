@@ -1,0 +1,105 @@
+"""Pipelines on disk: how a rank's share of one is loaded.
+
+In: a directory with `pipeline.json` and a folder for each piece, and the transport of a replica. Out: the rank's
+pieces, crossings and events. Needs no compiler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.runtime.module import GradSync
+from weft.runtime.parallel import share
+from weft.runtime.pipeline import Crossing, Event, Piece, Rank, Share, Tie
+from weft.runtime.program_files import load_program
+from weft.runtime.replicas import Replica
+from weft.runtime.script import Piece as Part
+from weft.runtime.script import Transfer
+from weft.runtime.teams import Team
+
+PIPELINE = "pipeline.json"
+
+
+def read_pipeline(directory: str | Path) -> dict[str, Any]:
+    """What is written about the pipeline."""
+    found: dict[str, Any] = json.loads((Path(directory) / PIPELINE).read_text(encoding="utf-8"))
+    return found
+
+
+def is_pipeline(directory: str | Path) -> bool:
+    """True if the program in a directory is one in pieces."""
+    return (Path(directory) / PIPELINE).exists()
+
+
+def load_pipeline(directory: str | Path, transport: Replica, make_sync: Callable[[], GradSync]) -> Rank:
+    """The rank's share, its parts still zeros.
+
+    Args:
+        make_sync: makes what completes the gradients of one piece.
+    """
+    folder, told, rank = Path(directory), read_pipeline(directory), transport.rank
+    sizes = [_share(folder, one, transport, make_sync) for one in told["sizes"]]
+    for other in sizes[1:]:
+        for name, piece in other.pieces.items():
+            share(sizes[0].pieces[name].module, piece.module)
+    ties = [
+        Tie(
+            one["parameter"],
+            tuple(one["holders"]),
+            tuple(tuple(_transfer(move, rank) for move in moves) for moves in one["moves"]),
+        )
+        for one in told["ties"]
+    ]
+    events = [Event(phase, piece, micro) for phase, piece, micro in told["events"].get(str(rank), ())]
+    teller = next(one["devices"][0] for one in told["sizes"][0]["pieces"] if told["loss"] in dict(one["gives"]))
+    return Rank(sizes, ties, events, transport, (told["loss"], teller))
+
+
+def _share(folder: Path, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], GradSync]) -> Share:
+    pieces = {
+        one["name"]: Piece(
+            one["name"],
+            load_program(folder / one["folder"], Team(transport, one["devices"]), grad_sync=make_sync()),
+            tuple(one["inputs"]),
+            tuple(one["takes"]),
+            tuple((name, trained) for name, trained in one["gives"]),
+        )
+        for one in told["pieces"]
+        if transport.rank in one["devices"]
+    }
+    here = [one for one in told["crossings"] if {one["source"], one["target"]} & pieces.keys()]
+    return Share(pieces, [_crossing(one, transport.rank) for one in here])
+
+
+def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:
+    return Crossing(
+        one["tensor"],
+        one["source"],
+        one["target"],
+        getattr(torch, one["dtype"]),
+        _transfer(one["forward"], rank),
+        None if one["backward"] is None else _transfer(one["backward"], rank),
+        one["trained"],
+    )
+
+
+def _transfer(by_device: Mapping[str, Any], rank: int) -> Transfer | None:
+    one = by_device.get(str(rank))
+    if one is None:
+        return None
+    return Transfer(
+        "exchange", (), _parts(one["sends"]), _parts(one["receives"]), _tupled(one["shapes"]), bool(one["add"])
+    )
+
+
+def _parts(found: Any) -> tuple[Part, ...]:
+    return tuple(Part(peer, slot, _tupled(index)) for peer, slot, index in found)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
