@@ -7,7 +7,6 @@ order they run; `check` proves the result, `script` spells it out for one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from weft.cost.links import Links, default_links
 from weft.cost.reshard import Resharder
