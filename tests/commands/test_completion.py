@@ -23,7 +23,7 @@ def test_bash_knows_commands_options_and_values() -> None:
     assert complete("weft", "train", "--res") == {"--resume"}
     assert complete("weft", "train", "file.py", "--schedule", "c") >= {"constant", "cosine"}
     assert complete("weft", "completion", "fi") == {"fish"}
-    assert "--plan" not in complete("weft", "ops", "--")
+    assert "--processes" not in complete("weft", "ops", "--")
 
 
 def test_every_option_is_in_every_script() -> None:

@@ -22,4 +22,6 @@ def without_idle_gradients(graph: Graph, outputs: str) -> Graph:
             reached.update(op.inputs)
     kept = reached | {one.tensor for one in graph.inputs}
     idle = [one for one in graph.tensors.values() if one.needs_grad and one.name not in kept]
+    if not idle:
+        return graph
     return replace(graph, tensors={**graph.tensors, **{one.name: replace(one, needs_grad=False) for one in idle}})

@@ -28,7 +28,7 @@ from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
 from weft.plan.weigh import Weight, weigh
 
-LEAST_FLOPS_PER_BYTE = 1.0
+LEAST_FLOPS_PER_BYTE = 1.5
 """Below that even a laptop computes faster than it sends: dividing the work does not pay for moving the result."""
 
 
