@@ -28,13 +28,13 @@ check: $(READY)  ## format, lint, types, import directions
 	$(BIN)/lint-imports
 
 test: check  ## what every change must pass
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not full"
 
 smoke: $(READY)  ## under a minute
 	$(BIN)/python -m pytest -m "smoke and not full"
 
 test-full: check  ## everything, with ten times the random examples
-	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=full
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=full
 
 bench: $(READY)  ## time of each pass of the compiler, of compiling Llama-3-8B, of a step against eager and DDP
 	$(BIN)/python bench/passes.py
