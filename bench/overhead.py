@@ -2,10 +2,10 @@
 
     python bench/overhead.py [--repeats 15] [--out bench/results/overhead.json]
 
-A GPT of 6 layers trains with fused AdamW, one thread per process; on one device some other models do too. Both sides take a
-step in turn, in the same run, on the same batch; medians and their ratio are told, below 1 where Weft is faster; the
-ratio of processor time is less disturbed by whatever else the machine does. Against DDP the batch is varied: the fewer
-rows, the more of a step is communication. Peak memory is that of processes of their own that run one side only.
+A GPT of 6 layers trains with fused AdamW, one thread per process; on one device some other models do too. Both sides
+take a step in turn, in the same run, on the same batch; medians and their ratio are told, below 1 where Weft is faster;
+the ratio of processor time is less disturbed by whatever else the machine does. Against DDP the batch is varied: the
+fewer rows, the more of a step is communication. Peak memory is that of processes of their own that run one side only.
 Nothing is judged here.
 """
 

@@ -141,7 +141,9 @@ def write(directory: Path, key: str, files: Mapping[str, bytes]) -> Found:
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """The files of a program, into a directory that is there."""
     for name, content in files.items():
-        (directory / name).write_bytes(content)
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
 
 
 def _rename(fresh: Path, directory: Path) -> None:

@@ -24,15 +24,16 @@ from weft.codegen import generate
 from weft.codegen.form import form_of
 from weft.codegen.sampled import Make, generate_for_sizes
 from weft.cost.links import Links
-from weft.errors import CaptureError
+from weft.errors import CaptureError, PlanError
 from weft.ir.graph import Graph
 from weft.ir.program import Program
 from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
 from weft.runtime.returns import NotReturned, Returns, lost, returns_of
-from weft.verify.door import PlanLike, check_fit, graph_for, make_plan
+from weft.verify.door import PlanLike, capture_subject, check_fit, graph_for, make_plan
 from weft.verify.model_file import Subject
+from weft.verify.pieces import InPieces, compile_pieces, is_in_pieces
 
 Say = Callable[[str], None]
 
@@ -42,7 +43,8 @@ class Compiled:
     """What the compiler made.
 
     Args:
-        program, report: None if the files come from the cache.
+        program, report: None if the files come from the cache, or if there are pieces.
+        pieces: of a plan in stages or micro-batches; there is a program for each, and no cache.
         files: of the emitted program, by name.
         directory: of the cache, if there is one.
         edited: the files in the cache are no longer as they were emitted. They are used as they are.
@@ -57,6 +59,7 @@ class Compiled:
     directory: Path | None = None
     edited: bool = False
     timings: Mapping[str, float] = field(default_factory=dict)
+    pieces: InPieces | None = None
 
     @property
     def devices(self) -> int:
@@ -65,6 +68,7 @@ class Compiled:
     def __str__(self) -> str:
         times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings.items())
         what = "from the cache" if self.report is None else str(self.report)
+        what = what if self.pieces is None else f"{len(self.pieces.pipeline.segments)} pieces"
         return f"{self.graph.name} on {self.devices} devices: {what} ({times})"
 
 
@@ -116,6 +120,8 @@ def compile_subject(
             return make_plan(plan, other, subject, devices)
 
         made = make(at_example(graph))
+    if is_in_pieces(made):
+        return build_pieces(subject, graph, made, make, links, timer, outputs=outputs)
     if folder is None:
         return build(graph, made, links, timer, outputs=outputs, like=like, make=make)
     key = cache.program_key(graph, made, _more(graph, links, outputs, like))
@@ -166,6 +172,31 @@ def build(
     with timer("emit"):
         files = generate(program, about=about)
     return Compiled(graph, plan, program, report, files, timings=timer.seconds)
+
+
+def build_pieces(
+    subject: Subject,
+    graph: Graph,
+    plan: Plan,
+    make: Make,
+    links: Links | None,
+    timer: Timer,
+    *,
+    outputs: str = "loss",
+) -> Compiled:
+    """The passes from a plan in stages or micro-batches to files."""
+    if is_open(graph, outputs):
+        raise PlanError(
+            "a plan in stages or micro-batches trains a loss, and what is asked for returns something else",
+            place=subject.place,
+            remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
+        )
+    with timer("pieces"):
+        pieces = compile_pieces(subject, plan, capture_subject, make, links=links)
+    with timer("emit"):
+        about = {"batch": form_of(plan.graph).to_json(), "dims": pieces.dims, "made_from": cache.origin(graph)}
+        files = pieces.files(about)
+    return Compiled(graph, plan, None, None, files, timings=timer.seconds, pieces=pieces)
 
 
 def returned(graph: Graph) -> Returns:

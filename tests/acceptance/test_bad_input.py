@@ -44,6 +44,22 @@ def plan(graph, devices=2):
     return plan
 """
 
+STAGES = """
+    from weft.ir.schedule import Event, Schedule
+    from weft.order import make_schedule
+
+    def order(pipeline):
+        made, (one, *_) = make_schedule("1f1b", pipeline), pipeline.segments
+        first = list(made.events[0])
+        {change}
+        return Schedule({{**made.events, 0: tuple(first)}})
+
+    up = [op.name for op in graph.ops if op.path.split(".")[0] == "up"]
+    rest = [op.name for op in graph.ops if op.path.split(".")[0] != "up"]
+    plan = plan.stage("up", up, [0]).stage("rest", rest, [1]).cut_batch(2).order(order)
+"""
+"""Lines of a plan in two stages, with a change to the events of the first."""
+
 FAILING = MODEL.replace(
     "class Net",
     """
@@ -191,6 +207,37 @@ CASES = (
     Case("a configuration that is none", argv="ops hf:NoSuchConfig", says=("NoSuchConfig",)),
     Case("no such shell", argv="completion powershell", says=("powershell",)),
     Case("no such backend", argv="profile --backend mpi", says=("mpi",)),
+    Case("more stages than operators", plan="pp=9,microbatches=2", says=("9 stages", "no work")),
+    Case("a stage with no work", plan="pp=2,microbatches=2,stages=up", says=("'up'", "work")),
+    Case("a stage list that names no module", plan="pp=2,microbatches=2,stages=side", says=("'side'", "up")),
+    Case("a stage list of another length", plan="pp=3,microbatches=2,stages=down", says=("3 stages",)),
+    Case("fewer rows than micro-batches", plan="pp=2,microbatches=5", says=("4 rows", "5 micro-batches")),
+    Case("no micro-batches", plan="pp=2,microbatches=0", says=("0",)),
+    Case("training without backward", plan="pp=2,microbatches=2,schedule=inference", says=("never runs",)),
+    Case(
+        "an order that shuffles what a buffer becomes",
+        model=MODEL.replace("nn.Linear(6, 8),", "nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)),"),
+        lines=STAGES.format(change="first[0], first[1] = first[1], first[0]").replace('"1f1b"', '"gpipe"'),
+        says=("running_mean", "1 0"),
+    ),
+    Case("an unknown schedule", plan="pp=2,microbatches=2,schedule=2f2b", says=("2f2b", "1f1b")),
+    Case("a schedule without pp", plan="dp=2,schedule=1f1b", says=("schedule", "pp")),
+    Case("virtual stages without pp", plan="dp=2,virtual=2", says=("virtual", "pp")),
+    Case("stages without pp", plan="dp=2,stages=down", says=("stages", "pp")),
+    Case("an order that contradicts the data", lines=STAGES.format(change="first.reverse()"), says=("waits for",)),
+    Case(
+        "an order that forgets a backward",
+        lines=STAGES.format(change='first.remove(Event("b", one.name, 0))'),
+        says=("never runs", "b(up, 0)"),
+    ),
+    Case(
+        "an order of what is not there",
+        lines=STAGES.format(change='first.append(Event("f", "side", 0))'),
+        says=("is called", "side"),
+    ),
+    Case("a stage on no device", lines='plan = plan.stage("a", "up", [5])', says=("[5]",)),
+    Case("a stage of nothing", lines='plan = plan.stage("a", "side", [0])', says=("side",)),
+    Case("an op in two stages", lines='plan = plan.stage("a", "up", [0]).stage("b", "up", [1])', says=("'a'",)),
 )
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.capture.compare import assert_same
+from weft import verify
 from weft.capture import capture
 from weft.errors import CaptureError
 
@@ -180,6 +181,35 @@ def test_autograd_function_is_kept_whole() -> None:
     assert [graph.tensors[name].needs_grad for name in opaque[0].outputs] == [True, False]
     assert opaque[0].source.text.startswith("y, number, mask = odd(")
     assert not any(op.kind == "pow" for op in graph.ops)
+
+
+class Scaled(torch.autograd.Function):
+    """Backward gives the scale no gradient: none, not zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class UsesScaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.scale = nn.Parameter(torch.rand(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(self.linear(x), self.scale).sum()
+
+
+def test_argument_without_gradient_is_detached() -> None:
+    graph = assert_same(UsesScaled(), X)
+    assert [(op.kind, op.inputs) for op in graph.ops if op.kind == "detach"] == [("detach", ("scale",))]
+    assert verify(UsesScaled(), (X,), plan="dp=2").equal, "weight decay must not touch what has no gradient"
 
 
 class WritesInput(torch.autograd.Function):

@@ -122,9 +122,7 @@ class Lines(nn.Module):
         return x * torch.rand(8, generator=self.generator)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("random_", "cannot be repeated"), ("generator", "generator")]
-)
+@pytest.mark.parametrize(("kind", "words"), [("random_", "cannot be repeated"), ("generator", "generator")])
 def test_refuses_what_cannot_be_drawn(kind: str, words: str) -> None:
     with pytest.raises(CaptureError, match=words) as caught:
         capture(Lines(kind), X.float())

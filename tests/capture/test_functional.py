@@ -317,6 +317,31 @@ def test_refuses_change_of_what_lasts(module: nn.Module, what: str, line: str) -
     assert caught.value.remedy
 
 
+@torch.library.custom_op("test_functional::double", mutates_args=("x",))
+def double_in_place(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def writes_by_library(y: Tensor) -> Tensor:
+    z = y.detach().clone()
+    double_in_place(z)
+    return y * z
+
+
+def writes_lists(y: Tensor) -> Tensor:
+    z = y * 1
+    torch._foreach_mul_([z], 2.0)
+    return z
+
+
+@pytest.mark.parametrize("function", [writes_by_library, writes_lists])
+def test_refuses_operator_that_only_writes(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="writes into its argument") as caught:
+        capture(Around(function), torch.randn(2, 6))
+    assert "test_functional.py" in caught.value.place
+    assert caught.value.remedy
+
+
 def test_constants_written_in_forward_may_change() -> None:
     def change(y: Tensor) -> Tensor:
         table = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=torch.float64)

@@ -64,6 +64,8 @@ def test_whole_numbers_are_never_addends() -> None:
         ("a a -> a", 2, "twice"),
         ("a k -> a", 2, "not in every output"),
         ("a, b -> a", 3, "not in every output"),
+        ("a k+ -> a k", 2, "in every output"),
+        ("k+ -> k+, a k", 0, "in every output"),
         ("a* b* -> a* b*", 0, "one 'name*'"),
         ("a ? -> a", 2, "expected a dim"),
         ("a -> & a", 5, "only operands"),

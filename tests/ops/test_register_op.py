@@ -123,6 +123,7 @@ def test_a_factor_that_is_added_is_told() -> None:
     ("text", "told"),
     [
         ("b h q -> b h", "'q' is not in every output"),
+        ("b h+ -> b h", "'h' is in every output, so it is not summed away"),
         ("b -> b", "does not fit here"),
         ("b h, b h -> b h", "has 2 operands, it is given 1 tensor"),
         ("b h -> b h, b h", "the rule has 2 outputs, the operator 1"),

@@ -316,9 +316,9 @@ REFUSED: list[tuple[Callable[[], object], Callable[[], object], str, str, str]] 
     (
         lambda: BLOCK.order(before(f("a", m), b("z", m))),
         lambda: BLOCK.can_order(before(f("a", m), b("z", m))),
-        "no block is called 'z'",
+        "no block or stage is called 'z'",
         "f(a, m) before b(z, m)",
-        "blocks: a",
+        "stages: a",
     ),
     (
         lambda: BLOCK.order(before(f("a", m + 1), b("a", m)), before(b("a", m), f("a", m + 1))),

@@ -257,3 +257,64 @@ def last_message(transport: Transport, payload: Any) -> bool:
     expects = {0: [((4 * LARGE,), torch.uint8)]} if transport.rank == 1 else {}
     came = transport.all_to_all(sends, expects, (0, 1), "exchange")
     return transport.rank == 0 or torch.equal(came[0][0], sent)
+
+
+LETTERS = 40
+"""More letters of half a page than a pipe holds."""
+
+
+def many_letters(transport: Transport, payload: Any) -> list[Tensor]:
+    """More than a pipe holds to each other rank, small and large by turns, taken in another order."""
+    rank, others = transport.rank, [p for p in range(transport.num_ranks) if p != transport.rank]
+    sizes = [512 if i % 3 else 5000 for i in range(LETTERS)]
+    for peer in (*others, rank):
+        for i, size in enumerate(sizes):
+            transport.post(peer, f"letter {i}", [torch.full((size,), rank + 10.0 * i, dtype=torch.float64)])
+    found = []
+    for i in reversed(range(LETTERS)):
+        for peer in (rank, *others):
+            found += transport.take(peer, f"letter {i}", [((sizes[i],), torch.float64)])
+    return [one[[0, -1]] for one in found]
+
+
+def a_letter_that_does_not_fit(transport: Transport, payload: Any) -> list[Tensor]:
+    """Rank 0 fills its pipe and waits for rank 1 in a collective, which rank 1 enters after the last letter."""
+    if transport.rank == 0:
+        for i in range(LETTERS):
+            transport.post(1, f"letter {i}", [torch.full((500,), float(i), dtype=torch.float64)])
+        return [transport.all_reduce(torch.ones(1), (0, 1))]
+    last = transport.take(0, f"letter {LETTERS - 1}", [((500,), torch.float64)])
+    transport.all_reduce(torch.ones(1), (0, 1))
+    return [last[0][:1]]
+
+
+def writes_and_leaves(transport: Transport, payload: Any) -> list[Tensor]:
+    """Rank 0 fills its pipe and is done; rank 1 comes later."""
+    if transport.rank == 0:
+        for i in range(LETTERS):
+            transport.post(1, f"letter {i}", [torch.full((500,), float(i), dtype=torch.float64)])
+        return []
+    time.sleep(0.5)
+    return [transport.take(0, f"letter {i}", [((500,), torch.float64)])[0][:1] for i in range(LETTERS)]
+
+
+def letters_of_all_kinds(transport: Transport, payload: Any) -> list[Tensor]:
+    """Every dtype, empty ones, several in one letter, one tag again and again."""
+    peer = 1 - transport.rank
+    shapes = [(dtype, shape) for dtype in DTYPES for shape in ((), (0, 3), (3, 7), (60, 70))]
+    found = []
+    for _ in range(2):
+        transport.post(peer, "again", [values(transport.rank, dtype, shape) for dtype, shape in shapes])
+        found += transport.take(peer, "again", [(shape, dtype) for dtype, shape in shapes])
+    return found
+
+
+def is_killed_in_an_event(transport: Transport, payload: Any) -> None:
+    """Rank 1 of a pipeline dies in an event; the others wait for what it would have sent."""
+    transport.begin_step(3)
+    if transport.rank == 1:
+        transport.doing = Doing("F2 of blocks.1")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.doing = Doing("B2 of blocks.0")
+    transport.take(1, "gradient of x for blocks.1, micro-batch 2", [((3,), torch.float64)])

@@ -15,9 +15,13 @@ def main(path: str, what: str) -> None:
     module, batch = mlp()
     if what == "different":
         torch.nn.init.constant_(module.up.bias, float(_rank()))
-    parallel = weft.parallelize(module, batch, "dp=2", cache=None)
+    plan = "pp=2,microbatches=4" if what == "pieces" else "dp=2"
+    parallel = weft.parallelize(module, batch, plan, cache=None)
     optimizer = adamw(parallel)
     losses = [parallel.train_step(batch, optimizer).item() for _ in range(STEPS)]
+    if what == "pieces":
+        torch.save((losses, dict(parallel.state_dict())), f"{path}{_rank()}")
+        return
     with torch.no_grad():
         evaluated = parallel.eval()(**batch).item()
     if _rank() == 0:

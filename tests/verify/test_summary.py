@@ -59,3 +59,9 @@ def test_numbers_of_one() -> None:
         "1 operand exact, 1 sum complete, 1 collective matched, 1 gradient and 1 parameter gradient complete"
     )
     assert "2 collectives matched, 0 gradients" in str(Report(2, 2, 2, 0, 2))
+
+
+def test_what_is_printed_in_python_warns_too() -> None:
+    torch.manual_seed(0)
+    result = weft.verify(Net(), (torch.randn(8, 6),), plan=lambda graph: Plan(graph, 2).trans("up", cut("n", 2)))
+    assert "warning: linalg_matrix_exp" in str(result)

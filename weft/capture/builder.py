@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from weft.capture.sizes import Sizes
 from weft.errors import CaptureError
 from weft.ir.graph import NOWHERE, Autocast, Op, Ref, Source, Tensor
+from weft.ops.trial import FAILURES
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,29 @@ class Builder:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context
     ) -> list[str]:
         """Append one call of an opaque function."""
-        if not context.grad:
-            args = tuple(self._detached(leaf, context) for leaf in args)
+        idle = range(len(args)) if not context.grad else self._without_gradient(function, args, context)
+        args = tuple(self._detached(leaf, context) if i in idle else leaf for i, leaf in enumerate(args))
         return self._append(f"function:{name}", function, args, {}, context, function=function)
+
+    def _without_gradient(self, function: Callable[..., Any], args: tuple[Any, ...], context: Context) -> list[int]:
+        """Positions of arguments that need a gradient and get none: backward returns None for them.
+
+        To an optimizer none is not zero. A backward that cannot run on fake tensors is taken to give all of them.
+        """
+        wanted = [i for i, leaf in enumerate(args) if isinstance(leaf, Ref) and self.needs_grad(leaf.name)]
+        live = [self.fakes[leaf.name].detach() if isinstance(leaf, Ref) else leaf for leaf in args]
+        for i in wanted:
+            live[i].requires_grad_()
+        with self._around(context) as stack:
+            if self.mode.shape_env is not None:
+                stack.enter_context(self.mode.shape_env.suppress_guards())
+            try:
+                made = [one for one in pytree.tree_leaves(function(*live)) if one.requires_grad]
+                seeds = [torch.ones_like(one) for one in made]
+                found = torch.autograd.grad(made, [live[i] for i in wanted], seeds, allow_unused=True) if made else ()
+            except FAILURES:
+                return []
+        return [i for i, gradient in zip(wanted, found, strict=False) if gradient is None]
 
     def emit_runtime(
         self,
@@ -146,17 +167,22 @@ class Builder:
         live_args, live_kwargs = pytree.tree_map(
             lambda leaf: self.fakes[leaf.name] if isinstance(leaf, Ref) else leaf, (args, dict(kwargs))
         )
+        with self._around(context):
+            result = self._try(call, live_args, live_kwargs, context)
+        leaves = pytree.tree_leaves(result)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(f"{call} returns something that is no tensor: {result}", place=context.place)
+        return leaves
+
+    def _around(self, context: Context) -> ExitStack:
+        """The fake tensors, grad mode and autocast in which an op runs."""
         with ExitStack() as stack:
             stack.enter_context(self.mode)
             stack.enter_context(torch.set_grad_enabled(context.grad))
             if context.autocast is not None:
                 cast = context.autocast
                 stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled, cache_enabled=False))
-            result = self._try(call, live_args, live_kwargs, context)
-        leaves = pytree.tree_leaves(result)
-        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise CaptureError(f"{call} returns something that is no tensor: {result}", place=context.place)
-        return leaves
+            return stack.pop_all()
 
     def _try(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Context) -> Any:
         try:

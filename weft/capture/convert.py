@@ -23,7 +23,17 @@ from weft.capture.bags import emit_bag, is_bag
 from weft.capture.builder import Builder, Context
 from weft.capture.draws import bound, drops_nothing, is_random, name_of
 from weft.capture.expect import EXPECT, Expectation
-from weft.capture.functional import RESHAPING, Cell, Handle, check_writable, read, result_of, twin_of, write
+from weft.capture.functional import (
+    RESHAPING,
+    Cell,
+    Handle,
+    check_writable,
+    read,
+    result_of,
+    twin_of,
+    unwritable,
+    write,
+)
 from weft.capture.grouped import with_repeated_heads
 from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
 from weft.capture.refuse import NUMBER, NUMBER_REMEDY
@@ -101,6 +111,8 @@ class Converter:
         if str(target) == FUNCTION:
             return self.function(args, node, context)
         if not target._schema.returns:
+            if target._schema.is_mutable:
+                raise unwritable(target, context)
             return None
         return self.operator(target, tuple(args), dict(kwargs), node, context)
 

@@ -117,7 +117,12 @@ def twin_of(target: OpOverload, context: Context) -> OpOverload:
         candidate: OpOverload = getattr(packet, overload)
         if signature(candidate) == signature(target) and not candidate._schema.is_mutable:
             return candidate
-    raise CaptureError(
+    raise unwritable(target, context)
+
+
+def unwritable(target: OpOverload, context: Context) -> CaptureError:
+    """The refusal of an operator whose writing no other operator can express."""
+    return CaptureError(
         f"{target} writes into its argument and has no functional twin",
         place=context.place,
         remedy="use the operator that returns a new tensor",

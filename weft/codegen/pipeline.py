@@ -18,7 +18,7 @@ from weft.ir.schedule import Schedule, row
 from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.transfer import Transfers
 from weft.runtime.pipeline_files import PIPELINE
-from weft.runtime.program_files import content_hash
+from weft.runtime.program_files import content_hash, file_hash
 from weft.runtime.script import Transfer
 
 
@@ -41,6 +41,7 @@ def generate_pipeline(
     described = {
         "devices": first.devices,
         "loss": first.graph.loss,
+        "loss_dtype": str(first.graph.tensors[first.graph.loss or ""].dtype).removeprefix("torch."),
         "sizes": [
             {
                 "pieces": [_piece(_folder(size, number), part, one) for number, part in enumerate(one.parts)],
@@ -49,11 +50,15 @@ def generate_pipeline(
             for size, one in enumerate(sizes)
         ],
         "ties": [words.tie(one, first) for one in first.ties],
+        "loans": [
+            [first.graph.parameter_tensors[one.parameter].names[0], one.owner, one.borrower] for one in first.loans
+        ],
         "events": {
             str(device): [[event.phase, event.segment, event.number] for event in events]
             for device, events in schedule.events.items()
         },
         "hash": content_hash(files),
+        "hashes": {name: file_hash(content) for name, content in files.items()},
         **(about or {}),
     }
     return {**files, PIPELINE: (json.dumps(described, indent=1) + "\n").encode()}

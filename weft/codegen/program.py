@@ -91,7 +91,7 @@ def _forward(sheet: Sheet) -> list[str]:
         name = next(one.names[0] for one in program.graph.buffers if one.tensor == buffer)
         lines.append(f'        self.update("{name}", {frame.read(value)})')
     lines += _ending(sheet, frame)
-    several = "tuple[Tensor, ...]" if program.roots else "dict[str, Tensor]"
+    several = "tuple[Tensor, ...]" if program.roots or program.given else "dict[str, Tensor]"
     kind = "Tensor" if len(program.outputs) == 1 else several
     return [*statement("def forward(", ["self", *arguments], f") -> {kind}:", 1), *lines]
 
@@ -100,7 +100,7 @@ def _ending(sheet: Sheet, frame: Frame) -> list[str]:
     """The last statement: the loss tied to all that was done, or the outputs."""
     program = sheet.program
     loss = program.graph.loss
-    if program.roots:
+    if program.roots or program.given:
         return statement("return self.outputs(", [frame.read(value) for value in program.outputs.values()], ")", 2)
     roots: list[str] = []
     if program.loss is not None:

@@ -1,7 +1,8 @@
 """`weft show FILE --plan P`: what a plan makes of a model.
 
-In: the options. Out: a table by module; or the generated code, the Program as text, or JSON, and then nothing else on
-stdout. With `--out` the program's files are written; a program that somebody edited is not overwritten unasked.
+In: the options. Out: a table by module, or for a plan in pieces by stage, or its time table; or the generated code, the
+Program as text, or JSON, and then nothing else on stdout. With `--out` the program's files are written; a program that
+somebody edited is not overwritten unasked.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from rich.table import Table
 from rich.text import Text
 
 from weft import cache
+from weft.commands import pieces
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, compile_subject
 from weft.cost.links import load as load_links
-from weft.errors import RunError, WeftError
+from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
+from weft.runtime.pipeline_files import PIPELINE, is_pipeline, pipeline_changes, read_pipeline
 from weft.runtime.program_files import CONSTANTS, META, changes
 from weft.verify.model_file import load_model_file
+from weft.verify.pieces import InPieces
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 WIDE = 200
@@ -38,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.force and options.out is None:
         raise WeftError("--force says to overwrite, and nothing is written", remedy="add --out DIR")
-    if options.json and (options.code or options.program):
-        raise WeftError("--json tells code and program too", remedy="leave out --code and --program, or --json")
+    if options.json and (options.code or options.program or options.schedule):
+        raise WeftError("--json tells code, program and schedule too", remedy="leave out all others, or --json")
     # what the user's code prints is not what was asked for
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
         compiled = compile_subject(
@@ -52,6 +56,14 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"written to {options.out}", markup=False)
+    if compiled.pieces is not None:
+        return show_pieces(compiled, compiled.pieces, options)
+    if options.schedule:
+        raise PlanError(
+            "--schedule draws stages or micro-batches, and this plan has none",
+            place=str(options.plan),
+            remedy="pp=2,microbatches=4",
+        )
     program = compiled.program
     assert program is not None, "nothing was looked up in a cache"
     if options.code:
@@ -62,6 +74,23 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(compiled, program, options)))
     else:
         show_table(compiled, program, f"{options.file} under {options.plan}")
+    return 0
+
+
+def show_pieces(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> int:
+    """The same for a plan in pieces."""
+    title = f"{options.file} under {options.plan}"
+    if options.code:
+        show_code(compiled.files)
+    elif options.program:
+        print("\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in made.sizes[0].parts))
+    elif options.json:
+        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
+        print(json.dumps({**said, **pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}))
+    elif options.schedule:
+        pieces.show_schedule(made, title)
+    else:
+        pieces.show_pieces(made, title)
     return 0
 
 
@@ -141,17 +170,25 @@ def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        old = json.loads((directory / META).read_text(encoding="utf-8"))
-        for name in {*old.get("files", ()), CONSTANTS} - set(files):
+        for name in _names(directory) - set(files):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
 
 
+def _names(directory: Path) -> set[str]:
+    """The files of the program that is there, its tables but for those that every program has."""
+    if is_pipeline(directory):
+        return {PIPELINE, *read_pipeline(directory)["hashes"]}
+    old = json.loads((directory / META).read_text(encoding="utf-8"))
+    return {*old.get("files", ()), CONSTANTS}
+
+
 def _edited(directory: Path) -> list[str]:
     """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
     try:
-        return [name for name, what in changes(directory).items() if what == "edited"]
+        found = pipeline_changes(directory) if is_pipeline(directory) else changes(directory)
+        return [name for name, what in found.items() if what == "edited"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(
             f"{directory} holds something else than a program of weft's",

@@ -21,6 +21,8 @@ from weft.verify.compare import Processes, shortened, show
 OK, DIFFERENT = 0, 1
 MAX_LINES = 6
 """Of operators that run whole."""
+MAX_ROW = 100
+"""Characters of a device's events."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,7 +67,10 @@ def show_result(result: Result, *, title: str) -> None:
     for name, axis in axes.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
         console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
-    _show_whole(console, result)
+    if "pieces" in summary:
+        _show_pieces(console, result)
+    else:
+        _show_whole(console, result)
     if proven := summary.get("proven"):
         console.print(f"proven before running: {proven}", markup=False)
     rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
@@ -81,6 +86,29 @@ def show_result(result: Result, *, title: str) -> None:
     if result.processes is not None:
         console.print(_compared_with_emulator(result.processes), markup=False)
     _show_verdict(console, result)
+
+
+def _show_pieces(console: Console, result: Result) -> None:
+    """Stages, micro-batches, the order of events."""
+    summary = result.summary
+    pieces, parts = summary["pieces"], summary["microbatches"]
+    for piece in pieces:
+        where = ", ".join(map(str, piece["devices"]))
+        console.print(f"  {piece['name']} on device{'s' * (len(piece['devices']) > 1)} {where}", markup=False)
+    alone = f"{len(pieces)} piece{'s' * (len(pieces) > 1)}"
+    console.print(
+        f"{alone}, {parts} micro-batch{'es' * (parts > 1)} a step, idle {summary['idle']:.1%} if pieces take equally "
+        "long; the order:",
+        markup=False,
+    )
+    for device, text in summary["schedule"].items():
+        console.print(f"  {device}: {_shortened(text)}", markup=False)
+    for text in summary.get("warnings", ()):
+        console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_ROW else text[: text.rindex(" ", 0, MAX_ROW)] + " ..."
 
 
 def _show_whole(console: Console, result: Result) -> None:

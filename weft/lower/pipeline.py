@@ -2,8 +2,9 @@
 
 In: a Plan. Out: for each piece (segments.py) a Program of its own on its own devices, counted from 0; for each tensor
 that one piece makes and another reads a Crossing, forward and backward; for each parameter that several pieces hold a
-Tie. A piece takes a tensor in the layout in which its first reader wants it, and gives one in the layout in which it
-was made; sums are complete on both sides. Gradients cross in the same layouts the other way.
+Tie, or a Loan where a piece only reads it, without gradient, and another on its devices holds it alike. A piece takes a
+tensor in the layout in which its first reader wants it, and gives one in the layout in which it was made; sums are
+complete on both sides. Gradients cross in the same layouts the other way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from weft.cost.links import Links, default_links
 from weft.cost.reshard import Resharder
-from weft.ir.graph import Graph, Input
+from weft.errors import PlanError
+from weft.ir.graph import Graph, Input, Tensor
 from weft.ir.layout import Axis, Grid, Layout, copied_on
 from weft.ir.oplayout import Copied, OpLayout
 from weft.ir.program import Move, Program
@@ -70,6 +72,15 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class Loan:
+    """A parameter that one piece reads without gradient and another holds in the same layout on the same devices."""
+
+    parameter: str
+    owner: str
+    borrower: str
+
+
+@dataclass(frozen=True)
 class Pipelined:
     """What the devices run for one micro-batch, piece by piece."""
 
@@ -78,6 +89,7 @@ class Pipelined:
     parts: tuple[Part, ...]
     crossings: tuple[Crossing, ...]
     ties: tuple[Tie, ...]
+    loans: tuple[Loan, ...] = ()
 
 
 def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
@@ -86,11 +98,35 @@ def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
     layouts = resolve(plan, book)
     resharder = Resharder(links or default_links("gloo"))
     blocks = {name: stage.name for name, stage in plan.stages.items()}
+    blocks.update((op, block) for block, ops in plan.blocks.items() for op in ops.names)
+    found = pieces(graph, layouts, book, blocks)
+    _refuse_divided_buffers(graph, found)
     parts = tuple(
         Part(piece, _lower_piece(plan, graph, piece, layouts, book, resharder, first=number == 0))
-        for number, piece in enumerate(pieces(graph, layouts, book, blocks))
+        for number, piece in enumerate(found)
     )
-    return Pipelined(graph, plan.devices, parts, tuple(_crossings(parts)), tuple(_ties(graph, parts)))
+    loans = tuple(_loans(graph, parts))
+    return Pipelined(graph, plan.devices, parts, tuple(_crossings(parts)), tuple(_ties(graph, parts, loans)), loans)
+
+
+def _refuse_divided_buffers(graph: Graph, found: tuple[Piece, ...]) -> None:
+    """A buffer that gets new content lives in one piece: nobody else would see it."""
+    for buffer in graph.buffers:
+        if buffer.update is None:
+            continue
+        users = [
+            (piece, op)
+            for piece in found
+            for op in piece.ops
+            if buffer.tensor in op.inputs or buffer.update in op.outputs
+        ]
+        names = list(dict.fromkeys(piece.segment.name for piece, _ in users))
+        if len(names) > 1:
+            raise PlanError(
+                f"buffer {buffer.names[0]} is read and written in different stages: {', '.join(names)}",
+                place=users[-1][1].place,
+                remedy="keep the ops that use it in one stage",
+            )
 
 
 def _lower_piece(
@@ -108,7 +144,9 @@ def _lower_piece(
     here = {op.name: _at_piece(layouts[op.name], piece) for op in piece.ops}
     lying = _lying(plan, graph, piece, here, book, resharder)
     builder = Builder(graph, here, book, resharder, lying)
-    entries = {name: builder.enter(name) for name in piece.takes if graph.tensors[name].needs_grad}
+    entries = {
+        name: builder.enter(name) for name in piece.takes if graph.tensors[name].needs_grad and piece.segment.trains
+    }
     for item in chains(graph, here, book):
         if isinstance(item, Chain):
             builder.chain(item)
@@ -159,7 +197,7 @@ def sub_graph(graph: Graph, piece: Piece, held: frozenset[str] = frozenset()) ->
     return replace(
         graph,
         name=f"{graph.name} {piece.segment.name}",
-        tensors={name: graph.tensors[name] for name in tensors},
+        tensors={name: _as_read(graph, piece, name) for name in tensors},
         inputs=tuple(replace(one, index=at) for at, one in enumerate(inputs)),
         parameters=tuple(one for one in graph.parameters if one.tensor in read),
         buffers=buffers,
@@ -172,6 +210,15 @@ def sub_graph(graph: Graph, piece: Piece, held: frozenset[str] = frozenset()) ->
         leaves=(),
         out_leaves=(),
     )
+
+
+def _as_read(graph: Graph, piece: Piece, name: str) -> Tensor:
+    """A tensor as a piece sees it: what it takes and reads without gradient has none here."""
+    tensor = graph.tensors[name]
+    if name not in piece.takes or not tensor.needs_grad:
+        return tensor
+    made = [out for op in piece.ops if name in op.inputs for out in op.outputs]
+    return replace(tensor, needs_grad=any(graph.tensors[out].needs_grad for out in made))
 
 
 def _at_piece(layout: OpLayout, piece: Piece) -> OpLayout:
@@ -223,17 +270,50 @@ def _crossings(parts: tuple[Part, ...]) -> list[Crossing]:
             source = home[name]
             given = source.at_home(source.program.values[source.program.outputs[name]].layout)
             taken = part.at_home(part.program.stored[name])
-            needs = part.program.graph.tensors[name].needs_grad
+            # what reads it without a gradient has none to send back
+            needs = part.program.graph.tensors[name].needs_grad and part.piece.segment.trains
             backward = Move("exchange", taken, given) if needs else None
             names = source.piece.segment.name, part.piece.segment.name
             found.append(Crossing(name, *names, Move("exchange", given, taken), backward))
     return found
 
 
-def _ties(graph: Graph, parts: tuple[Part, ...]) -> list[Tie]:
+def _loans(graph: Graph, parts: tuple[Part, ...]) -> list[Loan]:
+    """Parameters of which a device needs only one copy: all but one of the pieces there read it without gradient."""
     found = []
     for parameter in graph.parameters:
-        holders = [part for part in parts if parameter.tensor in part.program.graph.parameter_tensors]
+        groups: dict[tuple[tuple[int, ...], Layout], list[Part]] = {}
+        for part in _holders(parameter.tensor, parts):
+            groups.setdefault((part.piece.segment.devices, part.program.stored[parameter.tensor]), []).append(part)
+        for group in groups.values():
+            trained = [part for part in group if _trains(part, parameter.tensor)]
+            owner = (trained or group)[0]
+            found += [
+                Loan(parameter.tensor, owner.piece.segment.name, part.piece.segment.name)
+                for part in group
+                if part is not owner and part not in trained
+            ]
+    return found
+
+
+def _holders(parameter: str, parts: tuple[Part, ...]) -> list[Part]:
+    return [part for part in parts if parameter in part.program.graph.parameter_tensors]
+
+
+def _trains(part: Part, parameter: str) -> bool:
+    tensors = part.program.graph.tensors
+    return any(tensors[out].needs_grad for op in part.piece.ops if parameter in op.inputs for out in op.outputs)
+
+
+def _ties(graph: Graph, parts: tuple[Part, ...], loans: tuple[Loan, ...]) -> list[Tie]:
+    found = []
+    lent = {(loan.parameter, loan.borrower) for loan in loans}
+    for parameter in graph.parameters:
+        holders = [
+            part
+            for part in _holders(parameter.tensor, parts)
+            if (parameter.tensor, part.piece.segment.name) not in lent
+        ]
         if parameter.trainable and len(holders) > 1:
             lies = [part.at_home(part.program.stored[parameter.tensor]) for part in holders]
             moves = tuple(tuple(Move("exchange", other, one) for other in lies) for one in lies)

@@ -32,12 +32,14 @@ class Piece:
         ops: in program order; those that any piece may make are among them where they are read.
         takes: tensors that other pieces make, in order of first use.
         gives: tensors that other pieces or the caller read.
+        stage: the block or stage that its ops are in, "" if none.
     """
 
     segment: Segment
     ops: tuple[Op, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    stage: str = ""
 
 
 def pieces(
@@ -92,12 +94,12 @@ def _joined(
     wanted = {name for names in takes for name in names} | returned
     names = _names([ops for _, _, ops in groups])
     found = []
-    for number, (devices, _, ops) in enumerate(groups):
+    for number, (devices, stage, ops) in enumerate(groups):
         gives = tuple(name for op in ops for name in op.outputs if name in wanted)
         reads = tuple(dict.fromkeys(names[home[name]] for name in takes[number]))
         trains = any(graph.tensors[name].needs_grad for op in ops for name in op.outputs)
         segment = Segment(names[number], devices, reads, trains=trains, splits=trains)
-        found.append(Piece(segment, tuple(whole[number]), takes[number], gives))
+        found.append(Piece(segment, tuple(whole[number]), takes[number], gives, stage))
     return tuple(found)
 
 
@@ -141,10 +143,10 @@ def _between(first: str, last: str) -> str:
         common += 1
     shared = ".".join(one[:common])
     a, b = ".".join(_to_number(one[common:])), ".".join(_to_number(other[common:]))
-    if not a and not b:
+    if not a or not b:
         return shared
     joint = "-" if a.isdigit() and b.isdigit() else ".."
-    return (f"{shared}." if shared else "") + (f"{a}{joint}{b}" if a and b and a != b else a or b)
+    return (f"{shared}." if shared else "") + (f"{a}{joint}{b}" if a != b else a)
 
 
 def _to_number(words: list[str]) -> list[str]:

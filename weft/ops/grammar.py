@@ -187,17 +187,21 @@ def parse(text: str) -> Template:
     for operand in (*template.inputs, *template.outputs):
         for one in operand.dims:
             for name in one.factors:
-                if isinstance(name, str) and name not in template.marks:
-                    _in_every_output(template, name, one.column)
+                if isinstance(name, str):
+                    _refuse_odd_mark(template, name, one.column)
     return template
 
 
-def _in_every_output(template: Template, name: str, column: int) -> None:
-    for output in template.outputs:
-        if not any(name in one.factors for one in output.dims):
-            raise fault(
-                template.text, column, f"{name!r} is not in every output: mark it {name}+ (summed) or {name}^ (frozen)"
-            )
+def _refuse_odd_mark(template: Template, name: str, column: int) -> None:
+    """What some output lacks is summed or frozen; what every output has, nobody sums away."""
+    everywhere = all(any(name in one.factors for one in output.dims) for output in template.outputs)
+    mark = template.marks.get(name)
+    if mark is None and not everywhere:
+        raise fault(
+            template.text, column, f"{name!r} is not in every output: mark it {name}+ (summed) or {name}^ (frozen)"
+        )
+    if mark == "summed" and everywhere:
+        raise fault(template.text, column, f"{name!r} is in every output, so it is not summed away: leave out its '+'")
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,12 @@ def read_schedule(pipeline: Pipeline, rows: Mapping[int, str | Sequence[Event]],
 
 
 def _read(pipeline: Pipeline, device: int, row: str) -> tuple[Event, ...]:
-    # A segment's name may hold blanks: they are inside brackets.
-    words = re.findall(r"[^\s(]+(?:\([^)]*\))?", row)
-    return tuple(_event(pipeline, device, word, number) for number, word in enumerate(words))
+    return tuple(_event(pipeline, device, word, number) for number, word in enumerate(words_of(row)))
+
+
+def words_of(row: str) -> list[str]:
+    """The words of a row. A segment's name may hold blanks: they are inside brackets."""
+    return re.findall(r"[^\s(]+(?:\([^)]*\))?", row)
 
 
 def _event(pipeline: Pipeline, device: int, word: str, number: int) -> Event:

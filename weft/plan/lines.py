@@ -375,12 +375,13 @@ def _stored(transforms: Iterable[Transform], name: str, shape: tuple[int, ...], 
 def _order(state: State, line: OrderLine) -> State:
     for relation in line.relations:
         for event in (relation.first, relation.second):
-            if event.segment not in state.blocks:
-                known = ", ".join(state.blocks) or "none yet"
+            known = dict.fromkeys((*state.blocks, *(stage.name for stage in state.stages.values())))
+            if event.segment not in known:
                 raise PlanError(
-                    f"no block is called {event.segment!r}",
+                    f"no block or stage is called {event.segment!r}",
                     place=str(relation),
-                    remedy=f"define it with plan.block(name, ops); blocks: {known}",
+                    remedy="define it with plan.block(name, ops) or plan.stage(name, ops, devices); blocks and stages: "
+                    + (", ".join(known) or "none yet"),
                 )
         if any(
             (old.first, old.second) == (relation.second, relation.first) for old in (*state.orders, *line.relations)

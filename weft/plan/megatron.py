@@ -42,8 +42,15 @@ def megatron(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     return cut_all(plan, cuts.chosen)
 
 
+def vocabulary_cuts(plan: Plan, parts: int, *, axis: str = "tp") -> dict[str, CutBy]:
+    """The cuts of embedding, head and loss by vocabulary alone, by op; none if the model has no such."""
+    cuts = _Cuts(plan, parts, axis)
+    cuts.vocabulary()
+    return cuts.chosen
+
+
 class _Cuts:
-    """The cuts chosen so far. Local to `megatron`."""
+    """The cuts chosen so far. Local to this module."""
 
     def __init__(self, plan: Plan, parts: int, axis: str) -> None:
         self.plan, self.parts, self.axis = plan, parts, axis

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.errors import PlanError
+from weft.ir.graph import Op
 from weft.order.names import NAMES
+from weft.plan.interlace import cut_vocabulary
 from weft.plan.plan import Plan
+from weft.plan.recycling import recycled_stages
 from weft.plan.stages import balanced, begun_at
 
 LOOPS = {"interleaved": 2}
 """Stages that a device runs by default under these schedules."""
+ALONE = ("interlaced", "nf1b")
+"""Schedules with one stage on each set of devices (nf1b: in each pass)."""
 
 
 def pp(
@@ -42,11 +47,27 @@ def pp(
             f"{len(begins)} modules begin stages after the first, but {count} stages have {count - 1} such",
             remedy=f"name {count - 1} modules: stages=a+b+...",
         )
-    parts = begun_at(plan.graph, plan.rules, begins) if begins else balanced(plan.graph, plan.rules, count)
+    if schedule in ALONE and virtual > 1:
+        raise PlanError(f"{schedule} has one stage on each set of devices", remedy="leave out virtual=")
+    everywhere: frozenset[str] = frozenset()
+    if schedule == "interlaced":
+        plan, everywhere = cut_vocabulary(plan, stages)
     size = plan.devices // stages
+    if schedule == "nf1b":
+        for one in recycled_stages(plan, stages, begins):
+            plan = _stage(plan, one.name, one.ops, one.place, size)
+        return plan.cut_batch(microbatches).order(schedule)
+    if begins:
+        parts = begun_at(plan.graph, plan.rules, begins, without=everywhere)
+    else:
+        parts = balanced(plan.graph, plan.rules, count, without=everywhere)
     for number, ops in enumerate(parts):
         turn, place = divmod(number, stages)
         # a V: the second half of the stages runs back over the devices
         home = stages - 1 - place if schedule == "zb-v" and turn % 2 else place
-        plan = plan.stage(str(number), [op.name for op in ops], range(home * size, (home + 1) * size))
+        plan = _stage(plan, str(number), ops, home, size)
     return plan.cut_batch(microbatches).order(schedule)
+
+
+def _stage(plan: Plan, name: str, ops: Sequence[Op], home: int, size: int) -> Plan:
+    return plan.stage(name, [op.name for op in ops], range(home * size, (home + 1) * size))

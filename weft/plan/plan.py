@@ -13,6 +13,7 @@ from functools import cached_property
 
 from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph, Op
+from weft.ir.schedule import Schedule
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.plan.lines import (
@@ -214,8 +215,14 @@ class Plan:
         rewrite: any order that data allows  ->  those in which every relation holds
         """
         if len(relations) == 1 and not isinstance(relations[0], Relation):
-            text = relations[0] if isinstance(relations[0], str) else getattr(relations[0], "__name__", "as listed")
-            return self._with(ScheduleLine(relations[0], text))
+            said = relations[0]
+            if not isinstance(said, str | Schedule | Mapping) and not callable(said):
+                raise PlanError(
+                    f"{said!r} is no order of events",
+                    remedy="give a name, rows such as {0: 'F0 F1 B0 B1'}, a function of the pipeline, or relations",
+                )
+            text = said if isinstance(said, str) else getattr(said, "__name__", "as listed")
+            return self._with(ScheduleLine(said, text))
         if any(not isinstance(one, Relation) for one in relations):
             raise PlanError("order takes relations, or one schedule", remedy="write order('1f1b')")
         if not relations:

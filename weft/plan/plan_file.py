@@ -26,7 +26,7 @@ from weft.plan.order import PHASES, Before, Event, Micro, before
 from weft.plan.plan import Plan
 from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algorithm, copy, cut
 from weft.plan.select import Selection, fold
-from weft.plan.staging import BatchLine, ScheduleLike, ScheduleLine, StageLine
+from weft.plan.staging import BatchLine, Rows, ScheduleLike, ScheduleLine, StageLine
 
 VERSION = 1
 KINDS = {int: "whole number", list: "list", dict: "table"}
@@ -153,12 +153,15 @@ def _line_data(line: Line) -> dict[str, Any]:
 def _schedule_data(schedule: ScheduleLike) -> str | dict[int, Any]:
     if isinstance(schedule, str):
         return schedule
-    if not isinstance(schedule, Schedule):
+    if not isinstance(schedule, Schedule | Mapping):
         raise PlanError(
             "a schedule that a function makes cannot be written to a file",
             remedy="order by a name, or by the events of every device",
         )
-    return {device: [_event_data(event) for event in events] for device, events in schedule.events.items()}
+    rows = schedule.events if isinstance(schedule, Schedule) else schedule
+    return {
+        device: row if isinstance(row, str) else [_event_data(event) for event in row] for device, row in rows.items()
+    }
 
 
 def _ops_data(ops: Selection) -> str | list[str]:
@@ -218,8 +221,10 @@ def _add_step(plan: Plan, entry: object, place: str) -> Plan:
     raise PlanError(f"{entry!r} is no line of a plan", place=place, remedy=f"lines: {lines}")
 
 
-def _schedule(data: Mapping[Any, Any], place: str) -> Schedule:
-    """Events by device: `0: [[f, a, 0], [b, a, 0]]`."""
+def _schedule(data: Mapping[Any, Any], place: str) -> Schedule | Rows:
+    """Events by device: `0: [[f, a, 0], [b, a, 0]]`, or `0: F0 B0`."""
+    if all(isinstance(device, int) and isinstance(row, str) for device, row in data.items()):
+        return dict(data)
     found = {}
     for device, events in data.items():
         if not isinstance(device, int) or not isinstance(events, list):

@@ -8,7 +8,8 @@ ops compute and move in a step, what crosses to it, and the memory of its weight
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.errors import PlanError
@@ -36,25 +37,34 @@ class _Weights:
     crossing: tuple[float, ...]
 
 
-def balanced(graph: Graph, book: RuleBook, count: int) -> list[tuple[Op, ...]]:
-    """The ops of each stage. What every piece may make for itself is in none (`light_ops`)."""
-    light = light_ops(graph, book)
-    ops = [op for op in graph.ops if op.name not in light]
+def balanced(
+    graph: Graph, book: RuleBook, count: int, *, without: Collection[str] = (), cuts: Collection[str] | None = None
+) -> list[tuple[Op, ...]]:
+    """The ops of each stage. What every piece may make for itself is in none (`light_ops`), nor is `without`.
+
+    Args:
+        cuts: ops at which a stage may begin; any if not given.
+    """
+    ops = _heavy(graph, book, without)
     if len(ops) < count:
         raise PlanError(
             f"{count} stages for a model of {len(ops)} operators that compute something: a stage would have no work",
             remedy=f"ask for at most {len(ops)} stages",
         )
     weights = _weigh(graph, book, ops)
-    cuts = _best_cuts(weights, _candidates(weights, len(ops), count), len(ops), count)
-    edges = [0, *cuts, len(ops)]
+    if cuts is None:
+        candidates = _candidates(weights, len(ops), count)
+    else:
+        candidates = [at for at, op in enumerate(ops) if at and op.name in cuts]
+    edges = [0, *_best_cuts(weights, candidates, len(ops), count), len(ops)]
     return [tuple(ops[start:stop]) for start, stop in itertools.pairwise(edges)]
 
 
-def begun_at(graph: Graph, book: RuleBook, modules: Sequence[str]) -> list[tuple[Op, ...]]:
+def begun_at(
+    graph: Graph, book: RuleBook, modules: Sequence[str], *, without: Collection[str] = ()
+) -> list[tuple[Op, ...]]:
     """The ops of each stage, where a new one begins at each of these modules."""
-    light = light_ops(graph, book)
-    ops = [op for op in graph.ops if op.name not in light]
+    ops = _heavy(graph, book, without)
     edges = [0]
     for module in modules:
         inside = [at for at, op in enumerate(ops) if op.path == module or op.path.startswith(f"{module}.")]
@@ -71,6 +81,11 @@ def begun_at(graph: Graph, book: RuleBook, modules: Sequence[str]) -> list[tuple
         edges.append(inside[0])
     edges.append(len(ops))
     return [tuple(ops[start:stop]) for start, stop in itertools.pairwise(edges)]
+
+
+def _heavy(graph: Graph, book: RuleBook, without: Collection[str]) -> list[Op]:
+    light = light_ops(graph, book)
+    return [op for op in graph.ops if op.name not in light and op.name not in without]
 
 
 def _some_paths(ops: Sequence[Op]) -> list[str]:
@@ -95,7 +110,19 @@ def _weigh(graph: Graph, book: RuleBook, ops: Sequence[Op]) -> _Weights:
         readers = [place[out] for one in graph.consumers[name] for out in one.outputs[:1] if out in place]
         for at in range(made + 1, max(readers, default=made) + 1):
             crossing[at] += _bytes(graph, name) * (2 if graph.tensors[name].needs_grad else 1)
+    for start, stop in _inseparable(graph, ops):
+        for at in range(start + 1, stop + 1):
+            crossing[at] = math.inf
     return _Weights(tuple(time), tuple(memory), tuple(crossing))
+
+
+def _inseparable(graph: Graph, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
+    """First and last of the ops that use a buffer which gets new content: it lives in one stage."""
+    for buffer in graph.buffers:
+        if buffer.update is not None:
+            users = [at for at, op in enumerate(ops) if buffer.tensor in op.inputs or buffer.update in op.outputs]
+            if users:
+                yield users[0], users[-1]
 
 
 def _bytes(graph: Graph, name: str) -> int:

@@ -9,17 +9,19 @@ In: what was said before and the next line. Out: what is said then, or a PlanErr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.errors import PlanError
-from weft.ir.schedule import Pipeline, Schedule
+from weft.ir.schedule import Event, Pipeline, Schedule
 from weft.plan.primitives import is_count
 from weft.plan.select import Selection
 
-ScheduleLike = str | Schedule | Callable[[Pipeline], Schedule]
-"""A name of `weft.order.NAMES`, the events of every device, or a function that makes them."""
+Rows = Mapping[int, str | Sequence[Event]]
+"""For each device its events, or a row such as `F0 F1 B0` (`F0(a)` where it holds several stages)."""
+ScheduleLike = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
+"""A name of `weft.order.NAMES`, the events of every device by stage, or a function that makes them."""
 
 
 class Placed(Protocol):

@@ -261,6 +261,9 @@ class Channel:
     def _look(self) -> None:
         """Raises if there is nothing to wait for, or no time left to."""
         self._watch.check()
+        if self._letters is not None:
+            # somebody may wait for a letter that did not fit into its pipe, and this rank for him
+            self._letters.push()
         if time.monotonic() > self._since + self.timeout:
             message = f"rank {self.rank} waited {self.timeout:g} s for a collective"
             raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())

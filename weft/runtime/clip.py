@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.runtime.holdings import Holdings, exchange
 from weft.runtime.parallel import Parallel
+from weft.runtime.parallel_pipeline import ParallelPipeline
 
 EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
@@ -20,7 +21,7 @@ EPSILON = 1e-6
 class Clip:
     """Knows which elements this rank answers for. Made and called on all ranks of a replica together."""
 
-    def __init__(self, module: Parallel) -> None:
+    def __init__(self, module: Parallel | ParallelPipeline) -> None:
         self._module = module
         holdings: Holdings = exchange(module.program)
         rank = module.program.transport.rank
@@ -31,7 +32,7 @@ class Clip:
         """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
         norm = self.norm()
         scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-        for _, parameter in self._module.program.trained():
+        for parameter in self._module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
         return norm
@@ -50,7 +51,7 @@ class Clip:
         return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
 
 
-def clip_rank(module: Parallel, max_norm: float) -> Tensor:
+def clip_rank(module: Parallel | ParallelPipeline, max_norm: float) -> Tensor:
     """Clip once; whoever clips in every step keeps a `Clip`."""
     held = vars(module).get("_clip")
     clip = held if isinstance(held, Clip) else Clip(module)

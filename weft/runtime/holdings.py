@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.runtime.indices import indices
-from weft.runtime.module import ParallelModule
 from weft.runtime.script import Index
+from weft.runtime.stored import Holds
 from weft.runtime.transfers import put, size
 from weft.runtime.transport import GroupComm, Transport
 
@@ -51,7 +51,7 @@ class Holdings:
         return ~covered
 
 
-def exchange(program: ParallelModule) -> Holdings:
+def exchange(program: Holds) -> Holdings:
     """Ask every rank of the replica. All of them call this at the same place."""
     mine = {name: program.stored[name] for name in program.stored_parts() if name in program.stored}
     told = tell_all(program.transport, mine)

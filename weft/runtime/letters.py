@@ -14,12 +14,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from weft.runtime.boxes import LAST, PAUSE, Box, Boxes, new_box, note_of
 from weft.runtime.pipes import Pipes
+from weft.runtime.watch import PeerLost
 from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
 
 SMALL = 4 << 10
@@ -67,11 +69,17 @@ class Letters:
         assert flat.numel() == num_bytes(wants), f"{tag} has {flat.numel()} bytes, {num_bytes(wants)} were expected"
         return unpack(flat, [wants])[0]
 
+    def push(self) -> None:
+        """Send on what did not fit into the pipes."""
+        self._pipes.push()
+
     def close(self) -> None:
         """There will be no further letter; wait a while for others to take what lies here."""
         until = time.monotonic() + LAST
-        while time.monotonic() < until and not all(box.is_free() for box in self._own):
-            time.sleep(PAUSE)
+        with suppress(PeerLost):
+            while time.monotonic() < until and not (self._pipes.sent and all(box.is_free() for box in self._own)):
+                self.push()
+                time.sleep(PAUSE)
         for box in self._own:
             os.close(box.descriptor)
         self._own = []

@@ -26,7 +26,7 @@ from weft.runtime.moves import Move, all_reduce
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
-from weft.runtime.stored import NO_TABLES, Container, Part, Table, Tables, expand
+from weft.runtime.stored import NO_TABLES, Container, Holds, Part, Table, Tables, expand
 from weft.runtime.tape import Tape, Used
 from weft.runtime.transfers import execute_all, real_dtype, size
 from weft.runtime.transport import Doing, Transport
@@ -110,6 +110,7 @@ class ParallelModule(Container):
         """What this rank holds of each parameter and buffer, by every name."""
         self._parts: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
+        self._borrowed: set[str] = set()
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
         self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
@@ -179,6 +180,13 @@ class ParallelModule(Container):
         if part.trained:
             parameter.register_post_accumulate_grad_hook(self._arrived(name))
         for each in (name, *part.tied):
+            self.hold(each, parameter)
+
+    def borrow(self, name: str, parameter: nn.Parameter) -> None:
+        """Read this very parameter under a name: another program of this rank holds and trains it."""
+        self._borrowed.add(name)
+        self._parts[name], self._names[id(parameter)] = parameter, name
+        for each in (name, *self._stored[name].tied):
             self.hold(each, parameter)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -330,7 +338,7 @@ class ParallelModule(Container):
         """The trained parameters that this rank stores a part of, in the order of use."""
         for name, part in self._stored.items():
             held = self._parts.get(name)
-            if part.trained and isinstance(held, nn.Parameter):
+            if part.trained and isinstance(held, nn.Parameter) and name not in self._borrowed:
                 yield name, held
 
     def sync_order(self) -> Iterator[tuple[str, Part]]:
@@ -363,10 +371,10 @@ class Original:
     persistent: bool = True
 
 
-def shapes_of(module: ParallelModule) -> dict[str, Original]:
+def shapes_of(module: Holds) -> dict[str, Original]:
     """The parameters and buffers of the original model, by each of their names."""
     found: dict[str, Original] = {}
-    for name, part in (*module._stored.items(), *module._buffered.items()):
+    for name, part in module.stored_parts().items():
         names = (name, *part.tied)
         found.update(dict.fromkeys(names, Original(part.shape, names, part.persistent)))
     return found

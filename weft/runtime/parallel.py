@@ -30,7 +30,7 @@ from weft.runtime.random import Stream
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
 from weft.runtime.script import Index
-from weft.runtime.training import Optimizer, train_step
+from weft.runtime.training import Optimizer, loss_of, train_step
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -171,6 +171,12 @@ class Parallel(nn.Module):
         """True if no program would have to be made for a batch."""
         known: list[Runnable] = self.__dict__["_evaluation"]
         return self.training or any(fits(one.form, args, kwargs) for one in known)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Forward and backward; gradients are added to what was there, the loss is returned."""
+        loss = loss_of(self, batch)
+        loss.backward()
+        return loss.detach()
 
     def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
         """Forward, backward, update; the loss before the update.

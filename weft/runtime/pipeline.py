@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft.runtime.deferred import Deferred
 from weft.runtime.module import ParallelModule
+from weft.runtime.parallel import give_back
 from weft.runtime.random import Stream
 from weft.runtime.script import Transfer
 from weft.runtime.transfers import assembled, real_dtype, size, take
@@ -138,6 +139,7 @@ class Rank:
     events: Sequence[Event]
     transport: Transport
     loss: tuple[str, int]
+    loss_dtype: torch.dtype = torch.float32
     _held: dict[tuple[str, int], _Held] = field(default_factory=dict)
     _queues: dict[tuple[str, int], Deferred] = field(default_factory=dict)
     _losses: dict[int, Tensor] = field(default_factory=dict)
@@ -160,6 +162,7 @@ class Rank:
         step: int,
         *,
         size_of: Sequence[int] | None = None,
+        first: int = 0,
     ) -> list[Tensor]:
         """Run all events of a step.
 
@@ -167,6 +170,7 @@ class Rank:
             batches: the inputs of each micro-batch.
             shares: what each micro-batch's loss counts in that of the step.
             size_of: which of `sizes` each micro-batch has; the first if not given.
+            first: the number of the first micro-batch among those of all replicas.
 
         Returns:
             the losses of the micro-batches.
@@ -179,7 +183,7 @@ class Rank:
             share = self.sizes[size_of[event.micro] if size_of is not None else 0]
             piece = share.pieces[event.piece]
             if event.phase == F:
-                piece.module.stream = Stream(seed, step, event.micro)
+                piece.module.stream = Stream(seed, step, first + event.micro)
                 self._forward(share, piece, event.micro, batches[event.micro])
             elif event.phase == B:
                 self._backward(share, piece, event.micro, shares[event.micro])
@@ -214,6 +218,7 @@ class Rank:
         queue = Deferred(_Weights(piece.module)) if (piece.name, micro) in self._divided else None
         with queue or nullcontext():
             found = piece.module(*(batch[at] for at in piece.inputs), *(taken[name] for name in piece.takes))
+        self._tell_buffers(share, piece)
         results = (found,) if isinstance(found, Tensor) else found
         given = {name: result for (name, _), result in zip(piece.gives, results, strict=True)}
         for one in share.crossings:
@@ -221,7 +226,14 @@ class Rank:
                 self._send(one, F, micro, given[one.tensor])
         if self.loss[0] in given:
             self._losses[micro] = given[self.loss[0]].detach()
-        self._held[piece.name, micro] = _Held(taken, given, queue)
+        if any(trained for _, trained in piece.gives):
+            self._held[piece.name, micro] = _Held(taken, given, queue)
+
+    def _tell_buffers(self, share: Share, piece: Piece) -> None:
+        """What a forward made of the piece's buffers is what the next one reads, whatever its size."""
+        for other in self.sizes:
+            if other is not share:
+                give_back(piece.module, other.pieces[piece.name].module)
 
     def _backward(self, share: Share, piece: Piece, micro: int, counts: float) -> None:
         held = self._held.pop((piece.name, micro))
@@ -301,7 +313,7 @@ class Rank:
                 if peer != teller:
                     self.transport.post(peer, tag, [mine])
             return list(mine)
-        dtype = real_dtype(torch.float32)
+        dtype = real_dtype(self.loss_dtype)
         return list(self.transport.take(teller, tag, [((count,), dtype)])[0])
 
 

@@ -112,6 +112,11 @@ class Pipes:
                 os.close(descriptor)
         self._incoming = self._outgoing = ()
 
+    @property
+    def sent(self) -> bool:
+        """Whether all that was written is in the pipes."""
+        return not any(self._to_send)
+
     def push(self) -> None:
         """Send what fits into the pipes now."""
         for queue, descriptor in zip(self._to_send, self._outgoing, strict=True):

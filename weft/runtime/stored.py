@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from weft.runtime.cuts import Axes, Cuts
 from weft.runtime.moves import Move
 from weft.runtime.script import Index
 from weft.runtime.sizes import SizedTables
+from weft.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,24 @@ class Tables:
 
 
 NO_TABLES = Tables({}, {}, {})
+
+
+class Holds(Protocol):
+    """Says what a rank holds: a program, or all pieces of one."""
+
+    @property
+    def stored(self) -> Mapping[str, Index]: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def stored_parts(self) -> dict[str, Part]: ...
+
+    def trained_parts(self) -> dict[str, Part]: ...
+
+    def part(self, name: str) -> Any: ...
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 class Container(nn.Module):

@@ -23,12 +23,18 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
     return module(*batch) if isinstance(batch, tuple | list) else module(batch)
 
 
-def train_step(module: Callable[..., Any], batch: Any, optimizer: Optimizer) -> Tensor:
-    """Forward, backward, update; the loss before the update. Gradients stay to be looked at until the next step."""
-    optimizer.zero_grad(set_to_none=True)
+def loss_of(module: Callable[..., Any], batch: Any) -> Tensor:
+    """The loss of a batch."""
     loss = call(module, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError("train_step() needs a loss, and this module returns none: make one of what it returns")
+    return loss
+
+
+def train_step(module: Callable[..., Any], batch: Any, optimizer: Optimizer) -> Tensor:
+    """Forward, backward, update; the loss before the update. Gradients stay to be looked at until the next step."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = loss_of(module, batch)
     loss.backward()
     optimizer.step()
     return loss.detach()

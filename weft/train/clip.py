@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from weft.errors import RunError
 from weft.runtime.clip import clip_rank
 from weft.runtime.parallel import Parallel
+from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.train.emulated import Emulated
 
 
@@ -26,6 +27,6 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     if isinstance(module, Emulated):
         norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm))
         return norms[0]
-    if isinstance(module, Parallel):
+    if isinstance(module, Parallel | ParallelPipeline):
         return clip_rank(module, max_norm)
     return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

@@ -27,6 +27,7 @@ from weft.compile import Compiled, compile_subject
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.launch import Pool
+from weft.runtime.parallel_pipeline import NO_EVAL
 from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.door import in_eval
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
@@ -96,6 +97,8 @@ def train_file(
     say("loading the model")
     subject = load_model_file(path)
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
+    if compiled.pieces is not None and settings.eval_every is not None:
+        raise RunError(NO_EVAL[0], place=plan, remedy=f"leave out --eval-every; {NO_EVAL[1]}")
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
     check_on_parts(chosen, cut_trained(compiled.files))

@@ -41,11 +41,11 @@ from weft.plan.plan import Plan
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
 from weft.runtime.initialise import Start, begin, module_tensors
-from weft.runtime.parallel import Batch, Parallel
+from weft.runtime.parallel import Batch
 from weft.runtime.transport import Transport
-from weft.train.emulated import Emulated
+from weft.train.emulated import Emulated, EmulatedPipeline
 from weft.train.generating import Generate, generates
-from weft.train.opened import Content, EvalFiles, num_devices, open_rank
+from weft.train.opened import AnyParallel, Content, EvalFiles, is_pipeline, num_devices, open_rank
 from weft.train.weights import Replayed, Values, Weights, sample_hash
 from weft.verify.door import PlanLike
 
@@ -91,7 +91,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     if emulate:
         files = programs.training(start.module)
         eval_files = _Once(programs.evaluation)
-        made: nn.Module = Emulated(
+        kind = EmulatedPipeline if is_pipeline(files) else Emulated
+        made: nn.Module = kind(
             lambda transport: opened.rank(files, transport, eval_files), num_devices(files), eval_files
         )
     elif not is_launched():
@@ -179,7 +180,7 @@ class _Opening:
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
         self._known = frozenset(module_tensors(start.module))
 
-    def rank(self, files: Content, transport: Transport, eval_files: EvalFiles) -> Parallel:
+    def rank(self, files: Content, transport: Transport, eval_files: EvalFiles) -> AnyParallel:
         return open_rank(
             files,
             transport,

@@ -25,24 +25,25 @@ from weft.runtime.batch import BatchMismatch
 from weft.runtime.context import Ambient
 from weft.runtime.module import TWICE, shapes_of
 from weft.runtime.parallel import Batch, Parallel
+from weft.runtime.parallel_pipeline import NO_EVAL, NO_FORWARD
 from weft.runtime.script import Index
 from weft.runtime.training import Optimizer, train_step
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
-from weft.train.opened import refusal
+from weft.train.opened import AnyParallel, refusal
 from weft.verify.parallel import emulate, join
 
 GOODBYE = 2.0
 """Seconds that ranks get to end."""
 
-Make = Callable[[Transport], Parallel]
-Work = Callable[[Parallel], Any]
+Make = Callable[[Transport], AnyParallel]
+Work = Callable[[Any], Any]
 
 
 class Crew:
     """Threads that each keep one rank's module and do what they are told with it."""
 
-    modules: Sequence[Parallel]
+    modules: Sequence[AnyParallel]
 
     def __init__(self, num_ranks: int, make: Make) -> None:
         self._told: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(num_ranks)]
@@ -75,7 +76,7 @@ class Crew:
         """Do something on every rank; the results in rank order."""
         ambient = Ambient.here()
 
-        def under_ambient(module: Parallel) -> Any:
+        def under_ambient(module: AnyParallel) -> Any:
             with ambient.entered():
                 return work(module)
 
@@ -184,6 +185,35 @@ class Emulated(nn.Module):
                 remedy="load a state dict of this very model",
             )
         return take(whole, stored[name])
+
+
+class EmulatedPipeline(Emulated):
+    """A parallel module in pieces with all of its ranks here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise refusal(*NO_FORWARD)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """All micro-batches of a step on every rank; gradients are added to what was there, the loss is returned."""
+        first: Any = self._crew.modules[0]
+        first.bind(batch)  # a batch of another form is refused here: a rank that fails ends all
+        if not torch.is_grad_enabled():
+            raise refusal(*NO_EVAL)
+        losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch))
+        return losses[0]
+
+    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
+        """All micro-batches of a step, and the update of all ranks; the loss before it."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.forward_backward(batch)
+        optimizer.step()
+        return loss
+
+    def train(self, mode: bool = True) -> EmulatedPipeline:
+        if not mode:
+            raise refusal(*NO_EVAL)
+        self._crew.each(lambda module: module.train(mode))
+        return self
 
 
 class _Call:

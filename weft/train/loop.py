@@ -21,12 +21,11 @@ from weft.errors import ModelFileError, RunError
 from weft.runtime.backend import peak_memory
 from weft.runtime.clip import Clip
 from weft.runtime.initialise import module_tensors
-from weft.runtime.parallel import Parallel
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.training import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
-from weft.train.opened import Content, open_rank
+from weft.train.opened import AnyParallel, Content, open_rank
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings
@@ -83,7 +82,7 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
         return run.train(shown)
 
 
-def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parallel:
+def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyParallel:
     eval_files = order.eval_files
     return open_rank(
         order.files,
@@ -99,7 +98,7 @@ def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parall
 class Run:
     """One rank's run."""
 
-    def __init__(self, order: Order, module: Parallel, optimizer: Any, source: Source) -> None:
+    def __init__(self, order: Order, module: AnyParallel, optimizer: Any, source: Source) -> None:
         self._order, self._settings = order, order.settings
         self._module, self._optimizer, self._source = module, optimizer, source
         self._rates = Rates(optimizer, order.settings.rates)
@@ -129,12 +128,11 @@ class Run:
     def _step(self, step: int, batch: Any) -> tuple[float, dict[str, float]]:
         numbers = {"train/lr": self._rates.begin(step)}
         self._optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = call(self._module, batch)
-        loss.backward()
+        loss = self._module.forward_backward(batch)
         if self._clip is not None:
             numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
         self._optimizer.step()
-        found = self._mean(loss.detach())
+        found = self._mean(loss)
         if not math.isfinite(found):
             raise RunError(f"the loss is {found} in step {step}", remedy="a smaller --lr, --clip 1.0, or other data")
         return found, numbers

@@ -6,6 +6,7 @@ their own that lives as long as the module: the text stays readable in stack tra
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from weft.errors import RunError
 from weft.runtime.batch import Form
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.parallel import Batch, Parallel, Runnable
+from weft.runtime.parallel_pipeline import Cutting, ParallelPipeline
+from weft.runtime.pieces import Pieces
+from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, pipeline_parts
 from weft.runtime.program_files import cut_parameter, load_program, read_meta
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
@@ -24,12 +28,17 @@ from weft.train.weights import Values, fill
 Content = Mapping[str, bytes]
 """Files of a program by name."""
 
+AnyParallel = Parallel | ParallelPipeline
+"""What a rank trains."""
+
 EvalFiles = Callable[[Batch | None], Content]
 """The program of `eval()`: for the example, or for a batch of other arguments."""
 
 
 def num_devices(files: Content) -> int:
     """How many ranks a program is for."""
+    if is_pipeline(files):
+        return int(json.loads(files[PIPELINE])["devices"])
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         write_files(Path(folder), files)
         return int(read_meta(folder)["devices"])
@@ -39,7 +48,12 @@ def cut_trained(files: Content) -> str | None:
     """The first trained parameter of which some rank stores a part only; None if there is none."""
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         write_files(Path(folder), files)
-        return cut_parameter(folder)
+        return cut_in_pieces(folder) if is_pipeline(files) else cut_parameter(folder)
+
+
+def is_pipeline(files: Content) -> bool:
+    """True if the program is one in pieces."""
+    return PIPELINE in files
 
 
 def open_program(files: Content, transport: Replica) -> Runnable:
@@ -67,7 +81,7 @@ def open_rank(
     otherwise: Values | None = None,
     known: Collection[str] = (),
     eval_files: EvalFiles | None = None,
-) -> Parallel:
+) -> AnyParallel:
     """The rank's module, with its values.
 
     Args:
@@ -76,6 +90,8 @@ def open_rank(
         eval_files: gives the programs of `eval()` when they are asked for.
     """
     replica = Replica(transport, num_devices(files))
+    if is_pipeline(files):
+        return open_pipeline(files, replica, weights, seed=seed, otherwise=otherwise, known=known)
     runnable = open_program(files, replica)
     fill(runnable.program, weights, otherwise, known)
 
@@ -85,6 +101,29 @@ def open_rank(
         return runnable if content == files else open_program(content, replica)
 
     return Parallel(runnable, seed=seed, make_eval=None if eval_files is None else make_eval, refusal=refusal)
+
+
+def open_pipeline(
+    files: Content,
+    transport: Replica,
+    weights: Values,
+    *,
+    seed: int,
+    otherwise: Values | None,
+    known: Collection[str],
+) -> ParallelPipeline:
+    """The same for a program in pieces."""
+    told = json.loads(files[PIPELINE])
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        write_files(Path(folder), files)
+        rank = load_pipeline(folder, transport, BucketSync)
+        pieces = Pieces(tuple(rank.modules), transport, *pipeline_parts(folder))
+    for module in pieces.modules:
+        fill(module, weights, otherwise, known)
+    pieces.join_copies()
+    dims = None if told["dims"] is None else tuple(told["dims"])
+    cutting = Cutting(Form.from_json(told["batch"]), dims, tuple(told["size_of"]))
+    return ParallelPipeline(rank, pieces, cutting, seed=seed, refusal=refusal)
 
 
 def refusal(message: str, remedy: str) -> RunError:

@@ -29,7 +29,8 @@ from weft.runtime.batch import dtype_name
 from weft.runtime.holdings import Holdings, exchange, gather, tell_all
 from weft.runtime.initialise import Whole, part_of
 from weft.runtime.module import shapes_of
-from weft.runtime.parallel import Parallel
+from weft.runtime.pieces import Pieces
+from weft.train.opened import AnyParallel
 from weft.train.weights import listed, open_weights
 
 FORMAT = "weft training run 1"
@@ -72,7 +73,7 @@ class Saved:
 # Writing.
 
 
-def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
+def save(directory: str | Path, module: AnyParallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
     program, directory = module.program, Path(directory)
     holdings = exchange(program)
@@ -83,7 +84,7 @@ def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Prog
         _write(directory, tensors, states, whole)
 
 
-def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
+def _gather_model(module: AnyParallel, holdings: Holdings) -> dict[str, Tensor]:
     """The original state dict, on rank 0."""
     program, found = module.program, dict[str, Tensor]()
     for name, part in program.stored_parts().items():
@@ -96,7 +97,7 @@ def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
 
 
 def _gather_optimizer(
-    module: Parallel, optimizer: Any, holdings: Holdings
+    module: AnyParallel, optimizer: Any, holdings: Holdings
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
     program = module.program
@@ -243,9 +244,14 @@ def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphab
             )
 
 
-def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
+def restore(saved: Saved, module: AnyParallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
     program, whole = module.program, _tensors(saved.folder / OPTIMIZER)
+    if isinstance(program, Pieces) and (apart := program.apart()):
+        raise RunError(
+            f"rank {program.transport.rank} holds {apart[0][0]} in two layouts, and one state of it is saved",
+            remedy="resume under a plan whose stages lay it out alike, or keep them on different devices",
+        )
     shapes = shapes_of(program)
     for name, parameter in program.trained():
         for full in (one for one in whole if one.rpartition("/")[0] == name):

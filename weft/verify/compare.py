@@ -172,6 +172,7 @@ class Result:
         lines += [f"  copies differ: {text}" for text in shortened(self.disagreements)]
         if self.first_difference is not None:
             lines.append(f"  first: {describe(self.first_difference)}")
+        lines += [f"  warning: {text}" for text in self.summary.get("warnings", ())]
         return "\n".join(lines)
 
 

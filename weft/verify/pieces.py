@@ -18,11 +18,13 @@ from weft.codegen.pipeline import generate_pipeline
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph
+from weft.ir.layout import Layout
 from weft.ir.schedule import Pipeline, Schedule
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
-from weft.order import check_schedule, make_schedule
+from weft.order.stage_names import said_schedule
 from weft.plan.plan import Plan
+from weft.plan.staging import StageLine
 from weft.runtime.microbatches import BatchDim, TooFewRows, split_arguments
 from weft.verify.model_file import Subject
 
@@ -86,23 +88,75 @@ def compile_pieces(
             graphs[key] = capture(replace(subject, example=_as_example(one)))
     first, *others = graphs.values()
     made = make(first)
-    plans = [made, *(Plan(graph, made.devices, made.lines) for graph in others)]
-    sizes = tuple(lower_pieces(one, links=links) for one in plans)
+    sizes = [lower_pieces(made, links=links)]
+    for graph in others:
+        sizes.append(_at_other_size(sizes[0], made, graph, make, links))
     for part in (part for one in sizes for part in one.parts):
         check(part.program)
     pipeline = Pipeline(tuple(part.piece.segment for part in sizes[0].parts), plan.microbatches)
-    schedule = _schedule(made, pipeline)
+    schedule = said_schedule(pipeline, made.schedule, made.orders, _stages(sizes[0]))
+    _refuse_shuffled(sizes[0], schedule)
     places = list(graphs)
-    return InPieces(made, sizes, tuple(places.index(key) for key in keys), pipeline, schedule, tuple(examples), dims)
+    return InPieces(
+        made, tuple(sizes), tuple(places.index(key) for key in keys), pipeline, schedule, tuple(examples), dims
+    )
 
 
-def _schedule(plan: Plan, pipeline: Pipeline) -> Schedule:
-    said = plan.schedule
-    if isinstance(said, str):
-        return make_schedule(said or ("1f1b" if len(pipeline.segments) > 1 else "gpipe"), pipeline)
-    schedule = said if isinstance(said, Schedule) else said(pipeline)
-    check_schedule(pipeline, schedule)
-    return schedule
+def _refuse_shuffled(found: Pipelined, schedule: Schedule) -> None:
+    """What a buffer becomes depends on the order of the micro-batches: it is that of one device."""
+    for part in found.parts:
+        name, changed = part.piece.segment.name, [one for one in part.program.graph.buffers if one.update is not None]
+        row = schedule.events[part.piece.segment.devices[0]]
+        order = [event.number for event in row if event.segment == name and event.phase == "f"]
+        if changed and order != sorted(order):
+            raise PlanError(
+                f"stage {name} changes buffer {changed[0].names[0]}, so its micro-batches cannot run forward in the "
+                f"order {' '.join(map(str, order))}",
+                remedy="run its forwards in the order of the micro-batches",
+            )
+
+
+def _at_other_size(
+    first: Pipelined, made: Plan, graph: Graph, make: Callable[[Graph], Plan], links: Links | None
+) -> Pipelined:
+    """The plan for micro-batches of another size: the same stages, and weights that lie where they lay."""
+    stages = tuple(line for line in made.lines if isinstance(line, StageLine))
+    anew = make(graph)
+    own = tuple(line for line in anew.lines if not isinstance(line, StageLine))
+    refusal: PlanError | None = None
+    for lines in ((*own, *stages), made.lines):
+        try:
+            found = lower_pieces(Plan(graph, made.devices, lines, anew.rules), links=links)
+        except PlanError as error:
+            # cuts of the one size need not be cuts of the other
+            refusal = refusal or error
+            continue
+        if _stored(found) == _stored(first):
+            return found
+    raise refusal or PlanError(
+        "micro-batches of different sizes would keep their weights in different places",
+        place=f"{made.microbatches} micro-batches",
+        remedy="use a batch whose rows are a multiple of the micro-batches",
+    )
+
+
+def _stored(found: Pipelined) -> list[tuple[str, tuple[int, ...], dict[str, Layout]]]:
+    """What each piece keeps from step to step, and how."""
+    kept = []
+    for part in found.parts:
+        graph, segment = part.program.graph, part.piece.segment
+        names = (*graph.parameter_tensors, *(one.tensor for one in graph.buffers))
+        kept.append((segment.name, segment.devices, {name: part.program.stored[name] for name in names}))
+    return kept
+
+
+def _stages(pipelined: Pipelined) -> dict[str, tuple[str, ...]]:
+    """The segments that each stage and block has become."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in pipelined.parts:
+        if part.piece.stage:
+            found[part.piece.stage] = (*found.get(part.piece.stage, ()), part.piece.segment.name)
+    return found
 
 
 def batch_dims(subject: Subject, graph: Graph) -> tuple[BatchDim, ...] | None:

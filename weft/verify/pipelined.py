@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from weft.ir.schedule import row
 from weft.ops.coverage import coverage, unruled_warnings
-from weft.order import simulate
+from weft.order import check_schedule, simulate
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.launch import Pool
 from weft.runtime.microbatches import batch_rows
@@ -67,6 +68,8 @@ def judge_pieces(
 ) -> Result:
     """Run both sides and compare them; on the processes of `pool` if there is one."""
     count = made.plan.microbatches
+    # one without backward may be made, and is none to train by
+    check_schedule(made.pipeline, made.schedule)
     with written(made) as directory:
         say(f"training on one device, {count} micro-batches a step, in float64")
         reference = run_reference(subject, seed=seed, wide=True, microbatches=count, dims=made.dims)
@@ -109,6 +112,7 @@ def summarize_pieces(made: InPieces) -> dict[str, Any]:
         "warnings": unruled_warnings(coverage(graph).kinds) if made.plan.devices > 1 else [],
         "pieces": [asdict(segment) for segment in made.pipeline.segments],
         "microbatches": made.plan.microbatches,
+        "schedule": {str(device): row(events) for device, events in sorted(made.schedule.events.items())},
         "idle": timeline.idle,
     }
 

@@ -1,0 +1,162 @@
+"""Plans in stages and micro-batches, trained through every door: the same numbers as micro-batches on one device."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.train.eager import STEPS, adamw, check_same, gpt, mlp
+from tests.train.test_torchrun import launch
+from weft.errors import PlanError, RunError
+from weft.runtime.drawmode import DrawMode
+from weft.runtime.microbatches import split_arguments
+from weft.runtime.random import Stream
+from weft.train.command import train_file
+from weft.train.data import Own
+from weft.train.settings import Settings
+from weft.verify.model_file import load_model_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, TIED = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")
+
+
+def accumulate(module: nn.Module, batch: Any, count: int, step: int, first: int = 0) -> float:
+    """The gradients of a step in equal micro-batches, and its loss."""
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    total = 0.0
+    for micro, (mine, named) in enumerate(split_arguments(args, dict(kwargs), None, count)):
+        with DrawMode(Stream(0, step, first + micro)):
+            loss = module(*mine, **named) / count
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def train_eager(module: nn.Module, batch: Any, count: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = copy.deepcopy(module)
+    optimizer = adamw(module)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(accumulate(module, batch, count, step))
+        optimizer.step()
+    return losses, dict(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp=2,microbatches=4", "pp=2,microbatches=4,virtual=2,schedule=interleaved", "dp=2,microbatches=2"]
+)
+def test_the_emulator_trains_as_one_device(plan: str) -> None:
+    # tied weights: in two pieces, on two ranks or on one
+    module, batch = gpt()
+    parallel = weft.parallelize(module, batch, plan, emulate=True, cache=None)
+    optimizer = adamw(parallel)
+    losses = [parallel.train_step(batch, optimizer).item() for _ in range(STEPS)]
+    count = 2 if "dp" in plan else 4
+    check_same((losses, parallel.state_dict()), train_eager(module, batch, count))
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    done = launch(tmp_path / "result", "pieces")
+    assert done.returncode == 0, done.stderr
+    module, batch = mlp()
+    wanted = train_eager(module, batch, 4)
+    (losses, first), (again, second) = (torch.load(tmp_path / f"result{rank}", weights_only=True) for rank in (0, 1))
+    assert losses == again
+    assert first and not first.keys() & second.keys()
+    check_same((losses, {name: {**first, **second}[name] for name in wanted[1]}), wanted)
+
+
+def test_gradients_add_up_and_are_clipped_once() -> None:
+    module, batch = gpt()
+    parallel = weft.parallelize(module, batch, "pp=2,microbatches=2,virtual=2", emulate=True, cache=None)
+    for step in range(2):
+        parallel.forward_backward(batch)
+        accumulate(module, batch, 2, step)
+    norm = weft.clip_grad_norm_(parallel, 0.5)
+    wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    torch.testing.assert_close(norm, wanted, rtol=1e-12, atol=0)
+    adamw(parallel).step()
+    adamw(module).step()
+    for name, tensor in parallel.state_dict().items():
+        torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-11, atol=1e-12)
+
+
+def test_a_rank_holds_its_pieces_under_the_original_names() -> None:
+    module, batch = gpt()
+    parallel = weft.parallelize(module, batch, "pp=2,microbatches=2", emulate=True, cache=None)
+    whole = dict(module.named_parameters())
+    held = [dict(rank.named_parameters()) for rank in parallel.ranks]
+    assert {name for one in held for name in one} == whole.keys()
+    shared = held[0].keys() & held[1].keys()
+    assert len(shared) == 1 and all(len(one) < len(whole) for one in held)  # the tied one
+    for one in held:
+        for name, parameter in one.items():
+            torch.testing.assert_close(parameter, whole[name], rtol=0, atol=0)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    parallel.load_state_dict(other.state_dict())
+    torch.testing.assert_close(parallel.state_dict(), dict(other.state_dict()), rtol=0, atol=0)
+
+
+def test_what_a_model_in_pieces_cannot_do_is_refused() -> None:
+    module, batch = mlp()
+    parallel = weft.parallelize(module, batch, "pp=2,microbatches=2", emulate=True, cache=None)
+    with pytest.raises(RunError, match=r"(?s)no forward of its own.*train_step"):
+        parallel(**batch)
+    with pytest.raises(RunError, match="trains only"):
+        parallel.eval()
+    with torch.no_grad(), pytest.raises(RunError, match="trains only"):
+        parallel.forward_backward(batch)
+    with pytest.raises(RunError, match="in the example it is"):
+        parallel.forward_backward({name: tensor[:4] for name, tensor in batch.items()})
+    # and it is none the worse for it
+    parallel.train_step(batch, adamw(parallel))
+    with pytest.raises(PlanError, match="trains a loss"):
+        weft.parallelize(module, batch, "pp=2,microbatches=2", emulate=True, cache=None, outputs="all")
+    with pytest.raises(RunError, match="needs 2 processes"):
+        weft.parallelize(module, batch, "pp=2,microbatches=2", cache=None)
+
+
+def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    subject = load_model_file(EXAMPLE)
+    optimizer = subject.optimizer(list(subject.model.parameters()))
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(accumulate(subject.model, subject.example, 2, step))
+        optimizer.step()
+    plan, folder = "pp=2,microbatches=2", str(tmp_path / "run")
+    first = train_file(EXAMPLE, plan, Settings(steps=2, save=folder))
+    rest = train_file(EXAMPLE, plan, Settings(steps=3, resume=folder))
+    assert [*first.losses, *rest.losses] == pytest.approx(losses, rel=1e-5)
+    with pytest.raises(RunError, match="trains only"):
+        train_file(EXAMPLE, plan, Settings(steps=2, eval_every=1))
+
+
+def test_replicas_draw_and_average() -> None:
+    """Two replicas of two stages, each with its own random numbers; a tied weight's gradient is averaged once."""
+    torch.manual_seed(0)
+    subject = load_model_file(TIED)
+    optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        batches = [next(Own(subject).batches(replica, 2, step)) for replica in range(2)]
+        found = [accumulate(subject.model, batch, 2, step, first=2 * at) for at, batch in enumerate(batches)]
+        for parameter in subject.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        optimizer.step()
+        losses.append(sum(found) / 2)
+    trained = train_file(TIED, "pp=2,microbatches=2", Settings(steps=3, devices=4, lr=1e-3))
+    assert trained.replicas == 2
+    assert trained.losses == pytest.approx(losses, rel=1e-5)
