@@ -197,7 +197,7 @@ CASES = (
     Case("force without out", argv="show net.py --plan dp=2 --force", says=("--out",)),
     Case("out into a file", argv="show net.py --plan dp=2 --out f", files={"f": "x"}, says=("f",)),
     Case("out over something else", argv="show net.py --plan dp=2 --out d", files={"d/x": "x"}, says=("d",)),
-    Case("json and code", argv="show net.py --plan dp=2 --json --code", says=("--code",)),
+    Case("json and code", argv="show net.py --plan dp=2 --json --code", says=("--json",)),
     Case("no steps", argv="train net.py --plan dp=2 --steps 0", says=("0",)),
     Case("no such data", argv="train net.py --plan dp=2 --data t.txt --cache c", says=("t.txt",)),
     Case("nothing to resume", argv="train net.py --plan dp=2 --resume r --cache c", says=("r",)),

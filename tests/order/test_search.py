@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from dataclasses import replace
 
 import pytest
@@ -246,3 +247,16 @@ def test_many_random_patterns() -> None:
         found = complete(pipeline, relations[: draw.randint(0, 3)], spans=spans, limits=live, seconds=5)
         # complete() proves what it returns.
         assert simulate(pipeline, found.schedule, spans).makespan == found.makespan
+
+
+def test_the_solver_leaves_ctrl_c_to_python() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        complete(chain(2, 4), named=False, seconds=5)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

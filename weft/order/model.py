@@ -99,10 +99,7 @@ class Model:
         """The shortest schedule found in the time, or (not `shortest`) any."""
         if shortest:
             self.model.minimize(self.end)
-        solver = self.cp.CpSolver()
-        solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
-        solver.parameters.random_seed = SEED
+        solver = make_solver(seconds, workers)
         status = solver.solve(self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return Answer(None, 0, status == self.cp.INFEASIBLE)
@@ -174,3 +171,16 @@ def _heads(task: Task) -> dict[Kind, int]:
 def total(task: Task, microbatches: int) -> int:
     """A horizon that any order fits in: one event after the other."""
     return max(microbatches * sum(task.spans.values()), 1)
+
+
+def make_solver(seconds: float, workers: int) -> Any:
+    """A solver that gives the same answer again, and leaves Ctrl-C to Python."""
+    from ortools.sat.python import cp_model  # noqa: PLC0415
+
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = SEED
+    # it would put the system's own handler in place afterwards, and the next Ctrl-C would kill the process
+    solver.parameters.catch_sigint_signal = False
+    return solver

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.ir.schedule import Before, Event, Micro, Pipeline
 from weft.order.live import Limits, limit_of
-from weft.order.model import SEED, Model
+from weft.order.model import Model, make_solver
 from weft.order.pattern import Kind, Pattern, Task, place
 
 HINT_TRIES = 2_000
@@ -69,10 +69,7 @@ def best_pattern(
     for kind, start in known.starts.items() if known else ():
         model.add_hint(residues[kind], start % period)
         model.add_hint(turns[kind], start // period)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
-    solver.parameters.random_seed = SEED
+    solver = make_solver(seconds, workers)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     found = {kind: int(solver.value(starts[kind])) for kind in task.spans}

@@ -27,6 +27,10 @@ from weft.ops.rule import Dim, Rule, dim_ranges
 from weft.plan.plan import Decision, Plan
 
 
+REST = "rest"
+"""The axis along which ops on all devices are copied if nobody said anything else."""
+
+
 @dataclass(frozen=True)
 class _Lead:
     """A producer that an op could follow: its layout, and through which operand and output they meet."""
@@ -60,7 +64,7 @@ def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
         found[name] = OpLayout(Grid((Axis("all", plan.devices),), every), (Copied(),))
     outside -= found.keys()
     if outside:
-        everywhere = _resolve(_View(plan, plan.devices, outside), book)
+        everywhere = _resolve(_View(plan, plan.devices, outside, everywhere=True), book)
         found.update((name, everywhere[name]) for name in outside)
     layouts = {op.name: found[op.name] for op in plan.graph.ops}
     _refuse_idle(plan.devices, layouts)
@@ -70,8 +74,8 @@ def resolve(plan: Plan, book: RuleBook) -> dict[str, OpLayout]:
 class _View:
     """A plan as the ops of some stages see it."""
 
-    def __init__(self, plan: Plan, devices: int, members: set[str]) -> None:
-        self.graph, self.devices = plan.graph, devices
+    def __init__(self, plan: Plan, devices: int, members: set[str], *, everywhere: bool = False) -> None:
+        self.graph, self.devices, self.everywhere = plan.graph, devices, everywhere
         self.decisions = {name: one for name, one in plan.decisions.items() if name in members}
 
 
@@ -114,6 +118,10 @@ def default_grid(plan: Plan | _View) -> Grid:
     cells = math.prod(axes.values())
     if cells == plan.devices:
         return Grid(tuple(Axis(name, size) for name, size in axes.items()), tuple(range(cells)))
+    if isinstance(plan, _View) and plan.everywhere and plan.devices % cells == 0:
+        # told of some axes only, on the devices of several stages: copies along the rest
+        grown = {**axes, REST: plan.devices // cells}
+        return Grid(tuple(Axis(name, size) for name, size in grown.items()), tuple(range(plan.devices)))
     placed = _grid_of_placed(plan, axes)
     if placed is not None:
         return placed
