@@ -26,7 +26,6 @@ from weft.ops.light import light_ops
 from weft.ops.rule import Dim, Rule, dim_ranges
 from weft.plan.plan import Decision, Plan
 
-
 REST = "rest"
 """The axis along which ops on all devices are copied if nobody said anything else."""
 
