@@ -159,5 +159,5 @@ def test_rows_that_cannot_be_cut() -> None:
 
 def test_arguments_of_all_sorts() -> None:
     assert default_dims([torch.zeros(4, 2), torch.zeros(()), torch.zeros(3), torch.zeros(4)]) == [0, None, None, 0]
-    made = split_arguments((torch.zeros(4, 2), 7), {"mask": torch.ones(4), "name": "x"}, None, 2)
+    made, _ = split_arguments((torch.zeros(4, 2), 7), {"mask": torch.ones(4), "name": "x"}, None, 2)
     assert [(args[0].shape[0], args[1], kw["mask"].shape[0], kw["name"]) for args, kw in made] == [(2, 7, 2, "x")] * 2

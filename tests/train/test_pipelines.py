@@ -30,7 +30,7 @@ def accumulate(module: nn.Module, batch: Any, count: int, step: int, first: int 
     """The gradients of a step in equal micro-batches, and its loss."""
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     total = 0.0
-    for micro, (mine, named) in enumerate(split_arguments(args, dict(kwargs), None, count)):
+    for micro, (mine, named) in enumerate(split_arguments(args, dict(kwargs), None, count)[0]):
         with DrawMode(Stream(0, step, first + micro)):
             loss = module(*mine, **named) / count
         loss.backward()

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 BatchDim = int | None
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
 
 
 class TooFewRows(ValueError):  # noqa: N818 - says what is wrong
@@ -53,22 +55,18 @@ def shares(rows: int, count: int) -> list[float]:
 
 def split_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], dims: Sequence[BatchDim] | None, count: int
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of the forward for each micro-batch. `dims`: of the tensors in them, in order."""
+) -> tuple[list[Arguments], list[float]]:
+    """Arguments of the forward for each micro-batch, and its share of the rows. `dims`: of the tensors, in order."""
     if count == 1:
-        return [(tuple(args), kwargs)]
+        return [(tuple(args), kwargs)], [1.0]
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[i] for i in at]
+    chosen = default_dims(tensors) if dims is None else dims
     found = []
-    for part in split(tensors, default_dims(tensors) if dims is None else dims, count):
+    for part in split(tensors, chosen, count):
         mine = list(leaves)
         for i, tensor in zip(at, part, strict=True):
             mine[i] = tensor
         found.append(pytree.tree_unflatten(mine, spec))
-    return found
-
-
-def batch_rows(batch: Any) -> int:
-    """Rows of the first tensor of a batch that has any."""
-    return next(int(leaf.shape[0]) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return found, shares(rows_of(tensors, chosen), count)

@@ -35,6 +35,7 @@ class InPieces:
 
     Args:
         examples: the micro-batches of the example, as arguments.
+        shares: what share of the rows each has.
         size_of: which of `sizes` each has.
         dims: the batch dim of each tensor of the example.
     """
@@ -45,6 +46,7 @@ class InPieces:
     pipeline: Pipeline
     schedule: Schedule
     examples: tuple[Any, ...]
+    shares: tuple[float, ...]
     dims: tuple[BatchDim, ...] | None
 
     def files(self, about: dict[str, Any] | None = None) -> dict[str, bytes]:
@@ -74,7 +76,7 @@ def compile_pieces(
     dims = batch_dims(subject, plan.graph)
     args, kwargs = split_example(subject.example)
     try:
-        examples = split_arguments(args, dict(kwargs), dims, plan.microbatches)
+        examples, shares = split_arguments(args, dict(kwargs), dims, plan.microbatches)
     except TooFewRows as error:
         raise PlanError(
             str(error), place=f"microbatches={plan.microbatches}", remedy="use fewer micro-batches, or a larger batch"
@@ -98,7 +100,14 @@ def compile_pieces(
     _refuse_shuffled(sizes[0], schedule)
     places = list(graphs)
     return InPieces(
-        made, tuple(sizes), tuple(places.index(key) for key in keys), pipeline, schedule, tuple(examples), dims
+        plan=made,
+        sizes=tuple(sizes),
+        size_of=tuple(places.index(key) for key in keys),
+        pipeline=pipeline,
+        schedule=schedule,
+        examples=tuple(examples),
+        shares=tuple(shares),
+        dims=dims,
     )
 
 

@@ -23,7 +23,6 @@ from weft.ops.coverage import coverage, unruled_warnings
 from weft.order import check_schedule, simulate
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.launch import Pool
-from weft.runtime.microbatches import batch_rows
 from weft.runtime.module import ParallelModule
 from weft.runtime.pipeline import Rank
 from weft.runtime.pipeline_files import load_pipeline
@@ -53,6 +52,7 @@ class Task:
     directory: Path
     state: Mapping[str, torch.Tensor]
     batches: tuple[tuple[torch.Tensor, ...], ...]
+    shares: tuple[float, ...]
     size_of: tuple[int, ...]
     names: Mapping[str, str]
     trained: tuple[str, ...]
@@ -171,6 +171,7 @@ def _make_task(
         directory=directory.resolve(),
         state={name: whole.state[tensor] for tensor, name in whole.names.items()},
         batches=tuple(tuple(change(tensor.detach()) for tensor in one) for one in batches),
+        shares=made.shares,
         size_of=made.size_of,
         names={each: name for tensor, name in whole.names.items() for each in held[tensor]},
         trained=tuple(whole.names[tensor] for tensor in whole.trained),
@@ -245,8 +246,6 @@ def _train(
     for name in task.trained:
         ordered += [one.trained[name] for one in held if name in one.trained]
     update = optimizer(ordered) if ordered else None
-    rows = [batch_rows(one) for one in task.batches]
-    shares = [count / sum(rows) for count in rows]
     losses: list[torch.Tensor] = []
     gradients: list[list[dict[str, torch.Tensor]]] = [[] for _ in held]
     for step in range(NUM_STEPS):
@@ -254,8 +253,8 @@ def _train(
         for parameter in ordered:
             parameter.grad = None
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
-        found = rank.step(batches, shares, task.seed, step, size_of=task.size_of)
-        losses.append(torch.stack([loss * share for loss, share in zip(found, shares, strict=True)]).sum())
+        found = rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
+        losses.append(torch.stack([loss * share for loss, share in zip(found, task.shares, strict=True)]).sum())
         for one, kept in zip(held, gradients, strict=True):
             kept.append(one.gradients())
             one.silence(task.noise[step] if task.noise else {})

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from weft.capture.example import split_example
 from weft.errors import ModelFileError, RunError, WeftError
 from weft.runtime.drawmode import DrawMode
-from weft.runtime.microbatches import BatchDim, batch_rows, split_arguments
+from weft.runtime.microbatches import BatchDim, split_arguments
 from weft.runtime.random import Stream
 from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.model_file import Inside, Subject, check_loss
@@ -35,6 +35,8 @@ NUM_STEPS = 2
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the forward."""
+Cut = tuple[Sequence[Batch], Sequence[float]]
+"""Micro-batches, and the share of the rows that each has."""
 
 
 def run_reference(
@@ -67,7 +69,7 @@ def run_reference(
         return _train(module, parts, subject, seed, wide=wide)
 
 
-def _train(module: nn.Module, batches: Sequence[Sequence[Batch]], subject: Subject, seed: int, *, wide: bool) -> Sample:
+def _train(module: nn.Module, batches: Sequence[Cut], subject: Subject, seed: int, *, wide: bool) -> Sample:
     """Train on the micro-batches of each step."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     update = make_optimizer(subject, trained) if trained else None
@@ -84,12 +86,10 @@ def _train(module: nn.Module, batches: Sequence[Sequence[Batch]], subject: Subje
     return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights_of(module))
 
 
-def _accumulate(
-    module: nn.Module, parts: Sequence[Batch], subject: Subject, seed: int, step: int, *, wide: bool
-) -> torch.Tensor:
+def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step: int, *, wide: bool) -> torch.Tensor:
     """The gradients of a step, one micro-batch after the other, and its loss."""
     total = None
-    for micro, ((args, kwargs), share) in enumerate(zip(parts, _shares(parts), strict=True)):
+    for micro, ((args, kwargs), share) in enumerate(zip(*parts, strict=True)):
         with DrawMode(Stream(seed, step, micro)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
             output = module(*args, **kwargs)
         loss = check_loss(output, subject.place)
@@ -105,14 +105,6 @@ def _accumulate(
         total = loss.detach().clone() if total is None else total + loss.detach()
     assert total is not None, "a step has a batch"
     return total
-
-
-def _shares(parts: Sequence[Batch]) -> list[float]:
-    """What share of the rows each micro-batch has."""
-    if len(parts) == 1:
-        return [1.0]
-    rows = [batch_rows(part) for part in parts]
-    return [count / sum(rows) for count in rows]
 
 
 class _Wide:
