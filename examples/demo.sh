@@ -31,8 +31,12 @@ say "5. Train: four processes, and one process for comparison."
 run weft train examples/gpt.py --plan dp=2,tp=2 --steps 150 --cache "$folder/cache"
 run weft train examples/gpt.py --plan dp=1 --steps 150 --cache "$folder/cache"
 
-say "6. The program lies in program/program.py: it is $(wc -l < "$program/program.py.orig" | tr -d ' ') lines of Python. Read it:"
+say "6. A pipeline: two stages, four micro-batches a step. Its time table, and the comparison with one device."
+run weft show examples/gpt.py --plan pp=2,microbatches=4 --schedule
+run weft verify examples/gpt.py --plan pp=2,microbatches=4
+
+say "7. The program lies in program/program.py: it is $(wc -l < "$program/program.py.orig" | tr -d ' ') lines of Python. Read it:"
 printf '$ weft show examples/gpt.py --plan dp=2,tp=2 --code\n'
 
-say "7. Your own model: a file with model(), which returns the module, and example(), which returns a batch."
+say "8. Your own model: a file with model(), which returns the module, and example(), which returns a batch."
 printf '$ weft verify your_model.py --plan dp=2\n$ weft train your_model.py --plan dp=2\n'

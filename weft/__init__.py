@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from weft.runtime.algorithms import Exchange as Exchange
     from weft.runtime.algorithms import register_algorithm as register_algorithm
     from weft.runtime.custom import register_op as register_op
+    from weft.runtime.reduction import per_token as per_token
+    from weft.runtime.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
     from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
@@ -51,9 +53,11 @@ _HOMES = {
     "Program": "weft.ir.program",
     **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "weft.train"),
+    "GradScaler": "weft.runtime.scaling",
     "dynamic": "weft.capture.example",
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.algorithms"),
     "register_op": "weft.runtime.custom",
+    "per_token": "weft.runtime.reduction",
 }
 _ROOMS = ("capture", "verify", "errors")
 
@@ -61,6 +65,8 @@ __all__ = [
     "__version__",
     "parallelize",
     "clip_grad_norm_",
+    "GradScaler",
+    "per_token",
     "dynamic",
     "register_op",
     "capture",

@@ -1,8 +1,9 @@
 """The cache of emitted programs: a directory each, named by a hash of all that it was made from.
 
-In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them tells the
-key and the hash of the files. Promised: what is found under a key was made from the same graph, plan, torch and weft,
-sources included; a program that somebody has edited, or that is incomplete, is recognised as such and neither replaced
+In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them, or the
+`pipeline.json` of a program in pieces, tells the key and the hash of the files. Promised: what is found under a key was
+made from the same graph, plan, torch and weft, sources included (of a program in pieces: at every size of
+micro-batches); a program that somebody has edited, or that is incomplete, is recognised as such and neither replaced
 nor used without a word; a directory appears whole or not at all, whatever else is writing there.
 """
 
@@ -13,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
 from weft.plan.plan import Plan
-from weft.runtime.program_files import changes, read_meta, status
+from weft.plan.staging import ScheduleLine
+from weft.runtime.pipeline_files import described, edits, file_names
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
@@ -38,14 +40,14 @@ class Found:
 
     def files(self) -> dict[str, bytes]:
         """All of its files, as they were left."""
-        missing = [name for name, what in changes(self.directory).items() if what == "missing"]
+        missing = [name for name, what in edits(self.directory).items() if what == "missing"]
         if missing:
             raise RunError(
                 f"the program in {self.directory} lacks {', '.join(missing)}",
                 place=str(self.directory),
                 remedy="move the directory away, and the program is made anew",
             )
-        return {path.name: path.read_bytes() for path in sorted(self.directory.iterdir()) if path.is_file()}
+        return {name: (self.directory / name).read_bytes() for name in file_names(self.directory)}
 
 
 def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
@@ -60,7 +62,15 @@ def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
     yield f"torch {torch.__version__}, weft {source_hash()}"
     yield from _told_of(graph)
     yield f"{plan.devices}"
-    yield from map(repr, plan.lines)
+    for line in plan.lines:
+        # a function that orders a step is no content: what it makes is told apart from the plan
+        yield f"order by {line.text}" if isinstance(line, ScheduleLine) and callable(line.schedule) else repr(line)
+
+
+def pieces_key(whole: Plan, sizes: Sequence[Plan], more: str = "") -> str:
+    """The same for a program in pieces: of the whole batch, and of micro-batches of each size."""
+    parts = [program_key(plan.graph, plan) for plan in sizes]
+    return program_key(whole.graph, whole, " ".join([*parts, more]))
 
 
 def _told_of(graph: Graph) -> Iterator[str]:
@@ -107,10 +117,10 @@ def look_up(directory: Path, key: str) -> Found | None:
     if not directory.exists():
         return None
     try:
-        made, found = str(read_meta(directory)["key"]), status(directory)
+        made, found = str(described(directory)["key"]), edits(directory)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{directory} is no program of weft's: its meta.json cannot be read ({type(error).__name__})",
+            f"{directory} is no program of weft's: what is written about it cannot be read ({type(error).__name__})",
             place=str(directory),
             remedy="move the directory away, and the program is made anew",
         ) from None
@@ -120,7 +130,7 @@ def look_up(directory: Path, key: str) -> Found | None:
             place=str(directory),
             remedy="move it away or delete it, and it is made anew",
         )
-    return Found(directory, edited=found != "as made")
+    return Found(directory, edited=bool(found))
 
 
 def write(directory: Path, key: str, files: Mapping[str, bytes]) -> Found:

@@ -140,12 +140,14 @@ def _add_show(commands: Commands) -> argparse.ArgumentParser:
         description="Without a flag: the plan by module, layers that repeat in one row, with what is cut, on which\n"
         "devices, by which collectives and how many bytes a device sends in a step.\n"
         "A plan in stages or micro-batches is shown by stage; --schedule draws its time table.\n"
+        "--memory tells the bytes of each rank by kind: what is expected, and what two steps on processes have left.\n"
         "With --code, --program or --json stdout holds that and nothing else.",
         epilog="example:\n"
         "  weft show examples/gpt.py --plan dp=2,tp=2\n"
         "  weft show examples/gpt.py --plan dp=2,tp=2 --code | less\n"
         "  weft show examples/gpt.py --plan dp=2,tp=2 --out program\n"
-        "  weft show examples/gpt.py --plan pp=2,microbatches=4 --schedule",
+        "  weft show examples/gpt.py --plan pp=2,microbatches=4 --schedule\n"
+        "  weft show examples/gpt.py --plan dp=2,zero=3 --memory",
     )
     show.set_defaults(command=_lazily("weft.commands.show"))
     _add_file(show)
@@ -156,6 +158,7 @@ def _add_show(commands: Commands) -> argparse.ArgumentParser:
     what.add_argument("--code", action="store_true", help="the generated program")
     what.add_argument("--program", action="store_true", help="the Program before it becomes code, one line a step")
     what.add_argument("--schedule", action="store_true", help="the time table of a plan in stages or micro-batches")
+    what.add_argument("--memory", action="store_true", help="bytes of each rank by kind, expected and measured")
     show.add_argument("--out", metavar="DIR", help="write the program's files there")
     show.add_argument("--force", action="store_true", help="with --out: overwrite a program that was edited")
     return show

@@ -33,7 +33,7 @@ from weft.plan.plan import Plan
 from weft.runtime.returns import NotReturned, Returns, lost, returns_of
 from weft.verify.door import PlanLike, capture_subject, check_fit, graph_for, make_plan
 from weft.verify.model_file import Subject
-from weft.verify.pieces import InPieces, compile_pieces, is_in_pieces
+from weft.verify.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
 
 Say = Callable[[str], None]
 
@@ -44,7 +44,7 @@ class Compiled:
 
     Args:
         program, report: None if the files come from the cache, or if there are pieces.
-        pieces: of a plan in stages or micro-batches; there is a program for each, and no cache.
+        pieces: of a plan in stages or micro-batches; there is a program for each. None if they come from the cache.
         files: of the emitted program, by name.
         directory: of the cache, if there is one.
         edited: the files in the cache are no longer as they were emitted. They are used as they are.
@@ -121,7 +121,7 @@ def compile_subject(
 
         made = make(at_example(graph))
     if is_in_pieces(made):
-        return build_pieces(subject, graph, made, make, links, timer, outputs=outputs)
+        return build_pieces(subject, graph, made, make, links, timer, folder=folder, outputs=outputs)
     if folder is None:
         return build(graph, made, links, timer, outputs=outputs, like=like, make=make)
     key = cache.program_key(graph, made, _more(graph, links, outputs, like))
@@ -182,21 +182,63 @@ def build_pieces(
     links: Links | None,
     timer: Timer,
     *,
+    folder: str | Path | None = None,
     outputs: str = "loss",
 ) -> Compiled:
-    """The passes from a plan in stages or micro-batches to files."""
+    """The passes from a plan in stages or micro-batches to files, or to those in the cache."""
     if is_open(graph, outputs):
         raise PlanError(
             "a plan in stages or micro-batches trains a loss, and what is asked for returns something else",
             place=subject.place,
             remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
         )
+    with timer("micro-batches"):
+        prepared = prepare_pieces(subject, plan, capture_subject, make)
+    kept = None if folder is None else _Kept(Path(folder), graph, prepared, links)
+    found = kept.look_up() if kept is not None else None
+    if found is not None:
+        return Compiled(graph, plan, None, None, found.files(), found.directory, found.edited, timer.seconds)
     with timer("pieces"):
-        pieces = compile_pieces(subject, plan, capture_subject, make, links=links)
+        pieces = lower_prepared(prepared, links=links)
+    found = kept.look_up(pieces) if kept is not None and kept.asks else None
     with timer("emit"):
-        about = {"batch": form_of(plan.graph).to_json(), "dims": pieces.dims, "made_from": cache.origin(graph)}
-        files = pieces.files(about)
-    return Compiled(graph, plan, None, None, files, timings=timer.seconds, pieces=pieces)
+        about = {"made_from": cache.origin(graph), "key": "" if kept is None else kept.key(pieces)}
+        files = pieces.files(about) if found is None else found.files()
+    compiled = Compiled(graph, plan, None, None, files, timings=timer.seconds, pieces=pieces)
+    if kept is not None and found is None:
+        found = kept.write(pieces, files)
+    return compiled if found is None else replace(compiled, directory=found.directory, edited=found.edited)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where the cache has a program in pieces."""
+
+    folder: Path
+    graph: Graph
+    prepared: Prepared
+    links: Links | None
+
+    @property
+    def asks(self) -> bool:
+        """True if the order of a step is known only when its function has been called."""
+        return callable(self.prepared.plans[0].schedule)
+
+    def key(self, pieces: InPieces | None = None) -> str:
+        more = "" if self.links is None else self.links.to_json()
+        order = str(pieces.schedule) if pieces is not None and self.asks else ""
+        return cache.pieces_key(self.prepared.whole, self.prepared.plans, f"{more} {order}")
+
+    def look_up(self, pieces: InPieces | None = None) -> cache.Found | None:
+        """The program, if it is there; a function must have made the order."""
+        if self.asks and pieces is None:
+            return None
+        key = self.key(pieces)
+        return cache.look_up(cache.directory_of(self.folder, self.graph, key), key)
+
+    def write(self, pieces: InPieces, files: Mapping[str, bytes]) -> cache.Found:
+        key = self.key(pieces)
+        return cache.write(cache.directory_of(self.folder, self.graph, key), key, files)
 
 
 def returned(graph: Graph) -> Returns:

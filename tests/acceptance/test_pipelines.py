@@ -8,8 +8,10 @@ not a multiple of the micro-batches, so sizes differ. A sample runs always, the 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,17 @@ from torch.utils import _pytree as pytree
 
 from tests.processes.conftest import Pools
 from weft.ir.graph import Graph
+from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
+from weft.runtime.module import ParallelModule
 from weft.verify.compare import Sample, compare
 from weft.verify.door import capture_subject, verify
+from weft.verify.generated import run_generated
+from weft.verify.judged import run_both
 from weft.verify.model_file import Subject, load_model_file
 from weft.verify.pieces import InPieces, compile_pieces
-from weft.verify.pipelined import run_pieces, written
-from weft.verify.processes import compare_with_emulator, one_thread
+from weft.verify.pipelined import written
 from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,6 +39,8 @@ FILES = ("gpt.py", *(f"models/{name}.py" for name in ("llama", "t5", "vit", "swi
 PLANS = ("pp=2", "pp=4", "pp=2,tp=2", "dp=2,pp=2", "dp=2,tp=2,pp=2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 COUNTS = (1, 4, 7)
+ROWS, MORE = 2, 3
+"""Rows of a micro-batch: data can be cut in it too. The first has one more."""
 
 
 @cache
@@ -61,10 +68,10 @@ def reference_of(file: str, count: int) -> Sample:
 
 
 def rows_for(count: int) -> int:
-    """Two in each micro-batch, so that data can be cut in it too, and one more."""
-    return 2 * count + 1
+    return ROWS * (count - 1) + MORE
 
 
+@lru_cache(maxsize=6)
 def compiled(file: str, recipe: str, count: int) -> InPieces:
     subject = subject_of(file, rows_for(count))
 
@@ -73,32 +80,39 @@ def compiled(file: str, recipe: str, count: int) -> InPieces:
         return captured(file, first.shape[0])
 
     def make(graph: Graph) -> Plan:
-        return load_plan(recipe, graph)
+        return load_plan(f"{recipe},microbatches={count}", graph)
 
-    return compile_pieces(subject, make(capture(subject)), capture, make)
+    # the plan of the whole batch tells how many micro-batches there are: that of one of them does too
+    return compile_pieces(subject, make(captured(file, MORE)), capture, make)
+
+
+def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, bytes]:
+    """The files of a plan under a schedule. What does not depend on it is compiled once for all and counts."""
+    alike = schedule if schedule in ("interleaved", "zb-v") else "1f1b"
+    made = compiled(file, f"{plan},schedule={alike}", max(COUNTS))
+    pipeline = replace(made.pipeline, microbatches=count)
+    sizes = made.sizes[: max(made.size_of[:count]) + 1]
+    order = make_schedule(schedule, pipeline)
+    return replace(made, sizes=sizes, size_of=made.size_of[:count], pipeline=pipeline, schedule=order).files()
 
 
 def equal_to_one_device(file: str, plan: str, schedule: str, count: int, pools: Pools | None = None) -> None:
-    subject = subject_of(file, rows_for(count))
-    recipe = f"{plan},microbatches={count},schedule={schedule}"
-    made = compiled(file, recipe, count)
-    reference = reference_of(file, count)
-    with written(made) as directory:
-        with one_thread():
-            ours = run_pieces(directory, made, subject, seed=7, wide=True, reference=reference)
-        if pools is not None:
-            emulated, pool = ours, pools(made.plan.devices)
-            ours = run_pieces(directory, made, subject, seed=7, wide=True, reference=reference, pool=pool)
-            assert compare_with_emulator(ours, emulated, made.plan.devices).equal_bits
+    subject, reference, graph = subject_of(file, rows_for(count)), reference_of(file, count), captured(file, MORE)
+    with written(in_order(file, plan, schedule, count)) as directory:
+        if pools is None:
+            ours = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference)
+        else:
+            pool = pools(compiled(file, f"{plan},schedule=1f1b", max(COUNTS)).plan.devices)
+            ours, found = run_both(directory, graph, subject, reference, seed=7, say=lambda text: None, pool=pool)
+            assert found.equal_bits
     assert not ours.disagreements
-    worst = max(compare(ours, reference), key=lambda found: found.value)
+    worst = max(compare(ours, reference), key=lambda one: one.value)
     assert worst.value < 1e-9, worst
 
 
 SAMPLE = (
     ("gpt.py", "pp=4", "1f1b", 4),
     ("gpt.py", "dp=2,tp=2,pp=2", "zb-v", 4),
-    ("gpt.py", "pp=2,tp=2,recompute", "zb-h1", 7),
     ("models/llama.py", "pp=2,tp=2", "interleaved", 4),
     ("models/t5.py", "pp=4", "zb-h1", 1),
     ("models/unet.py", "dp=2,pp=2", "1f1b", 1),
@@ -119,10 +133,51 @@ def test_matrix(file: str, plan: str, schedule: str, count: int) -> None:
     equal_to_one_device(file, plan, schedule, count)
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[object, ...]]:
+    """How often each recomputed region of each module has run, by step and micro-batch."""
+    counted: Counter[tuple[object, ...]] = Counter()
+    own = ParallelModule.recompute
+
+    def recompute(
+        module: ParallelModule, function: Callable[..., object], *inputs: object, **options: object
+    ) -> object:
+        def called(*args: object) -> object:
+            counted[id(module), module.transport.rank, function.__name__, module.stream] += 1
+            return function(*args)
+
+        return own(module, called, *inputs, **options)
+
+    monkeypatch.setattr(ParallelModule, "recompute", recompute)
+    return counted
+
+
+def once_more(runs: Counter[tuple[object, ...]]) -> None:
+    """Every region has run forward and once again, for each micro-batch of each step."""
+    assert runs and set(runs.values()) == {2}
+    streams = Counter(stream for _, _, _, stream in runs)
+    assert len(set(streams.values())) == 1, "regions that some micro-batches do not come by"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("file", "schedule"), list(itertools.product(FILES, SCHEDULES)))
-def test_recomputed(file: str, schedule: str) -> None:
+def test_recomputed(file: str, schedule: str, runs: Counter[tuple[object, ...]]) -> None:
     equal_to_one_device(file, "pp=2,tp=2,recompute", schedule, 4)
+    once_more(runs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recomputed_once_for_each_block_and_micro_batch(schedule: str, runs: Counter[tuple[object, ...]]) -> None:
+    equal_to_one_device("gpt.py", "pp=2,recompute", schedule, 4)
+    once_more(runs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("file", "pattern"), [("gpt.py", "**.mlp"), ("models/llama.py", "model.layers.*")])
+def test_some_modules_recomputed(file: str, pattern: str, schedule: str, runs: Counter[tuple[object, ...]]) -> None:
+    equal_to_one_device(file, f"dp=2,pp=2,recompute={pattern}", schedule, 7)
+    once_more(runs)
 
 
 @pytest.mark.full

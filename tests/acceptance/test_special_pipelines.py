@@ -271,6 +271,27 @@ def test_from_three_devices_to_two() -> None:
     assert [one["devices"] for one in result.summary["pieces"]] == [(0, 2, 4), (1, 3)]
 
 
+def _cut_layers(plan: Plan, layers: str, degree: int) -> Plan:
+    """Heads and hidden units of some layers of a Llama."""
+    for names, way in (("[qkvg]*_proj", "n"), ("up_proj", "n"), ("o_proj", "k"), ("down_proj", "k")):
+        linears = plan.match(f"model.layers.{layers}.**.{names}", op="linear")
+        plan = plan.trans(linears, cut(way, degree, axis=f"tp{degree}"))
+    return plan
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.full)])
+def test_from_two_ways_of_tensor_parallelism_to_four(schedule: str) -> None:
+    def plan(graph: Graph) -> Plan:
+        at = next(number for number, op in enumerate(graph.ops) if op.path.startswith("model.layers.1"))
+        made = _cut_layers(_cut_layers(Plan(graph, 6), "0", 2), "1", 4)
+        made = made.stage("two", [op.name for op in graph.ops[:at]], (0, 1))
+        return made.stage("four", [op.name for op in graph.ops[at:]], (2, 3, 4, 5)).cut_batch(4).order(schedule)
+
+    result = verify(EXAMPLES / "models" / "llama.py", plan=plan)
+    assert result.equal, result
+    assert [one["devices"] for one in result.summary["pieces"]] == [(0, 1), (2, 3, 4, 5)]
+
+
 # --- orders that users write ----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Six generated programs, word for word: a refactoring may not change them. `make golden` rewrites them.
+"""Six generated programs and a pipeline, word for word: a refactoring may not change them. `make golden` rewrites them.
 
 They are also what a person sees: formatted as ruff leaves them, with types that hold.
 """
@@ -16,6 +16,8 @@ from tests.acceptance.subjects import HAND_WRITTEN, prepared
 from weft.codegen import generate
 from weft.lower import lower
 from weft.plan.load import load_plan
+from weft.verify.door import capture_subject
+from weft.verify.pieces import compile_pieces
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = (
@@ -26,6 +28,7 @@ PAIRS = (
     ("llama", "tp=2"),
     ("bert", "stored-split"),
 )
+PIPELINES = (("gpt-tied", "pp=2,microbatches=4,schedule=1f1b"),)
 
 
 @pytest.mark.parametrize(("model", "plan"), PAIRS)
@@ -38,6 +41,20 @@ def test_golden(model: str, plan: str, request: pytest.FixtureRequest) -> None:
         path = folder / name
         if request.config.getoption("--golden"):
             folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(files[name])
+        assert path.exists(), f"no expected text {path}: run `make golden` and read the difference"
+        assert files[name] == path.read_bytes(), f"{path} changed: run `make golden` and read the difference"
+
+
+@pytest.mark.parametrize(("model", "plan"), PIPELINES)
+def test_golden_pipeline(model: str, plan: str, request: pytest.FixtureRequest) -> None:
+    subject, graph, _ = prepared(model)
+    made = compile_pieces(subject, load_plan(plan, graph), capture_subject, lambda graph: load_plan(plan, graph))
+    files = made.files()
+    for name in ("piece0/program.py", "piece1/program.py"):
+        path = GOLDEN / f"{model}-{plan}" / name
+        if request.config.getoption("--golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(files[name])
         assert path.exists(), f"no expected text {path}: run `make golden` and read the difference"
         assert files[name] == path.read_bytes(), f"{path} changed: run `make golden` and read the difference"
@@ -58,10 +75,10 @@ def test_linted() -> None:
 
 
 def test_types_hold(tmp_path: Path) -> None:
-    for path in GOLDEN.glob("*/program.py"):
-        name = re.sub(r"\W", "_", path.parent.name)
+    for path in GOLDEN.rglob("program.py"):
+        name = re.sub(r"\W", "_", str(path.parent.relative_to(GOLDEN)))
         (tmp_path / f"{name}.py").write_bytes(path.read_bytes())
-    assert len(list(tmp_path.iterdir())) == len(PAIRS)
+    assert len(list(tmp_path.iterdir())) == len(PAIRS) + 2 * len(PIPELINES)
     command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-error-summary", str(tmp_path)]
     found = subprocess.run(command, check=False, capture_output=True, text=True, cwd=GOLDEN.parents[2])
     wrong = [line for line in found.stdout.splitlines() if line.startswith(str(tmp_path))]

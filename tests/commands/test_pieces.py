@@ -27,10 +27,18 @@ def test_the_time_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", GPT, "--plan", PLAN, "--schedule"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["0", "F0", "F1", ".", ".", "B0---", "F2", "B1---", "F3", "B2---", ".", "B3---"]
-    assert lines[3] == "makespan 15, idle 20.0%, live 2 1"
+    assert lines[3] == "makespan 15, idle 20.0%, live 2 1" and lines[4].startswith("F forward, B backward, twice as")
+    assert lines[5].startswith("idle 20.0% if pieces take equally long, ") and lines[5].endswith("estimated times")
     assert main(["show", MLP, "--plan", "dp=2", "--schedule"]) == 2
     assert "--schedule draws stages" in capsys.readouterr().err
     assert main(["show", MLP, "--plan", PLAN, "--schedule", "--json"]) == 2
+
+
+def test_devices_that_run_the_same_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", MLP, "--plan", "dp=2,pp=2,microbatches=2", "--schedule"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["0-1", "F0", "F1"] and lines[2].split()[:3] == ["2-3", ".", "F0"]
+    assert lines[3].endswith("live 2 1")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +47,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = said["pieces"]
     assert first["devices"] == [0] and first["gives"] == {second["piece"]: 6144} and second["gives"] == {}
     assert first["work"] + second["work"] == pytest.approx(1) and said["microbatches"] == 4
+    # the second piece, with the head, is heavier: the first waits for it
+    assert 0.5 < second["time"] < 0.6 and 0.2 < said["idle_estimated"] < 0.35
     assert said["schedule"]["1"][0] == f"f({second['piece']}, 0)"
     assert "class GPT" in said["code"]["piece1/program.py"]
 
@@ -49,7 +59,7 @@ def test_files_are_written_and_edits_are_kept(capsys: pytest.CaptureFixture[str]
     assert main([*show, "--code"]) == 0 and main(show) == 0 and pipeline_changes(folder) == {}
     path = folder / "piece0" / "program.py"
     text = path.read_text()
-    assert text in capsys.readouterr().out and text.endswith("# The order of things:\n# F0 F1 B0 F2 B1 F3 B2 B3\n")
+    assert text in capsys.readouterr().out and text.endswith("micro-batch:\n# F0 F1 B0 F2 B1 F3 B2 B3\n")
     path.write_text(text + "# mine\n")
     assert main(show) == 2 and path.read_text().endswith("# mine\n")
     assert "was edited: piece0/program.py" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_demo(tmp_path: Path) -> None:
     assert demo.returncode == 0, demo.stdout + demo.stderr
     parts = re.split(r"^\S*(\d)\. ", demo.stdout, flags=re.MULTILINE)
     said = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert set(said) == set("1234567")
+    assert set(said) == set("12345678")
     assert "linear" in said["1"] and "scaled_dot_product_attention" in said["1"]
     assert re.search(r"blocks\.\*\.attention\.qkv +x2 .*tp: n 2", said["2"]) and "0-3" in said["2"]
     assert re.search(r"[1-9]\d* collectives matched", said["2"]) and re.search(r"[1-9]\d* sums complete", said["2"])
@@ -34,6 +34,7 @@ def test_demo(tmp_path: Path) -> None:
     losses = [tuple(map(float, found)) for found in re.findall(r"loss (\S+) -> (\d+\.\d+)", said["5"])]
     assert len(losses) == 2 and all(last < first for first, last in losses)
     assert abs(losses[0][1] - losses[1][1]) < 1e-3, "four processes and one learn the same"
+    assert "F0 F1" in said["6"] and "idle" in said["6"] and "equal to one device" in said["6"]
     lines = int(re.search(r"is (\d+) lines", demo.stdout).group(1))  # type: ignore[union-attr]
     code = subprocess.run(
         [weft, "show", "examples/gpt.py", "--plan", "dp=2,tp=2", "--code"],

@@ -51,8 +51,34 @@ class Average(nn.Module):
         return nn.functional.mse_loss(found, y)
 
 
+class Far(nn.Module):
+    """What the second layer makes is read by the third, and, by another way, by the fourth alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        second = self.layers[1](self.layers[0](x))
+        weights = torch.softmax(second, -1)
+        return nn.functional.mse_loss(self.layers[3](self.layers[2](second)) * weights, y)
+
+
 def captured(module: nn.Module) -> Graph:
     return capture(module, (torch.randn(4, 6), torch.randn(4, 6)))
+
+
+def test_what_a_stage_makes_for_one_far_behind_it_is_no_stage_of_its_own() -> None:
+    graph = captured(Far())
+    plan = Plan(graph, 4)
+    for number in range(4):
+        ops = [op.name for op in graph.ops if op.path == f"layers.{number}" or (not op.path and number == 3)]
+        ops = [name for name in ops if "softmax" not in name or number != 3]
+        ops += [op.name for op in graph.ops if "softmax" in op.name and number == 1]
+        plan = plan.stage(str(number), ops, [number])
+    segments = [part.piece.segment for part in lower_pieces(plan).parts]
+    assert [one.devices for one in segments] == [(0,), (1,), (2,), (3,)]
+    assert set(segments[3].reads) == {segments[1].name, segments[2].name}
 
 
 def test_random_pieces_are_convex_and_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 from weft.capture import capture
 from weft.errors import PlanError
-from weft.ir.graph import Graph
+from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
 from weft.ops.light import light_ops
+from weft.ops.work import work_of
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.stages import balanced, begun_at
@@ -119,3 +121,44 @@ def test_lines_that_do_not_fit() -> None:
         plan.cut_batch(2).cut_batch(4)
     with pytest.raises(PlanError, match="said twice"):
         plan.order("gpipe").order("1f1b")
+
+
+class Uneven(nn.Module):
+    """Layers of one size, of which the first may be wide inside, and a head that may be heavier than all of them."""
+
+    def __init__(self, wide: int, classes: int) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH))
+        self.layers = nn.ModuleList([first, *(nn.Linear(WIDTH, WIDTH) for _ in range(5))])
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize(
+    ("wide", "classes", "count"),
+    [
+        (WIDTH // 2, 8 * WIDTH, 2),
+        (WIDTH // 2, 8 * WIDTH, 3),
+        (5 * WIDTH, WIDTH, 2),
+        (5 * WIDTH, WIDTH, 3),
+        (4 * WIDTH, 8 * WIDTH, 3),
+    ],
+)
+def test_uneven_models_are_cut_by_time_not_by_layers(wide: int, classes: int, count: int) -> None:
+    graph = capture(Uneven(wide, classes), (torch.randn(256, WIDTH), torch.randint(classes, (256,))))
+    book = RuleBook(graph)
+
+    def time(ops: Iterable[Op]) -> float:
+        return sum(work_of(op, book.rule(op), graph).time for op in ops)
+
+    layers = [*(f"layers.{number}" for number in range(6)), "head"]
+    even = begun_at(graph, book, [layers[len(layers) * at // count] for at in range(1, count)])
+    ours = max(map(time, balanced(graph, book, count)))
+    assert ours < 0.9 * max(map(time, even))
+    # what is wide is not cut: too much would cross
+    whole = max(time(op for op in graph.ops if op.path.startswith(layer)) for layer in layers)
+    assert ours < 1.25 * max(time(graph.ops) / count, whole)

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from weft.runtime.boxes import LARGE, Boxes
 from weft.runtime.channel import PIECE
+from weft.runtime.grad_sync import BucketSync
+from weft.runtime.pipeline_files import load_pipeline
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.replicas import Replica
 from weft.runtime.transport import Doing, GroupComm, Transport
+from weft.runtime.watch import PeerLost
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -306,6 +310,7 @@ def letters_of_all_kinds(transport: Transport, payload: Any) -> list[Tensor]:
     for _ in range(2):
         transport.post(peer, "again", [values(transport.rank, dtype, shape) for dtype, shape in shapes])
         found += transport.take(peer, "again", [(shape, dtype) for dtype, shape in shapes])
+        transport.barrier((0, 1))  # a tag is used again when its letter was taken
     return found
 
 
@@ -318,3 +323,45 @@ def is_killed_in_an_event(transport: Transport, payload: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     transport.doing = Doing("B2 of blocks.0")
     transport.take(1, "gradient of x for blocks.1, micro-batch 2", [((3,), torch.float64)])
+
+
+def is_killed_in_a_pipeline(transport: ProcessTransport, payload: Any) -> None:
+    """Rank 1 dies in the forward of the third micro-batch of a real step."""
+    rank = load_pipeline(payload["folder"], Replica(transport, transport.num_ranks), BucketSync)
+    run = rank._forward
+
+    def forward(share: Any, piece: Any, micro: int, batch: Any) -> None:
+        if transport.rank == 1 and micro == 2:
+            # long enough for the others to wait, and for this rank to have told what it does
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(share, piece, micro, batch)
+
+    rank._forward = forward  # type: ignore[method-assign]
+    transport.begin_step(3)
+    rank.step(payload["batches"], [1 / 3] * 3, 0, 0)
+
+
+def tells_what_it_lost(transport: ProcessTransport, payload: Any) -> None:
+    """Rank 1 dies; what rank 0 raises goes to a file, since the launcher tells of the death alone."""
+    transport.post(1 - transport.rank, "hello", [torch.zeros(1)])
+    transport.take(1 - transport.rank, "hello", [((1,), torch.float32)])
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.doing = Doing("B2 of blocks.0")
+    try:
+        transport.take(1, "gradient of x, micro-batch 2", [((3,), torch.float64)])
+    except PeerLost as error:
+        Path(payload).write_text(str(error))
+        raise
+
+
+def waits_for_a_slow_letter(transport: Transport, payload: Any) -> None:
+    """Rank 1 is alive and posts nothing."""
+    transport.post(1 - transport.rank, "hello", [torch.zeros(1)])
+    transport.take(1 - transport.rank, "hello", [((1,), torch.float32)])
+    if transport.rank == 1:
+        transport.doing = Doing("F3 of blocks.1")
+        time.sleep(20)
+    transport.doing = Doing("B3 of blocks.0")
+    transport.take(1, "gradient of x, micro-batch 3", [((3,), torch.float64)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,37 +12,47 @@ from tests.acceptance.test_pipelines import equal_to_one_device
 from tests.processes import bodies
 from tests.processes.conftest import Pools
 from tests.processes.test_failures import failed
+from tests.runtime.test_pipeline import batches, write_pipeline
 from weft.runtime.emulator import run_ranks
 from weft.runtime.launch import ProcessFailed
+from weft.runtime.transport import CollectiveMismatch
+from weft.runtime.watch import is_deadlock
+
+
+@pytest.fixture(params=["pipes", "backend"])
+def ways(request: pytest.FixtureRequest) -> Pools:
+    """Pools of processes of one host, and of processes that talk as those of different hosts do."""
+    found: Pools = request.getfixturevalue("pools" if request.param == "pipes" else "far_pools")
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_more_letters_than_fit(pools: Pools, num_ranks: int) -> None:
+def test_more_letters_than_fit(ways: Pools, num_ranks: int) -> None:
     expected = run_ranks(num_ranks, lambda transport: bodies.many_letters(transport, None))
-    for ours, theirs in zip(pools(num_ranks).run(bodies.many_letters), expected, strict=True):
+    for ours, theirs in zip(ways(num_ranks).run(bodies.many_letters), expected, strict=True):
         assert len(ours) == bodies.LETTERS * num_ranks
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_letter_that_did_not_fit_goes_on_while_its_writer_waits(pools: Pools) -> None:
-    found = pools(2).run(bodies.a_letter_that_does_not_fit, timeout=20)
+def test_a_letter_that_did_not_fit_goes_on_while_its_writer_waits(ways: Pools) -> None:
+    found = ways(2).run(bodies.a_letter_that_does_not_fit, timeout=20)
     assert [one.item() for (one,) in found] == [2.0, bodies.LETTERS - 1.0]
 
 
-def test_letters_of_a_rank_that_is_done_arrive(pools: Pools) -> None:
-    assert torch.cat(pools(2).run(bodies.writes_and_leaves, timeout=20)[1]).tolist() == list(range(bodies.LETTERS))
+def test_letters_of_a_rank_that_is_done_arrive(ways: Pools) -> None:
+    assert torch.cat(ways(2).run(bodies.writes_and_leaves, timeout=20)[1]).tolist() == list(range(bodies.LETTERS))
 
 
-def test_letters_of_all_kinds(pools: Pools) -> None:
+def test_letters_of_all_kinds(ways: Pools) -> None:
     expected = run_ranks(2, lambda transport: bodies.letters_of_all_kinds(transport, None))
-    for ours, theirs in zip(pools(2).run(bodies.letters_of_all_kinds), expected, strict=True):
+    for ours, theirs in zip(ways(2).run(bodies.letters_of_all_kinds), expected, strict=True):
         assert [one.dtype for one in ours] == [one.dtype for one in theirs]
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_rank_killed_in_mid_step(pools: Pools) -> None:
+def test_a_rank_killed_in_mid_step(ways: Pools) -> None:
     """All others end at once, and say which rank died in which event, and what they waited for."""
-    pool = pools(3)
+    pool = ways(3)
     pool.run(bodies.identity)
     error = failed(pool, bodies.is_killed_in_an_event, ProcessFailed)
     assert "rank 1 failed in step 3 in F2 of blocks.1" in str(error) and "SIGKILL" in str(error)
@@ -51,8 +62,50 @@ def test_a_rank_killed_in_mid_step(pools: Pools) -> None:
         assert "B2 of blocks.0" in error.waits[rank]
 
 
-def test_sample(pools: Pools) -> None:
-    equal_to_one_device("gpt.py", "pp=2", "1f1b", 4, pools)
+def test_a_rank_killed_in_a_pipeline(ways: Pools, tmp_path: Path) -> None:
+    """The same in a real step: the first stage waits for the gradient of a micro-batch that the second never ran."""
+    folder, _ = write_pipeline(tmp_path)
+    pool = ways(2)
+    pool.run(bodies.identity)
+    error = failed(
+        pool, bodies.is_killed_in_a_pipeline, ProcessFailed, payload={"folder": folder, "batches": batches()}
+    )
+    assert "rank 1 failed in step 3 in F2 of down" in str(error) and "SIGKILL" in str(error)
+    assert "B2 of up" in error.waits[0] and "wait for gradient of" in error.waits[0]
+    assert "micro-batch 2" in error.waits[0] and "waiting for rank 1" in error.waits[0]
+
+
+def test_who_waited_for_what_from_a_rank_that_is_gone(ways: Pools, tmp_path: Path) -> None:
+    pool = ways(2)
+    pool.run(bodies.identity)
+    failed(pool, bodies.tells_what_it_lost, ProcessFailed, payload=str(tmp_path / "error"))
+    text = (tmp_path / "error").read_text()
+    assert "gone" in text
+    assert "rank 0 waited for gradient of x, micro-batch 2 from rank 1 (in B2 of blocks.0)" in text
+
+
+def test_a_letter_that_does_not_come_in_time(ways: Pools) -> None:
+    pool = ways(2)
+    pool.run(bodies.identity)
+    error = failed(pool, bodies.waits_for_a_slow_letter, CollectiveMismatch, timeout=1.5)
+    assert "rank 0 waited 1.5 s for gradient of x, micro-batch 3 from rank 1" in str(error)
+    assert "F3 of blocks.1" in error.waits[1] and "waiting for rank 1 (in B3 of blocks.0" in error.waits[0]
+
+
+def test_a_letter_under_way_is_no_deadlock() -> None:
+    """Both ranks wait, one for a letter: whether more were posted than have come tells."""
+    waits = {"state": "blocked", "calls": [["main (1, 0) letters", 3, [1, 0], "wait"]]}
+    meets = {"state": "blocked", "calls": [["main (0, 1)", 0, [0, 1], "barrier"]]}
+    for posted, expected in ((3, True), (4, False)):
+        states = {
+            0: {**meets, "counts": {"main (0, 1)": 1, "main (1, 0) letters": posted}},
+            1: {**waits, "counts": {"main (1, 0) letters": 4}},
+        }
+        assert is_deadlock(states, 2) == expected
+
+
+def test_sample(ways: Pools) -> None:
+    equal_to_one_device("gpt.py", "pp=2", "1f1b", 4, ways)
 
 
 FILES = ("gpt.py", "models/t5.py", "models/unet.py", "models/mixtral.py")

@@ -28,9 +28,10 @@ from weft.plan.primitives import cut
 from weft.runtime.groups import groups_of
 from weft.verify import door
 from weft.verify.compare import Sample, compare
+from weft.verify.generated import run_generated
 from weft.verify.model_file import Subject
 from weft.verify.parallel import run_parallel, write_scripts
-from weft.verify.processes import compare_with_emulator, emitted, run_processes
+from weft.verify.processes import compare_with_emulator, emitted
 from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,7 +44,8 @@ def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
     subject, _, reference = prepared(name)
     program = lower(plan)
     check(program)
-    ours = run_processes(program, subject, pools(program.devices), seed=7, wide=True)
+    with emitted(program) as directory:
+        ours = run_generated(directory, program.graph, subject, seed=7, wide=True, pool=pools(program.devices))
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst
@@ -115,8 +117,9 @@ class Fails(nn.Module):
 def test_a_failing_rank_is_a_run_error(pools: Pools) -> None:
     subject = Subject(Fails(), (torch.randn(4, 4),), optimizer=bodies.bad_optimizer)
     program = lower(load_plan("dp=2", capture(subject.model, subject.example)))
-    with pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today"):
-        run_processes(program, subject, pools(2), seed=0, wide=True)
+    failed = pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today")
+    with emitted(program) as directory, failed:
+        run_generated(directory, program.graph, subject, seed=0, wide=True, pool=pools(2))
 
 
 class Stateful(nn.Module):
@@ -137,7 +140,8 @@ def test_buffers_dropout_and_other_outputs(recipe: str, pools: Pools) -> None:
     subject = Subject(Stateful(), (torch.randn(6, 8),))
     program = lower(load_plan(recipe, capture(subject.model, subject.example)))
     reference = run_reference(subject, seed=7, wide=True)
-    ours = run_processes(program, subject, pools(2), seed=7, wide=True, reference=reference)
+    with emitted(program) as directory:
+        ours = run_generated(directory, program.graph, subject, seed=7, wide=True, reference=reference, pool=pools(2))
     assert "norm.running_var" in ours.weights and not ours.disagreements
     assert max(found.value for found in compare(ours, reference)) < 1e-9
     emulated = run_parallel(program, subject, seed=7, wide=True, reference=reference)

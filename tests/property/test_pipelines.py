@@ -38,7 +38,7 @@ from weft.runtime.random import Stream
 from weft.runtime.replicas import Replica
 from weft.runtime.transport import Transport
 
-QUICK, FULL, SHARDS = 25, 300, 3
+QUICK, FULL, SHARDS = 60, 3000, 10
 SEED, STEP = 7, 3
 
 
@@ -249,4 +249,4 @@ def test_bad_orders_are_refused() -> None:
 
 @pytest.mark.full
 def test_many_bad_orders_are_refused() -> None:
-    refused(10_000, FULL)
+    refused(20_000, FULL // SHARDS)

@@ -40,12 +40,15 @@ class Mixed(ParallelModule, grid={"dp": NUM_RANKS}, parameters=PARTS):
         return x @ self.c.weight
 
 
-def mixed(transport: Transport) -> Mixed:
+def state() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    state = {
+    return {
         name: torch.randn(part.shape, generator=generator, dtype=torch.float64) * 0.3 for name, part in PARTS.items()
     }
-    return Mixed(transport, state, grad_sync=BucketSync(bucket=256))
+
+
+def mixed(transport: Transport) -> Mixed:
+    return Mixed(transport, state(), grad_sync=BucketSync(bucket=256))
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -74,6 +77,65 @@ def test_a_parallel_module_gets_the_same_bits(recompute: bool) -> None:
     run_ranks(NUM_RANKS, body)
 
 
+class Attending(Mixed, grid={"dp": NUM_RANKS}, parameters=PARTS):
+    """A recomputed product of two activations that come from outside of it."""
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        queries, keys = F.linear(x, self.a.weight), torch.tanh(x @ self.c.weight)
+        x = self.recompute(self.block, queries, keys) if recompute else self.block(queries, keys)
+        share = x.square().mean() / NUM_RANKS
+        return self.finish(self.comm.all_reduce(share, over="dp"), share)
+
+    def block(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.matmul(queries.t(), keys)
+
+
+def test_what_a_recomputed_region_reads_is_no_weight() -> None:
+    def body(transport: Transport) -> None:
+        module, x = Attending(transport, state(), grad_sync=BucketSync()), batch().chunk(NUM_RANKS)[transport.rank]
+        module(x).backward()
+        plain = gradients(module)
+        module.zero_grad()
+        queue = Deferred(module)
+        with queue:
+            module(x, recompute=True).backward()
+        assert queue.num_waiting == 2
+        queue.run()
+        found = gradients(module)
+        assert plain.keys() == found.keys()
+        assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
+
+    run_ranks(NUM_RANKS, body)
+
+
+class Squared(ParallelModule, grid={"dp": 1}, parameters={"a": Part((8, 8), dtype=torch.float64)}):
+    """A recomputed product of two tensors neither of which is a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.a)
+        loss = self.recompute(self.block, hidden, torch.tanh(hidden).T).sum()
+        return self.finish(loss, loss)
+
+    def block(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+
+def test_what_a_recomputed_product_reads_is_no_weight() -> None:
+    def body(transport: Transport) -> None:
+        module = Squared(transport, {"a": torch.eye(8, dtype=torch.float64)}, grad_sync=BucketSync())
+        module(batch()).backward()
+        plain = gradients(module)
+        module.zero_grad()
+        queue = Deferred(module)
+        with queue:
+            module(batch()).backward()
+        assert queue.num_waiting == 1
+        queue.run()
+        assert torch.equal(gradients(module)["a"], plain["a"])
+
+    run_ranks(1, body)
+
+
 def test_several_batches_before_the_weights() -> None:
     def body(transport: Transport) -> None:
         module, x = mixed(transport), batch().chunk(NUM_RANKS)[transport.rank]
@@ -89,6 +151,20 @@ def test_several_batches_before_the_weights() -> None:
         queue.run()
         for name, gradient in gradients(module).items():
             assert torch.allclose(gradient, plain[name], rtol=1e-14, atol=1e-15)
+
+    run_ranks(NUM_RANKS, body)
+
+
+def test_a_parameter_that_was_given_up_is_no_weight() -> None:
+    """Its memory is free: whatever stands there next would be taken for it."""
+
+    def body(transport: Transport) -> None:
+        module, other = mixed(transport), mixed(transport)
+        given_up = {name: module.part(name) for name in ("a.weight", "c.weight")}
+        module.adopt("a.weight", other.part("a.weight"))
+        module.borrow("c.weight", other.part("c.weight"))
+        assert not any(module.is_weight(one) for one in given_up.values())
+        assert all(module.is_weight(module.part(name)) for name in PARTS)
 
     run_ranks(NUM_RANKS, body)
 

@@ -37,6 +37,11 @@ class Net(nn.Module):
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Net]:
+    return write_pipeline(tmp_path)
+
+
+def write_pipeline(tmp_path: Path) -> tuple[Path, Net]:
+    """A net in two stages, `up` and `down`, and its files."""
     module = Net().double()
     batch = (torch.randn(2, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64))
     plan = load_plan(f"pp=2,microbatches={MICROS},stages=down", capture(module, batch))

@@ -20,7 +20,10 @@ def main(path: str, what: str) -> None:
     optimizer = adamw(parallel)
     losses = [parallel.train_step(batch, optimizer).item() for _ in range(STEPS)]
     if what == "pieces":
-        torch.save((losses, dict(parallel.state_dict())), f"{path}{_rank()}")
+        # its program is made now, by all ranks
+        few = {name: tensor[:5] for name, tensor in batch.items()}
+        evaluated = parallel.eval()(**few).item()
+        torch.save((losses, dict(parallel.state_dict()), evaluated), f"{path}{_rank()}")
         return
     with torch.no_grad():
         evaluated = parallel.eval()(**batch).item()

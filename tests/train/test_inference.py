@@ -88,7 +88,7 @@ def drawn(model: nn.Module, plan: str, **settings: Any) -> Any:
     return weft.parallelize(model, {"input_ids": ids, "labels": ids}, plan, emulate=True, cache=None, **settings)
 
 
-@pytest.mark.parametrize(("make", "plan"), [(gpt2, "dp=2"), (llama, "tp=2,megatron")])
+@pytest.mark.parametrize(("make", "plan"), [(gpt2, "dp=2"), (llama, "tp=2,megatron"), (llama, "pp=2,microbatches=2")])
 def test_logits_and_generated_tokens(make: Any, plan: str) -> None:
     eager = make()
     mine = drawn(copy.deepcopy(eager), plan)
@@ -100,7 +100,8 @@ def test_logits_and_generated_tokens(make: Any, plan: str) -> None:
     with torch.no_grad():
         loss, wanted = mine(input_ids=ids, labels=ids), eager(input_ids=ids, labels=ids)
         found = mine(input_ids=ids, use_cache=False)
-    torch.testing.assert_close(loss, wanted.loss, rtol=1e-12, atol=1e-13)
+    # the model makes its loss in float32: that of two halves is rounded once more
+    torch.testing.assert_close(loss, wanted.loss, rtol=1e-6 if "pp" in plan else 1e-12, atol=1e-13)
     assert type(found) is type(wanted)
     torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-12, atol=1e-13)
     for prompt in (tokens(1, 4), tokens(3, 5)):

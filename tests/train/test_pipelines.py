@@ -62,15 +62,19 @@ def test_the_emulator_trains_as_one_device(plan: str) -> None:
     check_same((losses, parallel.state_dict()), train_eager(module, batch, count))
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
+def test_two_processes_train_as_one_and_evaluate(tmp_path: Path) -> None:
     done = launch(tmp_path / "result", "pieces")
     assert done.returncode == 0, done.stderr
     module, batch = mlp()
     wanted = train_eager(module, batch, 4)
-    (losses, first), (again, second) = (torch.load(tmp_path / f"result{rank}", weights_only=True) for rank in (0, 1))
-    assert losses == again
+    found = [torch.load(tmp_path / f"result{rank}", weights_only=True) for rank in (0, 1)]
+    (losses, first, evaluated), (again, second, evaluated_again) = found
+    assert losses == again and evaluated == evaluated_again
     assert first and not first.keys() & second.keys()
     check_same((losses, {name: {**first, **second}[name] for name in wanted[1]}), wanted)
+    module.load_state_dict(wanted[1])
+    few = {name: tensor[:5] for name, tensor in batch.items()}
+    assert evaluated == pytest.approx(module.eval()(**few).item(), rel=1e-11)
 
 
 def test_gradients_add_up_and_are_clipped_once() -> None:
@@ -112,12 +116,12 @@ def test_what_a_model_in_pieces_cannot_do_is_refused() -> None:
     parallel = weft.parallelize(module, batch, "pp=2,microbatches=2", emulate=True, cache=None)
     with pytest.raises(RunError, match=r"(?s)no forward of its own.*train_step"):
         parallel(**batch)
-    with pytest.raises(RunError, match="trains only"):
-        parallel.eval()
-    with torch.no_grad(), pytest.raises(RunError, match="trains only"):
+    with torch.no_grad(), pytest.raises(RunError, match="under no_grad"):
         parallel.forward_backward(batch)
     with pytest.raises(RunError, match="in the example it is"):
-        parallel.forward_backward({name: tensor[:4] for name, tensor in batch.items()})
+        parallel.forward_backward({name: tensor[:, :4] for name, tensor in batch.items()})
+    with pytest.raises(RunError, match="no rows"):
+        parallel.forward_backward({name: tensor[:0] for name, tensor in batch.items()})
     # and it is none the worse for it
     parallel.train_step(batch, adamw(parallel))
     with pytest.raises(PlanError, match="trains a loss"):
@@ -126,20 +130,107 @@ def test_what_a_model_in_pieces_cannot_do_is_refused() -> None:
         weft.parallelize(module, batch, "pp=2,microbatches=2", cache=None)
 
 
-def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    subject = load_model_file(EXAMPLE)
-    optimizer = subject.optimizer(list(subject.model.parameters()))
-    losses = []
-    for step in range(3):
+SIZES = """
+import torch
+from tests.models import MLP
+
+def model():
+    torch.manual_seed(0)
+    return MLP(dropout=0.1).double()
+
+def rows(count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(count, 6, generator=draw, dtype=torch.float64) for name in "xy"}
+
+def example():
+    return rows(8, 0)
+
+def data():
+    return [rows(8, 1), rows(5, 2), rows(8, 3), rows(2, 4)]
+
+def eval_data():
+    return [rows(8, 5), rows(4, 6)]
+
+def reduction(x, y):
+    return len(x) ** 2
+"""
+
+
+def test_the_command_trains_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
+    """Batches of other sizes, clipping, evaluation, a reduction of the file's own, in two runs."""
+    path = tmp_path / "sizes.py"
+    path.write_text(SIZES)
+    subject = load_model_file(path)
+    assert subject.data is not None and subject.eval_data is not None
+    module, losses, evaluations = subject.model, list[float](), list[tuple[int, float]]()
+    optimizer = subject.optimizer(list(module.parameters()))
+    for step, batch in enumerate(subject.data()):
         optimizer.zero_grad(set_to_none=True)
-        losses.append(accumulate(subject.model, subject.example, 2, step))
+        losses.append(weighed(module, batch, step))
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
-    plan, folder = "pp=2,microbatches=2", str(tmp_path / "run")
-    first = train_file(EXAMPLE, plan, Settings(steps=2, save=folder))
-    rest = train_file(EXAMPLE, plan, Settings(steps=3, resume=folder))
-    assert [*first.losses, *rest.losses] == pytest.approx(losses, rel=1e-5)
-    with pytest.raises(RunError, match="trains only"):
-        train_file(EXAMPLE, plan, Settings(steps=2, eval_every=1))
+        if step in (1, 3):
+            module.eval()
+            found = [module(**one).item() for one in subject.eval_data()]
+            evaluations.append((step + 1, sum(found) / len(found)))
+            module.train()
+    plan, folder = "pp=2,microbatches=4", str(tmp_path / "run")
+    first = train_file(path, plan, Settings(steps=2, save=folder, clip=0.1, eval_every=2))
+    rest = train_file(path, plan, Settings(steps=4, resume=folder, clip=0.1, eval_every=2))
+    assert [*first.losses, *rest.losses] == pytest.approx(losses, rel=1e-9)
+    for (step, found), (at, wanted) in zip([*first.evaluations, *rest.evaluations], evaluations, strict=True):
+        assert step == at and found == pytest.approx(wanted, rel=1e-9)
+
+
+def weighed(module: nn.Module, batch: Any, step: int) -> float:
+    """The gradients of a step whose micro-batches count by the squares of their rows."""
+    micros = [named for _, named in split_arguments((), batch, None, min(4, len(batch["x"])))[0]]
+    total = sum(len(one["x"]) ** 2 for one in micros)
+    found = 0.0
+    for micro, one in enumerate(micros):
+        with DrawMode(Stream(0, step, micro)):
+            loss = module(**one) * (len(one["x"]) ** 2 / total)
+        loss.backward()
+        found += loss.item()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("pp=2,microbatches=9", "8 rows cannot be cut into 9 micro-batches"),
+        ("pp=2,microbatches=2,stages=nowhere", "no module 'nowhere'"),
+        ("pp=40,microbatches=2", "a stage would have no work"),
+        ("pp=2,microbatches=2,schedule=inference", "nothing would be trained"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(plan: str, told: str, tmp_path: Path) -> None:
+    module, batch = mlp()
+    with pytest.raises(PlanError, match=told):
+        weft.parallelize(module, batch, plan, emulate=True, cache=None)
+    if "9" not in plan:
+        with pytest.raises(PlanError, match=told):
+            train_file(EXAMPLE, plan, Settings(steps=1, cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ({0: "B0 F0 F1 B1", 1: "F0 B0 F1 B1"}, "contradicts the data"),
+        ({0: "F0 F1 B0", 1: "F0 B0 F1 B1"}, "never runs b"),
+        ({0: "F0 F1 F2 B0 B1 B2", 1: "F0 B0 F1 B1 F2 B2"}, "there are 2 micro-batches"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused(rows: dict[int, str], told: str) -> None:
+    module, batch = mlp()
+
+    def plan(graph: weft.Graph) -> weft.Plan:
+        ops = [op.name for op in graph.ops]
+        made = weft.Plan(graph, 2).stage("first", ops[:2], [0]).stage("second", ops[2:], [1])
+        return made.cut_batch(2).order(rows)
+
+    with pytest.raises(PlanError, match=told):
+        weft.parallelize(module, batch, plan, emulate=True, cache=None)
 
 
 def test_replicas_draw_and_average() -> None:

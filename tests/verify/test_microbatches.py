@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import weft
 from weft.runtime.microbatches import TooFewRows, split_arguments
-from weft.verify.model_file import Subject
-from weft.verify.reference import run_reference
+from weft.runtime.reduction import Reduction
+from weft.verify.model_file import Subject, load_model_file
+from weft.verify.reference import run_reference, shares_of
 
 
 class Late(nn.Module):
@@ -55,3 +58,48 @@ def test_a_pipeline_over_a_late_batch_dim_is_equal(tmp_path) -> None:
         "def example():\n    return (torch.randn(2, 7, 3),)\n\n\ndef batch_dims():\n    return (1,)\n"
     )
     assert weft.verify(file, plan="pp=2,microbatches=3")
+
+
+PACKED = """
+import torch
+from torch import nn
+
+from weft.runtime.reduction import per_token
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Embedding(11, 8), nn.Linear(8, 5)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.down(self.up(x)).flatten(0, 1), labels.flatten())
+
+
+def model():
+    torch.manual_seed(0)
+    return Tagger()
+
+
+def example():
+    torch.manual_seed(1)
+    labels = torch.randint(5, (6, 4))
+    labels[0], labels[2:4, 1:] = -100, -100
+    return {"x": torch.randint(11, (6, 4)), "labels": labels}
+
+
+reduction = REDUCTION
+"""
+
+
+@pytest.mark.parametrize("reduction", ['"sum"', 'per_token("labels")'])
+def test_losses_are_reduced_as_the_model_file_says(tmp_path, reduction: str) -> None:
+    file = tmp_path / "packed.py"
+    file.write_text(PACKED.replace("REDUCTION", reduction))
+    assert weft.verify(file, plan="pp=2,microbatches=3")
+    subject = load_model_file(file)
+    found = shares_of(subject, 3, None)
+    # four targets of the first two rows count, then one each of two, then all eight
+    assert found == ([1.0, 1.0, 1.0] if "sum" in reduction else [4 / 14, 2 / 14, 8 / 14])
+    by_rows = run_reference(replace(subject, reduction=Reduction()), seed=0, wide=True, microbatches=3)
+    assert run_reference(subject, seed=0, wide=True, microbatches=3).losses[0] != by_rows.losses[0]

@@ -9,7 +9,8 @@ import torch
 
 import weft
 from weft.errors import ModelFileError, PlanError
-from weft.verify.optimizer import mixes_elements, needs_closure
+from weft.runtime.elementwise import mixes_elements
+from weft.verify.optimizer import needs_closure
 
 MODEL = """
 import sys

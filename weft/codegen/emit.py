@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,15 @@ def emit(program: Program, directory: str | Path, *, title: str = "", about: dic
     return Emitted(tuple(folder / name for name in contents), made)
 
 
-def generate(program: Program, *, title: str = "", about: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """The files by name."""
+def generate(
+    program: Program, *, title: str = "", about: dict[str, Any] | None = None, inputs: Mapping[str, str] | None = None
+) -> dict[str, bytes]:
+    """The files by name.
+
+    Args:
+        inputs: what arguments of forward are to be called, by input tensor; after the tensor if not given.
+    """
+    called = input_names(program, inputs)
     grid = main_grid(program)
     spreads = Spreads(grid, program.devices)
     tables = Tables(grid, spreads.places)
@@ -63,7 +71,7 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
     ranks = [0] * program.devices
     for number, team in enumerate(groups):
         name = "program.py" if len(groups) == 1 else f"program_{number}.py"
-        sheet = Sheet(program, team, spreads, tables, book, words)
+        sheet = Sheet(program, team, spreads, tables, book, words, called)
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
@@ -77,8 +85,7 @@ def generate(program: Program, *, title: str = "", about: dict[str, Any] | None 
         "hash": content_hash({**texts, **parts}),
         "hashes": {name: file_hash(content) for name, content in {**texts, **parts}.items()},
         "inputs": [
-            {"name": input_names(program)[one.tensor], "where": one.where, "index": one.index}
-            for one in program.graph.inputs
+            {"name": called[one.tensor], "where": one.where, "index": one.index} for one in program.graph.inputs
         ],
         "ranks": 0 if len(groups) == 1 else ranks,
         "versions": {"python": ".".join(map(str, sys.version_info[:2])), "torch": torch.__version__.split("+")[0]},

@@ -213,6 +213,9 @@ class Folder:
         carried = _carried(places[0], places[1])
         if carried is None or not self._names_fit(layers, first):
             return None
+        if any(self._program.values[name].tensor in self._program.stored for name in carried.values()):
+            # a weight that is brought in one layer and read in the next has a name of its own each time
+            return None
         stride = self._stride(layers)
         left = self._left(layers, makers)
         if stride is None or left is None:

@@ -13,39 +13,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.codegen.emit import generate
+from weft.codegen.piece_text import crossing_names, events_text, head
 from weft.ir.program import Move
-from weft.ir.schedule import Schedule, row
+from weft.ir.schedule import Schedule
 from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
+from weft.lower.returned import returned
+from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
-from weft.runtime.pipeline_files import PIPELINE
-from weft.runtime.program_files import content_hash, file_hash
+from weft.runtime.pipeline_files import PIPELINE, description_hash
+from weft.runtime.program_files import file_hash
 from weft.runtime.script import Transfer
 
 
 def generate_pipeline(
-    sizes: Sequence[Pipelined], schedule: Schedule, *, about: dict[str, Any] | None = None
+    sizes: Sequence[Pipelined],
+    schedule: Schedule,
+    *,
+    about: dict[str, Any] | None = None,
+    returns: Sequence[str] = (),
 ) -> dict[str, bytes]:
     """The files by name.
 
     Args:
         sizes: the same plan at each size that micro-batches have.
+        returns: tensors that every device gets whole, in evaluation.
     """
     files: dict[str, bytes] = {}
     for size, pipelined in enumerate(sizes):
+        names = crossing_names(pipelined)
         for number, part in enumerate(pipelined.parts):
-            ends = _schedule_text(part, schedule)
-            for name, content in generate(part.program, title=_title(pipelined, part)).items():
+            ends = events_text(part, pipelined, schedule).encode()
+            taken = {name: names[name] for name in part.piece.takes}
+            for name, content in generate(part.program, title=head(pipelined, part, names), inputs=taken).items():
                 where = f"{_folder(size, number)}/{name}"
-                files[where] = content + ends.encode() if name.endswith(".py") else content
+                files[where] = content + ends if name.endswith(".py") else content
     words, first = _Words(), sizes[0]
-    described = {
+    described: dict[str, Any] = {
         "devices": first.devices,
         "loss": first.graph.loss,
-        "loss_dtype": str(first.graph.tensors[first.graph.loss or ""].dtype).removeprefix("torch."),
+        "loss_dtype": None if first.graph.loss is None else _dtype(first, first.graph.loss),
+        "spans": {name: [span.f, span.b, span.w] for name, span in spans_of(first).items()},
         "sizes": [
             {
                 "pieces": [_piece(_folder(size, number), part, one) for number, part in enumerate(one.parts)],
                 "crossings": [words.crossing(crossing, one) for crossing in one.crossings],
+                "returns": words.returned(one, returns),
             }
             for size, one in enumerate(sizes)
         ],
@@ -57,9 +69,11 @@ def generate_pipeline(
             str(device): [[event.phase, event.segment, event.number] for event in events]
             for device, events in schedule.events.items()
         },
-        "hash": content_hash(files),
-        "hashes": {name: file_hash(content) for name, content in files.items()},
         **(about or {}),
+    }
+    described["hashes"] = {
+        **{name: file_hash(content) for name, content in files.items()},
+        PIPELINE: description_hash(json.loads(json.dumps(described))),
     }
     return {**files, PIPELINE: (json.dumps(described, indent=1) + "\n").encode()}
 
@@ -69,28 +83,16 @@ def _folder(size: int, number: int) -> str:
     return f"piece{number}" if size == 0 else f"piece{number}-size{size}"
 
 
-def _title(pipelined: Pipelined, part: Part) -> str:
-    segment = part.piece.segment
-    where = f"device {segment.devices[0]}" if len(segment.devices) == 1 else f"devices {list(segment.devices)}"
-    return f"{pipelined.graph.name}, {segment.name}, for {where}. Made by weft; edit freely, then verify it again."
-
-
-def _schedule_text(part: Part, schedule: Schedule) -> str:
-    """The events of the piece's devices, in a comment at the end of its file."""
-    lines = {device: row(schedule.events[device]) for device in part.piece.segment.devices}
-    shown = [f"# device {device}: {text}" for device, text in lines.items()]
-    if len(set(lines.values())) == 1:
-        shown = [f"# {next(iter(lines.values()))}"]
-    return "\n".join(["", "# The order of things:", *shown, ""])
-
-
 def _piece(folder: str, part: Part, pipelined: Pipelined) -> dict[str, Any]:
     tensors = {one.tensor: at for at, one in enumerate(pipelined.graph.inputs)}
-    graph = part.program.graph
+    graph, segment = part.program.graph, part.piece.segment
     return {
-        "name": part.piece.segment.name,
+        "name": segment.name,
         "folder": folder,
-        "devices": list(part.piece.segment.devices),
+        "devices": list(segment.devices),
+        "reads": list(segment.reads),
+        "trains": segment.trains,
+        "splits": segment.splits,
         "inputs": [tensors[one.tensor] for one in graph.inputs if one.tensor in tensors],
         "takes": list(part.piece.takes),
         "gives": [[name, graph.tensors[name].needs_grad] for name in part.piece.gives],
@@ -104,12 +106,11 @@ class _Words:
         self._transfers = Transfers()
 
     def crossing(self, one: Crossing, pipelined: Pipelined) -> dict[str, Any]:
-        tensor = pipelined.graph.tensors[one.tensor]
         return {
             "tensor": one.tensor,
             "source": one.source,
             "target": one.target,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": _dtype(pipelined, one.tensor),
             "trained": one.backward is not None,
             "forward": self.by_device(one.forward),
             "backward": None if one.backward is None else self.by_device(one.backward),
@@ -122,10 +123,20 @@ class _Words:
             "moves": [[self.by_device(move) for move in moves] for moves in one.moves],
         }
 
+    def returned(self, pipelined: Pipelined, names: Sequence[str]) -> list[dict[str, Any]]:
+        return [
+            {"tensor": name, "dtype": _dtype(pipelined, name), "moves": self.by_device(move)}
+            for name, move in returned(pipelined, names).items()
+        ]
+
     def by_device(self, move: Move) -> dict[str, Any]:
         devices = sorted({*move.source.grid.devices, *move.target.grid.devices})
         found = {device: self._transfers.of(move, device) for device in devices}
         return {str(device): _transfer(one) for device, one in found.items() if one is not None}
+
+
+def _dtype(pipelined: Pipelined, name: str) -> str:
+    return str(pipelined.graph.tensors[name].dtype).removeprefix("torch.")
 
 
 def _transfer(one: Transfer) -> dict[str, Any]:

@@ -58,7 +58,14 @@ class Sheet:
     """What one file's functions share."""
 
     def __init__(
-        self, program: Program, team: Team, spreads: Spreads, tables: Tables, book: RuleBook, words: MoveWords
+        self,
+        program: Program,
+        team: Team,
+        spreads: Spreads,
+        tables: Tables,
+        book: RuleBook,
+        words: MoveWords,
+        inputs: Mapping[str, str],
     ) -> None:
         self.program, self.team, self.spreads, self.tables, self.words = program, team, spreads, tables, words
         self.cells, self._book = Cells(book), book
@@ -77,7 +84,7 @@ class Sheet:
         self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
         self._writers: dict[int, Writer] = {}
-        self.inputs = input_names(program)
+        self.inputs = inputs
         self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
         self._reads = Counter(name for step in program.steps for name in reads_of(step, program))
@@ -324,11 +331,11 @@ def _made(step: Step) -> tuple[str, ...]:
     return tuple(getattr(step, "target", "") for _ in [0] if hasattr(step, "target"))
 
 
-def input_names(program: Program) -> dict[str, str]:
+def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> dict[str, str]:
     """The arguments of forward, by input tensor."""
     found: dict[str, str] = {}
     for one in program.graph.inputs:
-        base = legal(one.tensor)
+        base = legal((wanted or {}).get(one.tensor, one.tensor))
         taken = {*found.values(), *RESERVED, *MOVES}
         found[one.tensor] = next(
             name for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if name not in taken
@@ -358,6 +365,13 @@ def _clashes(name: str) -> bool:
         "grad_sync",
         "sinks",
         "stored",
+        "anchor",
+        "kept",
+        "aside",
+        "refusal",
+        "rerun_mode",
+        "ahead",
+        "ahead_back",
     }
     return name in own or hasattr(ParallelModule, name) or name.isdigit()
 

@@ -54,6 +54,7 @@ def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
     words += [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
     if isinstance(one, Parameter):
         words += ["trained=False"] if not one.trainable else _sync(sheet, one)
+        words += _keeps(sheet, one)
     elif not one.persistent:
         words.append("persistent=False")
     words += [f"tied={literal(one.names[1:])}"] if len(one.names) > 1 else []
@@ -116,6 +117,13 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
             sheet.need("weft.runtime.moves", functions_of(words))
             return [f"sync={moves_text(words)}"]
     return ["sync=None"]
+
+
+def _keeps(sheet: Sheet, one: Parameter) -> list[str]:
+    """What is kept as it is used of a parameter that the optimizer updates in parts."""
+    if one.tensor not in sheet.program.kept:
+        return []
+    return ['keeps=("weight", "gradient")' if sheet.program.kept[one.tensor] else 'keeps=("weight",)']
 
 
 def folded(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, int]]:

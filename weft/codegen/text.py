@@ -20,12 +20,18 @@ TAB = "    "
 
 
 def literal(value: Any) -> str:
-    """A value as it stands in the text."""
+    """A value as it stands in the text.
+
+    >>> literal(-3.4e38)
+    '-3.4e38'
+    """
     match value:
         case Size():
             return str(value.hint)
         case float() if math.isinf(value) or math.isnan(value):
             return f'float("{value}")'
+        case float():
+            return str(value).replace("e+", "e")  # as formatters have it
         case str():
             return json.dumps(value)
         case torch.device():
@@ -34,7 +40,7 @@ def literal(value: Any) -> str:
             return tuple_of(map(literal, value))
         case dict():
             return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-        case None | bool() | int() | float() | complex() | torch.dtype() | torch.memory_format() | torch.layout():
+        case None | bool() | int() | complex() | torch.dtype() | torch.memory_format() | torch.layout():
             return str(value)
         case _:
             raise TypeError(f"{type(value).__name__} cannot be written as text")

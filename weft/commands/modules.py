@@ -20,6 +20,7 @@ from weft.lower.script import script
 from weft.plan.select import fold
 from weft.runtime.groups import flat
 from weft.runtime.script import Peers, Run
+from weft.train.limit import shown
 
 INPUTS, MODEL = "(inputs)", "(model)"
 SOME = 3
@@ -76,7 +77,7 @@ def module_rows(program: Program) -> list[Row]:
         found.operators += 1
         found.collectives["inside"] += op.name in inside
         _add_cuts(found, step, main=any(name in program.graph.parameter_tensors for name in op.inputs))
-        devices = _devices(step.layout.grid.devices)
+        devices = devices_text(step.layout.grid.devices)
         found.devices += [devices] if devices not in found.devices else []
     loads: dict[tuple[Move, int], float] = {}
     for sent in _sent(program, program.steps, 1):
@@ -103,10 +104,10 @@ def _add_cuts(row: Row, step: Compute, *, main: bool) -> None:
                 names.insert(0, text) if main else names.append(text)
 
 
-def _devices(devices: Sequence[int]) -> str:
+def devices_text(devices: Sequence[int]) -> str:
     """`0-3`, or a list.
 
-    >>> _devices([1, 0, 2]), _devices([0, 2, 2])
+    >>> devices_text([1, 0, 2]), devices_text([0, 2, 2])
     ('0-2', '0 2')
     """
     found = sorted(set(devices))
@@ -190,13 +191,7 @@ def show_bytes(count: float) -> str:
     >>> show_bytes(0), show_bytes(512), show_bytes(1536 * 1024)
     ('', '512 B', '1.5 MiB')
     """
-    if not count:
-        return ""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return shown(count) if count else ""
 
 
 def axis_sizes(program: Program) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """A plan in pieces, for people: the table of its stages, and its time table.
 
-In: a pipeline, compiled. Out: a row for each piece: its modules, devices, share of the floating-point work, what it
-gives to others; and the order of events, drawn with the idle share. Times are those of pieces that all take equally
-long, a backward twice its forward.
+In: a pipeline, compiled. Out: a row for each piece: its modules, devices, share of the estimated time, what it gives to
+others; and the order of events, drawn with the idle share as if all pieces took equally long, a backward twice its
+forward. The idle share by estimated times is told beside it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.commands.modules import MODEL, show_bytes
+from weft.commands.verify import idle_words
 from weft.ir.graph import Graph
 from weft.lower.pipeline import Part, Pipelined
+from weft.lower.spans import spans_of
 from weft.ops.work import work_of
 from weft.order import Timeline, draw, simulate
 from weft.plan.plan import Plan
 from weft.verify.pieces import InPieces
 
-HEADS = ("piece", "modules", "devices", "ops", "work", "holds", "gives, per micro-batch")
+HEADS = ("piece", "modules", "devices", "ops", "time", "weights", "gives, per micro-batch")
 SOME = 4
 """Modules that a row names."""
 WIDE = 200
+LIVE = "live: for how many micro-batches a device keeps values at a time"
+WHOLE = f"F forward, B backward, twice as long; {LIVE}"
+DIVIDED = f"F forward, B backward, W weight gradients, each as long; {LIVE}"
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class PieceRow:
     """One piece.
 
     Args:
-        work: its share of the floating-point work of a forward.
+        work: its share of the floating-point work of a forward; time: of the estimated time of a micro-batch, over all
+            pieces, each on its own devices.
         stored: bytes of the parameters that it reads.
         gives: bytes that each piece which reads from it gets, per micro-batch; as many come back, as gradients.
     """
@@ -45,6 +51,7 @@ class PieceRow:
     devices: list[int]
     operators: int
     work: float
+    time: float
     stored: int
     gives: dict[str, int]
 
@@ -54,6 +61,8 @@ def piece_rows(made: InPieces) -> list[PieceRow]:
     first = made.sizes[0]
     flops = [_flops(part, made.plan) for part in first.parts]
     total = sum(flops) or 1
+    times = {name: span.f + span.b + span.w for name, span in spans_of(first).items()}
+    step = sum(times.values()) or 1
     return [
         PieceRow(
             piece=part.piece.segment.name,
@@ -61,6 +70,7 @@ def piece_rows(made: InPieces) -> list[PieceRow]:
             devices=list(part.piece.segment.devices),
             operators=len(part.program.graph.ops),
             work=count / total,
+            time=times[part.piece.segment.name] / step,
             stored=sum(_bytes(first.graph, one.tensor) for one in part.program.graph.parameters),
             gives=_gives(part.piece.segment.name, first),
         )
@@ -123,13 +133,18 @@ def timeline_of(made: InPieces) -> Timeline:
     return simulate(made.pipeline, made.schedule)
 
 
+def idle_shares(made: InPieces) -> dict[str, float]:
+    """By unit times, and by estimated ones."""
+    estimated = simulate(made.pipeline, made.schedule, spans_of(made.sizes[0]))
+    return {"idle": timeline_of(made).idle, "idle_estimated": estimated.idle}
+
+
 def as_json(made: InPieces) -> dict[str, Any]:
     """What the tables show, as plain values."""
-    timeline = timeline_of(made)
     return {
         "pieces": [asdict(row) for row in piece_rows(made)],
         "microbatches": made.plan.microbatches,
-        "idle": timeline.idle,
+        **idle_shares(made),
         "schedule": {
             str(device): [str(event) for event in events] for device, events in sorted(made.schedule.events.items())
         },
@@ -148,13 +163,13 @@ def show_pieces(made: InPieces, title: str) -> None:
         some = ", ".join(row.modules[:SOME]) + (", ..." if len(row.modules) > SOME else "")
         gives = ", ".join(f"{show_bytes(count)} to {name}" for name, count in row.gives.items())
         where = ", ".join(map(str, row.devices))
-        cells = (row.piece, some, where, str(row.operators), f"{row.work:.0%}", show_bytes(row.stored), gives)
+        cells = (row.piece, some, where, str(row.operators), f"{row.time:.0%}", show_bytes(row.stored), gives)
         table.add_row(*map(Text, cells))
     console.print(table)
     for one in made.sizes[0].ties:
         name = made.sizes[0].graph.parameter_tensors[one.parameter].names[0]
         console.print(f"tied: {name} in {', '.join(one.holders)}; gradients are added up", markup=False)
-    console.print(f"idle {timeline_of(made).idle:.1%} if pieces take equally long; --schedule draws it", markup=False)
+    console.print(f"{idle_words(idle_shares(made))}; --schedule draws the order of events", markup=False)
 
 
 def show_schedule(made: InPieces, title: str) -> None:
@@ -162,6 +177,9 @@ def show_schedule(made: InPieces, title: str) -> None:
     console = _console()
     console.print(f"{title}: {_counts(made)}", markup=False, soft_wrap=True)
     console.print(draw(made.pipeline, timeline_of(made), width=console.width - len(" ...")), soft_wrap=True)
+    divided = any(event.phase == "w" for event in made.schedule.every())
+    console.print(DIVIDED if divided else WHOLE, markup=False)
+    console.print(f"{idle_words(idle_shares(made))}", markup=False)
 
 
 def _counts(made: InPieces) -> str:

@@ -1,8 +1,8 @@
 """`weft show FILE --plan P`: what a plan makes of a model.
 
-In: the options. Out: a table by module, or for a plan in pieces by stage, or its time table; or the generated code, the
-Program as text, or JSON, and then nothing else on stdout. With `--out` the program's files are written; a program that
-somebody edited is not overwritten unasked.
+In: the options. Out: a table by module, or for a plan in pieces by stage, or its time table, or the bytes of each rank;
+or the generated code, the Program as text, or JSON, and then nothing else on stdout. With `--out` the program's files
+are written; a program that somebody edited is not overwritten unasked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from weft import cache
 from weft.commands import pieces
+from weft.commands.memory import Memory, memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, compile_subject
 from weft.cost.links import load as load_links
@@ -46,16 +47,20 @@ def run(options: argparse.Namespace) -> int:
         raise WeftError("--json tells code, program and schedule too", remedy="leave out all others, or --json")
     # what the user's code prints is not what was asked for
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
+        subject = load_model_file(options.file)
         compiled = compile_subject(
-            load_model_file(options.file),
+            subject,
             options.plan,
             options.devices,
             links=None if options.links is None else load_links(options.links),
             say=status.update,
         )
+        memory = memory_of(compiled, subject, say=status.update) if options.memory else None
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"written to {options.out}", markup=False)
+    if memory is not None:
+        return tell_memory(memory, compiled, options)
     if compiled.pieces is not None:
         return show_pieces(compiled, compiled.pieces, options)
     if options.schedule:
@@ -74,6 +79,16 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(compiled, program, options)))
     else:
         show_table(compiled, program, f"{options.file} under {options.plan}")
+    return 0
+
+
+def tell_memory(memory: Memory, compiled: Compiled, options: argparse.Namespace) -> int:
+    """The bytes of each rank."""
+    if options.json:
+        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
+        print(json.dumps({**said, **memory.as_json()}))
+    else:
+        show_memory(memory, f"{options.file} under {options.plan}")
     return 0
 
 

@@ -97,14 +97,18 @@ def _show_pieces(console: Console, result: Result) -> None:
         console.print(f"  {piece['name']} on device{'s' * (len(piece['devices']) > 1)} {where}", markup=False)
     alone = f"{len(pieces)} piece{'s' * (len(pieces) > 1)}"
     console.print(
-        f"{alone}, {parts} micro-batch{'es' * (parts > 1)} a step, idle {summary['idle']:.1%} if pieces take equally "
-        "long; the order:",
+        f"{alone}, {parts} micro-batch{'es' * (parts > 1)} a step, {idle_words(summary)}; the order:",
         markup=False,
     )
     for device, text in summary["schedule"].items():
         console.print(f"  {device}: {_shortened(text)}", markup=False)
     for text in summary.get("warnings", ()):
         console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def idle_words(found: Mapping[str, Any]) -> str:
+    """The idle share, by unit times and by estimated ones."""
+    return f"idle {found['idle']:.1%} if pieces take equally long, {found['idle_estimated']:.1%} by estimated times"
 
 
 def _shortened(text: str) -> str:

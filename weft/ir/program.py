@@ -139,6 +139,8 @@ class Program:
             the same on every device.
         entries: for each input that needs a gradient, the value whose gradient the caller gets, on every device.
         updates: buffer tensor -> value holding its new content, in its stored layout.
+        kept: parameters that stay as they are used while the optimizer updates what is stored of them; True if their
+            gradients too are added up as used, over micro-batches.
         given: outputs that are not whole everywhere: they are given on in a layout, and their gradients come in it.
     """
 
@@ -152,6 +154,7 @@ class Program:
     roots: tuple[str, ...] = ()
     entries: Mapping[str, str] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, bool] = field(default_factory=dict)
     given: Mapping[str, Layout] = field(default_factory=dict)
 
     @cached_property

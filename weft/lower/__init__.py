@@ -19,7 +19,7 @@ from weft.lower.build import Builder, Need
 from weft.lower.chains import Chain, chains
 from weft.lower.idle import without_idle_gradients
 from weft.lower.regions import gather_regions
-from weft.lower.stored import apply_store, stored_layout
+from weft.lower.stored import apply_store, held_on, kept, stored_layout
 from weft.ops.book import RuleBook
 from weft.ops.derive import Operand
 from weft.plan.follow import resolve
@@ -75,6 +75,7 @@ def lower(
         roots=tuple(value for name, value in returned.items() if outputs == "open" and graph.tensors[name].needs_grad),
         entries=entries,
         updates=updates,
+        kept=kept(plan.stores, lying),
     )
 
 
@@ -122,7 +123,10 @@ def store_tensors(
             tensor.sizes, uses.get(parameter.tensor, ()), tensor.dtype.itemsize, plan.devices, resharder
         )
         store = plan.stores.get(parameter.tensor)
-        stored[parameter.tensor] = layout if store is None else apply_store(layout, store.uses, parameter, store.place)
+        if store is not None and store.devices is not None:
+            stored[parameter.tensor] = held_on(layout, store.devices, plan.devices, parameter, store.place)
+            continue
+        stored[parameter.tensor] = layout if store is None else apply_store(layout, store, parameter)
     return stored
 
 

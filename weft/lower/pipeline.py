@@ -3,8 +3,8 @@
 In: a Plan. Out: for each piece (segments.py) a Program of its own on its own devices, counted from 0; for each tensor
 that one piece makes and another reads a Crossing, forward and backward; for each parameter that several pieces hold a
 Tie, or a Loan where a piece only reads it, without gradient, and another on its devices holds it alike. A piece takes a
-tensor in the layout in which its first reader wants it, and gives one in the layout in which it was made; sums are
-complete on both sides. Gradients cross in the same layouts the other way.
+tensor in the layout in which its first reader wants it (or that of an earlier piece on its devices), and gives one in
+the layout in which it was made; sums are complete on both sides. Gradients cross in the same layouts the other way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.lower.chains import Chain, chains
 from weft.lower.idle import without_idle_gradients
 from weft.lower.regions import gather_regions
 from weft.lower.segments import Piece, pieces
-from weft.lower.stored import apply_store, resting, stored_layout
+from weft.lower.stored import apply_store, held_on, kept, resting, stored_layout
 from weft.ops.book import RuleBook
 from weft.ops.derive import Operand
 from weft.plan.follow import resolve
@@ -101,10 +101,13 @@ def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
     blocks.update((op, block) for block, ops in plan.blocks.items() for op in ops.names)
     found = pieces(graph, layouts, book, blocks)
     _refuse_divided_buffers(graph, found)
-    parts = tuple(
-        Part(piece, _lower_piece(plan, graph, piece, layouts, book, resharder, first=number == 0))
-        for number, piece in enumerate(found)
-    )
+    parts: tuple[Part, ...] = ()
+    for piece in found:
+        # what another piece on these devices takes comes by the same letters, if this one takes it alike
+        near = [part for part in parts if part.piece.segment.devices == piece.segment.devices]
+        known = {name: part.program.stored[name] for part in reversed(near) for name in part.piece.takes}
+        lowered = _lower_piece(plan, graph, piece, layouts, book, resharder, known=known, first=not parts)
+        parts = (*parts, Part(piece, lowered))
     loans = tuple(_loans(graph, parts))
     return Pipelined(graph, plan.devices, parts, tuple(_crossings(parts)), tuple(_ties(graph, parts, loans)), loans)
 
@@ -137,12 +140,13 @@ def _lower_piece(
     book: RuleBook,
     resharder: Resharder,
     *,
+    known: Mapping[str, Layout],
     first: bool,
 ) -> Program:
     graph = sub_graph(whole, piece, _unread(whole) if first else frozenset())
     count = len(piece.segment.devices)
     here = {op.name: _at_piece(layouts[op.name], piece) for op in piece.ops}
-    lying = _lying(plan, graph, piece, here, book, resharder)
+    lying = _lying(plan, graph, piece, here, book, resharder, known)
     builder = Builder(graph, here, book, resharder, lying)
     entries = {
         name: builder.enter(name) for name in piece.takes if graph.tensors[name].needs_grad and piece.segment.trains
@@ -172,6 +176,7 @@ def _lower_piece(
         roots=tuple(value for name, value in given.items() if graph.tensors[name].needs_grad),
         entries=entries,
         updates=updates,
+        kept=kept(plan.stores, lying),
         given={name: need.layout for name, need in needs.items()},
     )
 
@@ -232,9 +237,15 @@ def _at_piece(layout: OpLayout, piece: Piece) -> OpLayout:
 
 
 def _lying(
-    plan: Plan, graph: Graph, piece: Piece, layouts: Mapping[str, OpLayout], book: RuleBook, resharder: Resharder
+    plan: Plan,
+    graph: Graph,
+    piece: Piece,
+    layouts: Mapping[str, OpLayout],
+    book: RuleBook,
+    resharder: Resharder,
+    known: Mapping[str, Layout],
 ) -> dict[str, Layout]:
-    """Where everything that no op of the piece makes lies before it runs."""
+    """Where everything that no op of the piece makes lies before it runs. `known`: where what it takes may lie."""
     count = len(piece.segment.devices)
     every = tuple(range(count))
     uses: dict[str, dict[Operand, None]] = {}
@@ -247,9 +258,13 @@ def _lying(
         if parameter is not None:
             layout = stored_layout(tensor.sizes, tuple(uses.get(name, ())), tensor.dtype.itemsize, count, resharder)
             store = plan.stores.get(name)
-            found[name] = layout if store is None else apply_store(layout, store.uses, parameter, store.place)
+            if store is not None and store.devices is not None:
+                found[name] = held_on(layout, store.devices, count, parameter, store.place)
+                continue
+            found[name] = layout if store is None else apply_store(layout, store, parameter)
         elif name in piece.takes:
-            found[name] = resting(next(iter(uses[name])).layout) or copied_on(tensor.sizes, every)
+            wanted = resting(next(iter(uses[name])).layout) or copied_on(tensor.sizes, every)
+            found[name] = known.get(name, wanted)
         elif name not in graph.producers:
             found[name] = copied_on(tensor.sizes, every)
     return found

@@ -5,8 +5,8 @@ set of ops on one set of devices (and of one block, where the user named some). 
 hardly any work (positions, masks) belongs to no piece: every piece that reads it makes it itself.
 
 Convex: every op has a level that grows along each edge between different places; ops of one place and level are a
-piece. Levels are as late as readers allow, so that what a stage prepares from the inputs alone is not a stage of its
-own.
+piece. Between what an op reads and its readers there is room; in it a place uses as few levels as it can, so that what
+a stage prepares from the inputs alone, or for a stage far behind it, is not a stage of its own.
 """
 
 from __future__ import annotations
@@ -68,19 +68,41 @@ def _devices(layout: OpLayout) -> tuple[int, ...]:
 
 def _levels(graph: Graph, ops: list[Op], places: Mapping[str, Place]) -> dict[str, int]:
     """A level for each op: not less than that of what it reads, and more where that stands at another place."""
+    known = {op.name for op in ops}
+    before = {
+        op.name: [(one.name, int(places[one.name] != places[op.name])) for one in _makers(graph, op, known)]
+        for op in ops
+    }
+    early: dict[str, int] = {}
+    for op in ops:
+        early[op.name] = max((early[one] + step for one, step in before[op.name]), default=0)
+    late: dict[str, int] = {}
+    for op in reversed(ops):
+        late.setdefault(op.name, early[op.name])
+        for one, step in before[op.name]:
+            late[one] = min(late.get(one, late[op.name] - step), late[op.name] - step)
+    chosen = _chosen(places, early, late)
     levels: dict[str, int] = {}
     for op in ops:
-        before = [graph.producers[name] for name in op.inputs if name in graph.producers]
-        levels[op.name] = max(
-            (levels[one.name] + (places[one.name] != places[op.name]) for one in before if one.name in levels),
-            default=0,
-        )
-    for op in reversed(ops):
-        after = [one for name in op.outputs for one in graph.consumers[name] if one.name in levels]
-        late = min((levels[one.name] - (places[one.name] != places[op.name]) for one in after), default=None)
-        if late is not None:
-            levels[op.name] = max(levels[op.name], late)
+        least = max((levels[one] + step for one, step in before[op.name]), default=0)
+        fits = [level for level in chosen[places[op.name]] if least <= level <= late[op.name]]
+        levels[op.name] = min(fits, default=least)
     return levels
+
+
+def _makers(graph: Graph, op: Op, known: set[str]) -> list[Op]:
+    found = (graph.producers[name] for name in op.inputs if name in graph.producers)
+    return [one for one in found if one.name in known]
+
+
+def _chosen(places: Mapping[str, Place], early: Mapping[str, int], late: Mapping[str, int]) -> dict[Place, list[int]]:
+    """The fewest levels of each place at which all of its ops can stand."""
+    found: dict[Place, list[int]] = {}
+    for name in sorted(late, key=lambda one: late[one]):
+        levels = found.setdefault(places[name], [])
+        if not levels or levels[-1] < early[name]:
+            levels.append(late[name])
+    return found
 
 
 def _joined(

@@ -3,12 +3,13 @@
 In: the layouts of all uses of each parameter, the plan's `store` lines. Out: a Layout per parameter with one cell
 per device. Without a `store` line a parameter lives as it is used; where its uses differ, in the one of these
 layouts that moves the fewest bytes forward and backward. A `store` line changes the role of the named axes: stored
-split and used as copy is ZeRO-3.
+split and used as copy is ZeRO-3. If it speaks of the optimizer's state alone, what is stored is what the optimizer
+updates, and the parameter is kept as it is used: ZeRO-1, and ZeRO-2 if gradients are added up in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weft.cost.reshard import Resharder
@@ -19,6 +20,7 @@ from weft.ir.merge import merge
 from weft.ir.oplayout import Cut
 from weft.ir.ranges import Ranges, count, select
 from weft.ops.derive import Operand
+from weft.plan.lines import Store
 from weft.plan.plan import AxisUse
 
 
@@ -49,12 +51,29 @@ def stored_layout(
     return min(candidates, key=price)
 
 
-def apply_store(layout: Layout, uses: Sequence[AxisUse], parameter: Parameter, place: str) -> Layout:
+def apply_store(layout: Layout, store: Store, parameter: Parameter) -> Layout:
     """The stored layout with the roles that `store` asks for on its axes."""
-    for one in uses:
-        layout = _store_axis(layout, one, parameter, place)
+    for one in store.updated:
+        layout = _store_axis(layout, one, parameter, store.place)
     verify_layout(layout, parameter.names[0])
     return layout
+
+
+def held_on(layout: Layout, devices: tuple[int, ...], count: int, parameter: Parameter, place: str) -> Layout:
+    """Whole on each of these devices, of so many."""
+    if max(devices) >= count:
+        raise PlanError(
+            f"{parameter.names[0]} is to lie on device {max(devices)}, but the ops that use it have devices 0 to "
+            f"{count - 1}",
+            place=place,
+            remedy="count devices from 0 inside the stage of those ops",
+        )
+    return copied_on(layout.shape, devices)
+
+
+def kept(stores: Mapping[str, Store], stored: Mapping[str, Layout]) -> dict[str, bool]:
+    """The parameters that are kept as they are used; True if their gradients are too."""
+    return {name: not store.reduced for name, store in stores.items() if store.kept and name in stored}
 
 
 def _store_axis(layout: Layout, one: AxisUse, parameter: Parameter, place: str) -> Layout:

@@ -12,6 +12,7 @@ same modes. Autocast has no effect under it: autocast leaves float64 alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,11 +52,28 @@ def is_lower(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and widen_dtype(value.dtype) != value.dtype
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What the mode needs to know of an operator: operands that it writes to, by position and by name."""
+
+    function: Callable[..., Any]
+    written: frozenset[int | str]
+    mutable: bool
+    takes_dtype: bool
+
+
 class Float64Mode(TorchDispatchMode):
     """Under it, every lower float dtype is float64."""
 
     def __init__(self) -> None:
         super().__init__()
+        # schemas are slow to read, and a run calls few operators many times
+        self._forms: dict[torch._ops.OpOverload, _Form] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing is compiled under it, and being kept from that would cost more than the mode itself
+        return False
 
     def __torch_dispatch__(
         self,
@@ -64,24 +82,46 @@ class Float64Mode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        schema = func._schema.arguments
-        named = {argument.name: argument for argument in schema}
-        wide_args = tuple(_widen_operand(arg, argument) for arg, argument in zip(args, schema, strict=False))
-        wide_kwargs = {name: _widen_operand(arg, named[name]) for name, arg in (kwargs or {}).items()}
-        result = NO_FLOAT64.get(func, func)(*wide_args, **wide_kwargs)
-        if not any(map(is_lower, tree_leaves(result))) or func._schema.is_mutable:
+        form = self._forms.get(func)
+        if form is None:
+            form = self._forms[func] = _form(func)
+        # an operand that the operator writes to must stay the very tensor it is
+        wide_args = [arg if at in form.written else _widen_operand(arg) for at, arg in enumerate(args)]
+        wide_kwargs = {
+            name: arg if name in form.written else _widen_operand(arg) for name, arg in (kwargs or {}).items()
+        }
+        result = form.function(*wide_args, **wide_kwargs)
+        if form.mutable or not _holds_lower(result):
             return result
-        if "dtype" in named and wide_kwargs.get("dtype") is None and not any(_is_tensor(arg) for arg in wide_args):
+        if form.takes_dtype and wide_kwargs.get("dtype") is None and not any(_is_tensor(arg) for arg in wide_args):
             # A factory left the dtype to the default: `full([2], 0.1)` must not round its value first.
             return func(*wide_args, **{**wide_kwargs, "dtype": torch.float64})
         return tree_map(widen, result)
 
 
-def _widen_operand(arg: Any, argument: Any) -> Any:
-    """An operand that the operator writes to must stay the very tensor it is."""
-    if argument.alias_info is not None and argument.alias_info.is_write:
-        return arg
-    return [widen(item) for item in arg] if isinstance(arg, list | tuple) else widen(arg)
+def _form(func: torch._ops.OpOverload) -> _Form:
+    arguments = func._schema.arguments
+    written = [(at, one.name) for at, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+    return _Form(
+        function=NO_FLOAT64.get(func, func),
+        written=frozenset(key for pair in written for key in pair),
+        mutable=func._schema.is_mutable,
+        takes_dtype=any(one.name == "dtype" for one in arguments),
+    )
+
+
+def _widen_operand(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg if arg.dtype is torch.float64 else widen(arg)
+    if isinstance(arg, list | tuple):
+        return [widen(item) for item in arg]
+    return widen(arg)
+
+
+def _holds_lower(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return result.dtype is not torch.float64 and is_lower(result)
+    return any(map(is_lower, tree_leaves(result)))
 
 
 def _is_tensor(value: Any) -> bool:

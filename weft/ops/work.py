@@ -16,6 +16,8 @@ from weft.ops.rule import Rule
 
 LOOKUPS = ("embedding", "index", "gather", "index_select", "select", "slice", "narrow")
 """They read as much as they give, however large the table is."""
+TRAFFIC = 4.0
+"""Floating-point operations that take as long as a byte of memory traffic."""
 ATTENTION = "scaled_dot_product_attention"
 RECURRENT = frozenset(f"{name}{kind}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("", "_cell"))
 
@@ -26,6 +28,11 @@ class Work:
 
     flops: int = 0
     bytes: int = 0
+
+    @property
+    def time(self) -> float:
+        """As floating-point operations that take as long."""
+        return self.flops + TRAFFIC * self.bytes
 
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.bytes + other.bytes)

@@ -1,4 +1,5 @@
-"""Time tables in the terminal: one row per device, coloured by micro-batch, with the idle share.
+"""Time tables in the terminal: a row for each device, or for devices that run the same events, coloured by
+micro-batch, with the idle share.
 
 In: a Pipeline and a Timeline of it. Out: text, plain (`table`) or for rich (`draw`). Promised: the same between runs; a
 cell is the shortest event (what is 20 times shorter than the longest is left out); what does not fit in the width is
@@ -36,16 +37,17 @@ def draw(pipeline: Pipeline, timeline: Timeline, *, width: int = 120) -> Text:
     letters = _letters(pipeline)
     labels = {event: _label(event, letters) for event in timeline.starts}
     cell = max(map(len, labels.values())) + 1
-    head = max(len(str(device)) for device in pipeline.devices) + 1
+    rows = _rows(timeline)
+    head = max(map(len, rows.values())) + 1
     unit = _unit(timeline)
     columns = max((width - head) // cell, 1)
     text = Text(no_wrap=True)
-    for device in sorted(timeline.schedule.events):
-        text.append(f"{device:<{head}}", style="bold")
+    for device, devices in rows.items():
+        text.append(f"{devices:<{head}}", style="bold")
         for piece, style in _row(timeline, device, labels, (unit, cell, columns)):
             text.append(piece, style=style)
         text.append("\n")
-    text.append(_foot(pipeline, timeline))
+    text.append(_foot(pipeline, timeline, rows))
     if letters:
         text.append("\n" + ", ".join(f"{letter} = {name}" for name, letter in letters.items()))
     return text
@@ -111,6 +113,20 @@ def _label(event: Event, letters: Mapping[str, str]) -> str:
     return f"{event.phase.upper()}{letters.get(event.segment, '')}{event.micro}"
 
 
-def _foot(pipeline: Pipeline, timeline: Timeline) -> str:
-    live = " ".join(f"{peak:g}" for peak in peaks(pipeline, timeline.schedule).values())
+def _rows(timeline: Timeline) -> dict[int, str]:
+    """The first device of each row, and the row's name: `0`, `0-1`, `0,2` where several devices run the same events."""
+    same: dict[tuple[Event, ...], list[int]] = {}
+    for device, events in sorted(timeline.schedule.events.items()):
+        same.setdefault(tuple(events), []).append(device)
+    return {devices[0]: _named(devices) for devices in same.values()}
+
+
+def _named(devices: Sequence[int]) -> str:
+    follow = len(devices) > 1 and list(devices) == list(range(devices[0], devices[-1] + 1))
+    return f"{devices[0]}-{devices[-1]}" if follow else ",".join(map(str, devices))
+
+
+def _foot(pipeline: Pipeline, timeline: Timeline, rows: Mapping[int, str]) -> str:
+    found = peaks(pipeline, timeline.schedule)
+    live = " ".join(f"{found[device]:g}" for device in rows)
     return f"makespan {timeline.makespan:g}, idle {timeline.idle:.1%}, live {live}"

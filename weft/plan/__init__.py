@@ -9,6 +9,7 @@ from weft.plan.primitives import algorithm, copy, cut, recompute
 from weft.plan.recipes import coshard, dp, tp, zero
 from weft.plan.select import Selection, match
 from weft.plan.sequence import sp
+from weft.plan.spread import spread
 
 __all__ = [
     "AxisUse",
@@ -32,6 +33,7 @@ __all__ = [
     "recompute",
     "save_plan",
     "sp",
+    "spread",
     "tp",
     "w",
     "zero",

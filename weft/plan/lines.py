@@ -28,6 +28,7 @@ from weft.plan.primitives import (
     RecomputeMark,
     Transform,
     cut_of_size,
+    is_count,
     resolve,
 )
 from weft.plan.select import ParameterSelection, Selection
@@ -75,9 +76,16 @@ class StoreLine:
     parameters: ParameterSelection
     transforms: tuple[Transform, ...]
     state: tuple[Transform, ...] | None = None
+    devices: tuple[int, ...] | None = None
+    """If told: the parameters lie whole on each of these, and nowhere else."""
+    reduced: bool = False
+    """Gradients are added up where the state lies."""
 
     def __str__(self) -> str:
-        state = "" if self.state is None else f"; state {', '.join(map(str, self.state)) or 'as used'}"
+        if self.devices is not None:
+            return f"store {self.parameters.text}: whole on {' '.join(map(str, self.devices))}"
+        kinds = "gradients and state" if self.reduced else "state"
+        state = "" if self.state is None else f"; {kinds} {', '.join(map(str, self.state)) or 'as used'}"
         return f"store {self.parameters.text}: {', '.join(map(str, self.transforms)) or 'as used'}{state}"
 
 
@@ -147,12 +155,32 @@ class Decision:
 class Store:
     """Where a parameter lives: for each axis how it cuts a dim (the Cut's name is the dim's number) or copies.
 
-    `state` says the same of its optimizer state; None: like the parameter.
+    `state` says the same of its optimizer state; None: like the parameter. `devices`: it lies whole on each of these.
     """
 
     uses: tuple[AxisUse, ...]
     state: tuple[AxisUse, ...] | None
     place: str
+    devices: tuple[int, ...] | None = None
+    reduced: bool = False
+    """Gradients are added up where the state lies."""
+
+    @property
+    def kept(self) -> bool:
+        """True if the parameter stays as it is used while the optimizer works on its parts."""
+        return self.state is not None and not self.uses
+
+    @property
+    def updated(self) -> tuple[AxisUse, ...]:
+        """How what the optimizer updates lies."""
+        return self.uses if self.state is None else self.state
+
+    def __str__(self) -> str:
+        if self.devices is not None:
+            return f"whole on {' '.join(map(str, self.devices))}"
+        kinds = "gradients and state" if self.reduced else "state"
+        rest = "" if self.state is None else f"   {kinds} {', '.join(map(str, self.state)) or 'as used'}"
+        return f"{', '.join(map(str, self.uses)) or 'as used'}{rest}"
 
 
 @dataclass(frozen=True)
@@ -328,14 +356,39 @@ def _store(state: State, line: StoreLine, context: Context) -> State:
     axes = _axes(axes, line.state or ())
     stores = dict(state.stores)
     place = f"line {state.num_lines} of the plan, {line}"
+    _check_holders(line, context, place)
     for tensor in line.parameters.tensors:
         name = context.graph.parameter_tensors[tensor].names[0]
         if tensor in stores:
             raise PlanError(f"{name} is stored twice", place=place, remedy=f"drop this line or {stores[tensor].place}")
         shape = context.graph.tensors[tensor].sizes
         uses = _stored(line.transforms, name, shape, place)
-        stores[tensor] = Store(uses, None if line.state is None else _stored(line.state, name, shape, place), place)
+        held = None if line.state is None else _stored(line.state, name, shape, place)
+        if uses and held is not None and uses != held:
+            raise PlanError(
+                f"{name} is stored in one way and its optimizer's state in another",
+                place=place,
+                remedy="say where the state lies alone: the parameter stays as it is used, or say both alike",
+            )
+        stores[tensor] = Store(uses, held, place, line.devices, line.reduced)
     return replace(state, stores=stores, axes=axes)
+
+
+def _check_holders(line: StoreLine, context: Context, place: str) -> None:
+    """The devices that hold parameters whole exist, each once, and nothing else is said of where they lie."""
+    if line.devices is None:
+        return
+    if line.transforms or line.state is not None:
+        raise PlanError(
+            "what lies whole on some devices is not cut as well", place=place, remedy="leave out on=, or the transforms"
+        )
+    missing = [device for device in line.devices if not is_count(device, 0) or device >= context.devices]
+    if missing or not line.devices or len(set(line.devices)) < len(line.devices):
+        raise PlanError(
+            f"parameters cannot lie on devices {list(line.devices)}: the plan has devices 0 to {context.devices - 1}",
+            place=place,
+            remedy="name existing devices, each once; in a stage they are counted from 0 inside it",
+        )
 
 
 def _stored(transforms: Iterable[Transform], name: str, shape: tuple[int, ...], place: str) -> tuple[AxisUse, ...]:

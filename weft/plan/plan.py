@@ -230,20 +230,41 @@ class Plan:
         return self._with(OrderLine(tuple(one for one in relations if isinstance(one, Relation))))
 
     def store(
-        self, parameters: ParametersLike, *transforms: Transform, state: Transform | Sequence[Transform] | None = None
+        self,
+        parameters: ParametersLike,
+        *transforms: Transform,
+        grad: Transform | Sequence[Transform] | None = None,
+        state: Transform | Sequence[Transform] | None = None,
+        on: int | Sequence[int] | None = None,
     ) -> Plan:
-        """Say where parameters live, by dim number along named axes; `state`: where their optimizer state does.
+        """Say where parameters live, by dim number along named axes.
 
         rewrite: parameter stored as it is used  ->  stored cut (or copied) along the axes, brought to its uses
+
+        Args:
+            state: where the optimizer's share lives, if not with the parameter, which then stays as it is used and is
+                brought up to date in every step.
+            grad: where gradients are added up over micro-batches: with the state if given, else as they arise.
+            on: whole on these devices alone (counted from 0 inside the stage, where there are stages).
         """
+        if on is not None:
+            devices = (on,) if isinstance(on, int) else tuple(on)
+            given = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
+            return self._with(StoreLine(match_parameters(self.graph, parameters), transforms, given, devices))
         if not transforms and state is None:
-            raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp') or state=")
+            raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp'), on= or state=")
         states = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
+        if grad is not None and (grad if isinstance(grad, Sequence) else (grad,)) != states:
+            raise PlanError(
+                "gradients are added up where the optimizer's state lies, or as they arise",
+                remedy="give grad= what state= says, or leave it out",
+            )
         named = self._named((*transforms, *(states or ())))
         line = StoreLine(
             match_parameters(self.graph, parameters),
             named[: len(transforms)],
             None if states is None else named[len(transforms) :],
+            reduced=grad is not None,
         )
         return self._with(line)
 
@@ -269,10 +290,15 @@ class Plan:
         return _ask(lambda: self.order(*relations))
 
     def can_store(
-        self, parameters: ParametersLike, *transforms: Transform, state: Transform | Sequence[Transform] | None = None
+        self,
+        parameters: ParametersLike,
+        *transforms: Transform,
+        grad: Transform | Sequence[Transform] | None = None,
+        state: Transform | Sequence[Transform] | None = None,
+        on: int | Sequence[int] | None = None,
     ) -> Verdict:
         """Whether `store` would be accepted, and why not."""
-        return _ask(lambda: self.store(parameters, *transforms, state=state))
+        return _ask(lambda: self.store(parameters, *transforms, grad=grad, state=state, on=on))
 
     def can_block(self, name: str, ops: OpsLike) -> Verdict:
         """Whether `block` would be accepted, and why not."""

@@ -135,9 +135,8 @@ def _line_data(line: Line) -> dict[str, Any]:
             return {"trans": _ops_data(ops), "do": [_transform_data(one) for one in transforms]}
         case AssignLine(ops, devices):
             return {"assign": _ops_data(ops), "devices": list(devices)}
-        case StoreLine(parameters, transforms, state):
-            data: dict[str, Any] = {"store": parameters.text, "do": [_transform_data(one) for one in transforms]}
-            return data if state is None else {**data, "state": [_transform_data(one) for one in state]}
+        case StoreLine():
+            return _store_data(line)
         case OrderLine(relations):
             return {"order": [[_event_data(one.first), _event_data(one.second)] for one in relations]}
         case StageLine(name, ops, devices):
@@ -148,6 +147,16 @@ def _line_data(line: Line) -> dict[str, Any]:
             return {"schedule": _schedule_data(schedule)}
         case BlockLine(name, ops):
             return {"block": name, "ops": _ops_data(ops)}
+
+
+def _store_data(line: StoreLine) -> dict[str, Any]:
+    if line.devices is not None:
+        return {"store": line.parameters.text, "on": list(line.devices)}
+    data: dict[str, Any] = {"store": line.parameters.text, "do": [_transform_data(one) for one in line.transforms]}
+    if line.state is None:
+        return data
+    state = [_transform_data(one) for one in line.state]
+    return {**data, **({"grad": state} if line.reduced else {}), "state": state}
 
 
 def _schedule_data(schedule: ScheduleLike) -> str | dict[int, Any]:
@@ -197,8 +206,10 @@ def _add(plan: Plan, entry: object, place: str) -> Plan:
         case {"assign": ops, "devices": devices}:
             return plan.assign(_ops(ops, place), devices)
         case {"store": str(parameters), "do": transforms, **rest}:
-            state = _transforms(rest["state"], place) if "state" in rest else None
-            return plan.store(parameters, *_transforms(transforms, place), state=state)
+            grad, state = (_transforms(rest[key], place) if key in rest else None for key in ("grad", "state"))
+            return plan.store(parameters, *_transforms(transforms, place), grad=grad, state=state)
+        case {"store": str(parameters), "on": list(devices)}:
+            return plan.store(parameters, on=devices)
         case {"order": list(pairs)}:
             return plan.order(*(_relation(pair, place) for pair in pairs))
         case {"block": str(name), "ops": ops}:

@@ -1,6 +1,7 @@
 """Recipe strings: `dp=2,tp=2,sp,zero=3,recompute=layers.*`.
 
-    setting := degree "=" number | "sp" | "megatron" | "zero=3" | "recompute" ["=" PATTERN]
+    setting := degree "=" number | "sp" | "megatron" | "zero=" (1 | 2 | 3) | "recompute" ["=" PATTERN]
+             | "spread" ["=" "all" | "matrices" | PATTERN]
              | "schedule" "=" name | "stages" "=" MODULE ("+" MODULE)*
     degree  := "dp" | "tp" | "megatron" | "coshard" | "pp" | "microbatches" | "virtual"
                                                              `megatron=4` is `tp=4,megatron`
@@ -20,11 +21,12 @@ from weft.plan.pipelines import pp
 from weft.plan.plan import Plan
 from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp, zero
 from weft.plan.sequence import sp
+from weft.plan.spread import ALL, spread
 
 DEGREES = ("dp", "tp", "coshard", "pp", "microbatches", "virtual")
 FLAGS = ("megatron", "sp")
 PIPELINE = ("pp", "microbatches", "schedule", "virtual", "stages")
-KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "recompute", *PIPELINE)
+KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "spread", "recompute", *PIPELINE)
 LATER = ("cp", "ep", "cp_kind")
 """Settings of the full language that this version does not have."""
 LATER_RECOMPUTE = ("selective",)
@@ -46,6 +48,7 @@ class Recipe:
     schedule: str = ""
     virtual: int = 1
     stages: tuple[str, ...] = ()
+    spread: str = ""
 
     @property
     def devices(self) -> int:
@@ -55,12 +58,12 @@ class Recipe:
     def write(self, plan: Plan, *, batch_dims: BatchDims | None = None) -> Plan:
         """Write its lines to a plan."""
         if self.pp == 1:
-            written = self._write(plan, batch_dims)
+            written = self._stored(self._write(plan, batch_dims))
             return written.cut_batch(self.microbatches) if self.microbatches > 1 else written
         # a stage is laid out as if its devices were all there are
         inside = self._write(Plan(plan.graph, self.dp * self.tp, plan.lines, plan.rules), batch_dims)
         whole = Plan(plan.graph, plan.devices, inside.lines, plan.rules)
-        return pp(
+        staged = pp(
             whole,
             self.pp,
             microbatches=self.microbatches or self.pp,
@@ -68,6 +71,7 @@ class Recipe:
             virtual=self.virtual,
             begins=self.stages,
         )
+        return self._stored(staged)
 
     def _write(self, plan: Plan, batch_dims: BatchDims | None) -> Plan:
         if self.dp > 1:
@@ -78,9 +82,15 @@ class Recipe:
             plan = sp(plan)
         if self.coshard > 1:
             plan = coshard(plan, self.coshard)
+        return self._recomputed(plan) if self.recompute else plan
+
+    def _stored(self, plan: Plan) -> Plan:
+        """Where parameters lie. What is spread lies whole on one device, whatever zero says of the others."""
+        if self.spread:
+            plan = spread(plan, self.spread)
         if self.zero and self.dp > 1:
             plan = zero(plan, self.zero)
-        return self._recomputed(plan) if self.recompute else plan
+        return plan
 
     def _recomputed(self, plan: Plan) -> Plan:
         try:
@@ -102,7 +112,7 @@ def parse_recipe(text: str) -> Recipe:
         _check_key(key, text)
         if key in values:
             raise PlanError(f"{key} is set twice", place=f"recipe {text!r}", remedy="set it once")
-        alone = key in (*FLAGS, "recompute")
+        alone = key in (*FLAGS, "recompute", "spread")
         if not value and (equals or not alone):
             raise PlanError(f"{key} has no value", place=f"recipe {text!r}", remedy=f"write {key}=...")
         values[key] = value if equals else None
@@ -115,13 +125,14 @@ def _recipe(values: dict[str, str | None], text: str) -> Recipe:
     book = values.get("megatron")
     if book is not None:
         degrees["tp"] = _degree("megatron", book, text)
-    pattern = values.get("recompute", "")
+    pattern, spreads = values.get("recompute", ""), values.get("spread", "")
     return Recipe(
         **degrees,
         megatron="megatron" in values,
         sp="sp" in values,
         zero=_stage(values["zero"], text) if "zero" in values else 0,
         recompute="full" if pattern is None else _pattern(pattern, text),
+        spread=ALL if spreads is None else spreads,
         schedule=values.get("schedule") or "",
         stages=tuple(filter(None, (values.get("stages") or "").split("+"))),
     )
@@ -185,13 +196,7 @@ def _degree(key: str, value: str, text: str) -> int:
 
 def _stage(value: str | None, text: str) -> int:
     if value not in ("1", "2", "3"):
-        raise PlanError(f"zero={value} is no stage", place=f"recipe {text!r}", remedy="write zero=3")
-    if value != "3":
-        raise PlanError(
-            f"zero={value} is not available in this version: gradients and optimizer state lie where parameters do",
-            place=f"recipe {text!r}",
-            remedy="write zero=3, which stores parameters, gradients and optimizer state in parts",
-        )
+        raise PlanError(f"zero={value} is no stage", place=f"recipe {text!r}", remedy="write zero=1, zero=2 or zero=3")
     return int(value)
 
 

@@ -235,28 +235,36 @@ def _recompute_together(plan: Plan, ops: Selection) -> Plan:
     return plan.trans(ops if len(free) == len(ops) else free, primitives.recompute())
 
 
+STAGES = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
+
+
 def zero(plan: Plan, stage: int = 3, *, axis: str = "dp") -> Plan:
-    """Store every trained parameter in parts along the data-parallel axis; its gradient and optimizer state follow.
+    """Store in parts along the data-parallel axis: optimizer state (1), gradients too (2), parameters too (3).
 
     A parameter is cut along its first dim that is long enough; one that has none stays whole.
     """
-    if stage != 3:
-        raise PlanError(
-            f"zero={stage} is not available in this version: gradients and optimizer state lie where parameters do",
-            remedy="use zero=3, which stores parameters, gradients and optimizer state in parts",
-        )
+    if stage not in STAGES:
+        raise PlanError(f"zero={stage} is no stage", remedy="1, 2 or 3")
     parts = plan.axes.get(axis, 1)
     if parts < 2:
         raise PlanError(
-            f"zero=3 stores parameters in parts over the replicas, but no op is cut along {axis!r}",
-            remedy="cut the batch first: dp=2,zero=3",
+            f"zero={stage} stores {STAGES[stage]} in parts over the replicas, but no op is cut along {axis!r}",
+            remedy=f"cut the batch first: dp=2,zero={stage}",
         )
     lines: dict[int, list[str]] = {}
     for parameter in plan.graph.parameters:
         sizes = plan.graph.tensors[parameter.tensor].sizes
         dim = next((dim for dim, size in enumerate(sizes) if size >= parts), None)
+        if parameter.tensor in plan.stores:
+            continue
         if dim is not None and parameter.trainable and plan.graph.consumers[parameter.tensor]:
             lines.setdefault(dim, []).append(parameter.names[0])
     for dim, names in lines.items():
-        plan = plan.store(names, primitives.cut(dim, parts, axis))
+        cut = primitives.cut(dim, parts, axis)
+        if stage == 1:
+            plan = plan.store(names, state=cut)
+        elif stage == 2:
+            plan = plan.store(names, grad=cut, state=cut)
+        else:
+            plan = plan.store(names, cut)
     return plan

@@ -18,9 +18,7 @@ def plan_table(graph: Graph, devices: int, state: State) -> str:
     lines = [f"plan of {graph.name} for {devices} device{'s' if devices > 1 else ''}{': ' if axes else ''}{axes}"]
     lines += _aligned(_rows(graph, state))
     for tensor, store in state.stores.items():
-        uses = ", ".join(map(str, store.uses)) or "as used"
-        rest = "" if store.state is None else f"   state {', '.join(map(str, store.state)) or 'as used'}"
-        lines.append(f"  store {graph.parameter_tensors[tensor].names[0]}   {uses}{rest}")
+        lines.append(f"  store {graph.parameter_tensors[tensor].names[0]}   {store}")
     lines += [f"  block {name}   {ops}" for name, ops in state.blocks.items()]
     lines += [f"  order {relation}" for relation in state.orders]
     told = sum(op.name in state.decisions for op in graph.ops)

@@ -18,8 +18,8 @@ from weft.ops.book import RuleBook
 from weft.ops.light import light_ops
 from weft.ops.work import work_of
 
-TRAFFIC, CROSSING = 4.0, 40.0
-"""Floating-point operations that take as long as a byte of memory traffic, and as a byte from stage to stage."""
+CROSSING = 40.0
+"""Floating-point operations that take as long as a byte from stage to stage."""
 MEMORY = 0.1
 """How much an even share of memory counts against an even share of time."""
 STATES = 4
@@ -97,9 +97,8 @@ def _weigh(graph: Graph, book: RuleBook, ops: Sequence[Op]) -> _Weights:
     time, memory, crossing = [0.0], [0.0], [0.0] * (len(ops) + 1)
     seen: set[str] = set()
     for op in ops:
-        work = work_of(op, book.rule(op), graph)
         # backward takes about twice as long as forward
-        time.append(time[-1] + (work.flops + TRAFFIC * work.bytes) * (3 if op.grad else 1))
+        time.append(time[-1] + work_of(op, book.rule(op), graph).time * (3 if op.grad else 1))
         held = sum(_bytes(graph, name) for name in op.outputs if graph.tensors[name].needs_grad)
         for name in op.inputs:
             if name in graph.parameter_tensors and name not in seen:

@@ -22,6 +22,11 @@ def other_batch(inputs: Sequence[Tensor], transport: Transport) -> int | None:
     """A rank whose batch is another than this one's, if there is one. All ranks call this together."""
     sums = [checksum(tensor) for tensor in inputs]
     mine = torch.tensor([len(sums), sum(sums) & 0x7FFF_FFFF_FFFF], dtype=torch.int64, device=transport.device)
+    return other_than(mine, transport)
+
+
+def other_than(mine: Tensor, transport: Transport) -> int | None:
+    """A rank that has something else, if there is one. All ranks call this together, with tensors of one shape."""
     found = transport.all_gather(mine, tuple(range(transport.num_ranks)))
     return next((rank for rank, theirs in enumerate(found) if not torch.equal(theirs, mine)), None)
 

@@ -49,8 +49,14 @@ class Form:
     sizes: tuple[FreeSize, ...] = ()
     guards: tuple[Guard, ...] = ()
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a batch."""
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None] | None = None
+    ) -> list[Tensor]:
+        """The tensors of a batch.
+
+        Args:
+            dims: the batch dim of each tensor, if batches may have other numbers of rows than the example.
+        """
         ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
         leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
         if str(spec) != self.spec or len(leaves) != len(self.leaves):
@@ -63,11 +69,21 @@ class Form:
         for at, where, shape, dtype in self.tensors:
             _check_kind(leaves[at], where, shape, dtype)
         sizes = {one.name: int(leaves[one.leaf].shape[one.dim]) for one in self.sizes}
-        for at, where, shape, _ in self.tensors:
-            _check_shape(leaves[at], where, shape, sizes)
+        shapes = self._shapes(leaves, dims or [None] * len(self.tensors))
+        for (at, where, _, _), expected in zip(self.tensors, shapes, strict=True):
+            _check_shape(leaves[at], where, expected, sizes)
         if reason := refused(self.sizes, self.guards, sizes):
             raise BatchMismatch(reason)
         return [leaves[at] for at, _, _, _ in self.tensors]
+
+    def _shapes(self, leaves: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[Dim, ...]]:
+        """What is wanted of each tensor, with as many rows as the first that has some."""
+        places = [(leaves[at], dim) for (at, _, _, _), dim in zip(self.tensors, dims, strict=True) if dim is not None]
+        rows = next((int(leaf.shape[dim]) for leaf, dim in places), 0)
+        return [
+            shape if dim is None else (*shape[:dim], rows, *shape[dim + 1 :])
+            for (_, _, shape, _), dim in zip(self.tensors, dims, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         found = {"spec": self.spec, "keywords": self.keywords, "leaves": self.leaves, "tensors": self.tensors}

@@ -170,6 +170,10 @@ class Boxes:
             os.close(box.descriptor)
         self._own, self._theirs = [], {}
 
+    def memory(self) -> list[Tensor]:
+        """What is held for messages."""
+        return [box.memory for box in self._own]
+
     def _boxed(self, at: int, size: int) -> bool:
         return size >= LARGE and at != self.position
 

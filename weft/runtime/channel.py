@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.boxes import Boxes, Passage
+from weft.runtime.far_letters import FarLetters
 from weft.runtime.groups import Group, Groups
 from weft.runtime.letters import Letters
 from weft.runtime.shared_sums import SharedSums
@@ -66,7 +67,9 @@ class Channel:
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
         self._boxes: dict[Group, Boxes | None] = {}
-        self._letters: Letters | None = None
+        self._letters: Letters | FarLetters | None = None
+        self._awaited: tuple[int, str] | None = None
+        """Of whom which letter."""
         self._since = 0.0
         self._shared: dict[Group, SharedSums] = {}
 
@@ -145,21 +148,37 @@ class Channel:
         found = dict(zip(others, came.view(own.dtype).view(len(others), *own.shape), strict=True))
         return combine([found.get(peer, own.detach()) for peer in group], op)
 
-    def letters(self, num_ranks: int) -> Letters:
-        """Letters between all ranks of the job, who must be on one host."""
+    def letters(self, num_ranks: int) -> Letters | FarLetters:
+        """Letters between all ranks of the job. At first use all of them ask."""
         if self._letters is None:
-            everybody = tuple(range(num_ranks))
-            pipes = self._groups.pipes(everybody, LETTERS)
-            assert pipes is not None, "pipelines are for processes of one host so far"
-            boxes = Boxes(self.rank, num_ranks, pipes, self._look)
-            self._letters = Letters(pipes, boxes, self._look)
+            pipes = self._groups.pipes(tuple(range(num_ranks)), LETTERS, self._watch.check)
+            if pipes is None:
+                heads, ways = self._groups.letters(num_ranks, LETTERS)
+                self._letters = FarLetters(self.rank, heads, ways, self._device, self._look)
+            else:
+                self._letters = Letters(pipes, Boxes(self.rank, num_ranks, pipes, self._look), self._look)
         return self._letters
 
-    def enter_wait(self, peer: int, tag: str) -> None:
-        """The rank is about to wait for a letter; `end()` when it has it."""
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor], num_ranks: int) -> None:
+        """Leave tensors for a rank."""
+        self.letters(num_ranks).post(peer, tag, tensors)
+        self._watch.posted(self._lane, peer)
+
+    def take(self, peer: int, tag: str, wants: Sequence[Want], num_ranks: int) -> list[Tensor]:
+        """What a rank leaves under a tag."""
         self._watch.check()
-        self._since = time.monotonic()
-        self._watch.enter(self._lane, (self.rank, peer), 0, f"wait for {tag}")
+        self._since, self._awaited = time.monotonic(), (peer, tag)
+        self._tell_letter()
+        found = self.letters(num_ranks).take(peer, tag, wants)
+        self._awaited = None
+        self.end()
+        return found
+
+    def _tell_letter(self) -> None:
+        if self._awaited is not None:
+            peer, tag = self._awaited
+            came = 0 if self._letters is None else self._letters.num_came(peer)
+            self._watch.enter_letter(self._lane, peer, came, f"wait for {tag}")
 
     def barrier(self, signature: Signature) -> None:
         """Wait for all members."""
@@ -228,7 +247,7 @@ class Channel:
         """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
         members = tuple(sorted(group))
         if members not in self._boxes:
-            pipes = self._groups.pipes(members, self._lane)
+            pipes = self._groups.pipes(members, self._lane, self._look_up)
             position = members.index(self.rank)
             self._boxes[members] = None if pipes is None else Boxes(position, len(members), pipes, self._look)
         return self._boxes[members]
@@ -258,14 +277,20 @@ class Channel:
                 return
             self._look()
 
-    def _look(self) -> None:
-        """Raises if there is nothing to wait for, or no time left to."""
+    def _look_up(self) -> None:
+        """Raises if there is nothing to wait for."""
         self._watch.check()
         if self._letters is not None:
             # somebody may wait for a letter that did not fit into its pipe, and this rank for him
             self._letters.push()
+
+    def _look(self) -> None:
+        """Raises if there is nothing to wait for, or no time left to."""
+        self._look_up()
+        self._tell_letter()
         if time.monotonic() > self._since + self.timeout:
-            message = f"rank {self.rank} waited {self.timeout:g} s for a collective"
+            what = "a collective" if self._awaited is None else "{1} from rank {0}".format(*self._awaited)
+            message = f"rank {self.rank} waited {self.timeout:g} s for {what}"
             raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def _entered(self, signature: Signature) -> _Entered:
@@ -299,6 +324,13 @@ class Channel:
         if heard:
             message = difference(self.rank, mine, other, from_json(json.loads(heard)))
         raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
+
+    def memory(self) -> list[Tensor]:
+        """What is held for what travels; gradients that are summed where they lie are among it."""
+        boxes = [one for each in filter(None, self._boxes.values()) for one in each.memory()]
+        sums = [one for each in self._shared.values() for one in each.memory()]
+        letters = self._letters.memory() if isinstance(self._letters, Letters) else []
+        return [*self._scratch.values(), *boxes, *sums, *letters]
 
     def close(self) -> None:
         """There will be no further call."""

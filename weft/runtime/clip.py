@@ -35,6 +35,7 @@ class Clip:
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        self._module.gradients_are_right()
         return norm
 
     @torch.no_grad()

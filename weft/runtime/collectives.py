@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from weft.runtime import script
+from weft.runtime.ahead import Ahead, Gather
 from weft.runtime.cuts import Axes, Cut, Place, as_axes
 from weft.runtime.gathered import Use
+from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce, slice_to
 from weft.runtime.reshard import run_reshard
-from weft.runtime.tape import Tape, tie
+from weft.runtime.tape import Tape, Tell, tie
 from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, GroupComm, Transport
 
@@ -47,9 +49,22 @@ class Owner(Protocol):
     """The module whose tensors these are."""
 
     tape: Tape
+    kept: Kept
+    ahead: Ahead
+    """Gathers of a forward."""
+    ahead_back: Ahead
+    """Gathers of a backward."""
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter."""
+        ...
+
+    def keeps(self, name: str) -> bool:
+        """True if a parameter stays as it is used."""
+        ...
+
+    def used(self, tape: Tape, number: int) -> None:
+        """A gradient has arrived for a use."""
         ...
 
 
@@ -103,15 +118,11 @@ class Collectives:
         back, _ = self._chain(tuple(sync), shape)
         name = self._owner.name_of(parameter)
         talks = any(transfer.kind != "local" for transfer in transfers)
-        if not talks or not torch.is_grad_enabled():
-            return self._used(name, [parameter], transfers, back, parameter.dtype)[0]
-        dtype, transport = parameter.dtype, self._transport
-
-        def gather() -> Tensor:
-            transport.doing = Doing(f"use of {name}")
-            return execute_all(transfers, [parameter.detach()], transport, dtype=dtype)[0]
-
-        return self._owner.tape.gather(Use(name, parameter, gather), parameter, back, self._anchor)
+        if not talks or self._owner.keeps(name) or not torch.is_grad_enabled():
+            return self._used(name, [parameter], transfers, back, parameter.dtype, self._owner.used)[0]
+        gather = Gather(name, parameter, transfers, self._transport)
+        use = Use(gather, self._owner.ahead, self._owner.ahead_back)
+        return self._owner.tape.gather(use, parameter, back, self._anchor, self._owner.used)
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
@@ -128,12 +139,17 @@ class Collectives:
         forward: tuple[script.Transfer, ...],
         sync: tuple[script.Transfer, ...] | None,
         dtype: torch.dtype,
+        tell: Tell | None = None,
     ) -> list[Tensor]:
         self._transport.doing = Doing(f"use of {name}")
-        parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
+        if self._owner.keeps(name):
+            parts = self._owner.kept.wholes(name, sources, forward, self._transport, dtype)
+            self._owner.tape.rely_on(name, sources)
+        else:
+            parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
         if sync is None or not torch.is_grad_enabled():
             return [part.detach() for part in parts]
-        return self._owner.tape.use(name, parts, sync, dtype)
+        return self._owner.tape.use(name, parts, sync, dtype, tell)
 
     def along(self, axes: Axes) -> GroupComm:
         """The communicator of the ranks along these axes, for operators that talk."""

@@ -15,7 +15,6 @@ error, as it is for autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,29 +24,36 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.runtime.ahead import Asks, Gather
 from weft.runtime.values import Gradient
 
-Gather = Callable[[], Tensor]
+
+def changed_since(name: str) -> tuple[str, str]:
+    """What is wrong, and what to do instead."""
+    return (
+        f"{name} was changed in place after the forward whose backward needs it",
+        "call backward() before optimizer.step()",
+    )
 
 
 class Use:
     """One use of a parameter.
 
     Args:
-        stored: the rank's part.
-        gather: brings it to where it is used.
+        gather: how it is brought to where it is used.
+        forward, backward: bring it.
     """
 
-    def __init__(self, name: str, stored: Tensor, gather: Gather) -> None:
-        self.name = name
-        self._stored, self._gather, self._version = stored, gather, stored._version
+    def __init__(self, gather: Gather, forward: Asks, backward: Asks) -> None:
+        self.name = gather.name
+        self._gather, self._forward, self._backward = gather, forward, backward
+        self._stored, self._version = gather.stored, gather.stored._version
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
 
     def whole(self) -> Tensor:
         """Gather it, for forward."""
-        with torch.no_grad():
-            return self._gather()
+        return self._forward.get(self._gather)
 
     def pack(self) -> None:
         """An operator has saved it."""
@@ -57,12 +63,9 @@ class Use:
     def unpack(self) -> Tensor:
         """The whole; it is kept until all that were packed have been asked for."""
         if self._stored._version != self._version:
-            raise RuntimeError(
-                f"{self.name} was changed in place after the forward whose backward needs it: call backward() before "
-                "optimizer.step()"
-            )
+            raise RuntimeError("; ".join(changed_since(self.name)))
         if self._cached is None:
-            self._cached = self.whole()
+            self._cached = self._backward.get(self._gather)
         found = self._cached
         self._num_left -= 1
         if self._num_left <= 0:

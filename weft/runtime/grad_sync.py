@@ -6,32 +6,35 @@ same ones; all have ended when backward returns; a parameter that a rank does no
 zeros; results do not depend on the buckets, to the bit, where the transport adds in group order.
 
 When a gradient is complete on this rank cannot be seen (a recomputed function gives its share by itself), so the first
-backward counts arrivals and sums at its end; later ones start a bucket when as many have come. What comes later still,
-because somebody used the module otherwise, is summed at the end. Parameters that are not simply summed (used in
-another layout than they are stored in) are brought home at the end, one after the other.
-A parameter as large as a bucket is its own; smaller ones share one flat tensor. Their gradients are views of it
-afterwards.
+step counts arrivals and sums at its end; later ones of as many backwards start a bucket when as many have come. What
+comes later still, because somebody used the module otherwise, is summed at the end. Parameters that are not simply
+summed (used in another layout than they are stored in) are brought home at the end, one after the other.
+A parameter as large as a bucket is its own; smaller ones share one flat tensor. Products write the gradients of their
+weights into it (`direct.py`), others are copied there. The gradients are views of it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from weft.runtime.direct import Direct, Write
 from weft.runtime.module import ParallelModule, separate
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Transfer
-from weft.runtime.tape import Tape, Used
+from weft.runtime.tape import Tape
 from weft.runtime.teams import Team
-from weft.runtime.transfers import execute_all, real_dtype
+from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, Transport
+from weft.runtime.use_sync import UseSync
 from weft.runtime.values import Gradient
 
-BUCKET = 4 << 20
+BUCKET = 32 << 20
 """Bytes of a bucket."""
 
 
@@ -46,6 +49,10 @@ class Starts(Protocol):
     """A transport that sums in the background."""
 
     def start_sum(self, parts: Sequence[Tensor], group: tuple[int, ...]) -> Pending: ...
+
+    def room(self, numel: int, dtype: torch.dtype, group: tuple[int, ...]) -> Tensor:
+        """A flat tensor whose sum is best started."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,26 @@ class Bucket:
     last: int = 0
     missing: int = 0
     pending: Pending | None = None
+    flat: Tensor | None = None
+    """Where the gradients lie end to end, if one was written there."""
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    """The place of each member in it."""
 
     def __str__(self) -> str:
         others = len(self.members) - 1
         return f"{self.members[0].name} and {others} more" if others else self.members[0].name
+
+    def lay(self, flat: Tensor) -> None:
+        """Let the gradients lie here."""
+        self.flat = flat
+        parts = flat.split([one.shape.numel() for one in self.members])
+        self.slots = {one.name: part.view(one.shape) for one, part in zip(self.members, parts, strict=True)}
+
+    def leave(self) -> Tensor:
+        """Forget where the gradients lie: the memory is the sum's now."""
+        assert self.flat is not None
+        flat, self.flat, self.slots = self.flat, None, {}
+        return flat
 
 
 class BucketSync:
@@ -89,24 +112,57 @@ class BucketSync:
         self._bucket, self._overlap = bucket, overlap
         self._buckets: tuple[Bucket, ...] | None = None
         self._place: dict[str, Bucket] = {}
-        self._expected: dict[str, int] | None = None
+        self._backwards = 1
+        self._learned: dict[int, dict[str, int]] = {}
+        """By number of backwards in a step, how often each gradient arrives."""
         self._arrivals: dict[str, int] = {}
         self._num_started = 0
+        self._apart: dict[str, tuple[Transfer, ...] | None] = {}
+        """What is not summed in buckets alone: how its gradient becomes complete where it is used as stored."""
+        self._uses: UseSync | None = None
 
     @property
     def num_buckets(self) -> int:
         return len(self._buckets or ())
 
-    def begin(self, module: ParallelModule) -> None:
-        """A backward begins."""
+    @property
+    def _expected(self) -> dict[str, int] | None:
+        return self._learned.get(self._backwards)
+
+    def expect(self, backwards: int) -> None:
+        """The coming steps have so many backwards each; 0: nobody knows, nothing is summed before the end."""
+        self._backwards = backwards
+
+    def watching(self, module: ParallelModule) -> AbstractContextManager[Any]:
+        """What a forward runs under."""
+        starts = self._overlap and isinstance(job_of(module), Starts)
+        # a mode of somebody else's has its own way with products
+        if not starts or torch._C._len_torch_function_stack():
+            return nullcontext()
+        # from the first step on: products that share a weight arrive one by one, to autograd they are one arrival
+        self._prepare(module)
+        return Direct(_Slots(self, module), module.anchor)
+
+    def _prepare(self, module: ParallelModule) -> None:
         if self._buckets is None:
             self._buckets = tuple(make_buckets(summed_parameters(module), self._bucket))
             self._place = {one.name: bucket for bucket in self._buckets for one in bucket.members}
+            self._apart = {
+                name: None if name in self._place else module.sync_transfers(name) for name, _ in module.sync_order()
+            }
+            self._uses = UseSync(frozenset(n for n, part in module.stored_parts().items() if "gradient" in part.keeps))
+
+    def begin(self, module: ParallelModule) -> None:
+        """A backward begins."""
+        self._prepare(module)
+        assert self._uses is not None and self._buckets is not None
+        self._uses.begin()
         self._arrivals, self._num_started = {}, 0
         for bucket in self._buckets:
             # what never arrived before is not waited for
             bucket.missing = sum((self._expected or {}).get(one.name, 0) > 0 for one in bucket.members)
-            bucket.pending = None
+            bucket.pending = bucket.flat = None
+            bucket.slots = {}
 
     def arrived(self, module: ParallelModule, name: str) -> None:
         """Autograd has added to the gradient of a parameter."""
@@ -119,6 +175,11 @@ class BucketSync:
             if bucket.missing == 0:
                 self._start_ready(module)
 
+    def used(self, module: ParallelModule, tape: Tape, number: int) -> None:
+        """Something has been added to the gradient of a use in another layout."""
+        if self._uses is not None:
+            self._uses.arrived(module.transport, tape, number)
+
     def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """Backward is over: the complete gradients of what the rank stores."""
         buckets = self._buckets or ()
@@ -130,8 +191,8 @@ class BucketSync:
         others = self._others(module, tapes)
         for name, gradient in others.items():
             found[name] = found[name].add_(gradient) if name in found else gradient
-        if self._expected is None and len(tapes) == 1:
-            self._expected = self._arrivals
+        if self._expected is None and len(tapes) == self._backwards:
+            self._learned[self._backwards] = self._arrivals
         return found
 
     def _start_ready(self, module: ParallelModule) -> None:
@@ -145,8 +206,24 @@ class BucketSync:
         self._num_started += 1
         whole = job_of(module)
         before, whole.doing = whole.doing, Doing(f"gradient sync of {bucket}")
-        bucket.pending = start_sum(whole, _taken(module, bucket), bucket.group)
+        parts = _taken(module, bucket) if bucket.flat is None else [_filled(module, bucket)]
+        bucket.pending = start_sum(whole, parts, bucket.group)
         whole.doing = before
+
+    def room(self, module: ParallelModule, name: str) -> Tensor | None:
+        """Where to write the first addend of a gradient; None if there is one already, or its sum has begun."""
+        bucket = self._place[name]
+        if bucket.pending is not None or name in module.sinks:
+            return None
+        if bucket.flat is None:
+            whole = job_of(module)
+            assert isinstance(whole, Starts)
+            numel = sum(one.shape.numel() for one in bucket.members)
+            bucket.lay(whole.room(numel, bucket.members[0].dtype, bucket.group))
+        return bucket.slots[name]
+
+    def has_place(self, name: str) -> bool:
+        return name in self._place
 
     def _finish(self, module: ParallelModule, bucket: Bucket) -> dict[str, Tensor]:
         """Wait for a bucket, and for what came too late for it."""
@@ -165,43 +242,60 @@ class BucketSync:
 
     def _others(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """What is not in the buckets: uses in another layout, gradients that other transfers complete."""
-        used: dict[str, list[Used]] = {}
-        for use in (use for tape in tapes for use in tape.used):
-            used.setdefault(use.parameter, []).append(use)
         transport, found = module.transport, {}
-        for name, _ in module.sync_order():
-            transport.doing = Doing(f"gradient sync of {name}")
-            total = Gradient()
-            for source in self._sources(module, name, used.get(name, ())):
-                for result in execute_all(source.transfers, source.parts, transport, dtype=source.dtype):
-                    total.add(result)
+        assert self._uses is not None
+        used = self._uses.end(transport, tapes, list(self._apart))
+        replicas = num_replicas(module)
+        for name in self._apart:
+            total = self._as_stored(module, name)
+            if name in used:
+                total.add(used[name])
+            held = module.part(name)
+            if total.total is None and not tapes and held is not None:
+                # no batch came by here, and other replicas wait for their mean
+                total.add(torch.zeros(held.shape, dtype=held.dtype, device=module.device))
             if total.total is not None:
                 found[name] = total.total
-                if isinstance(transport, Replica | Team) and transport.num_replicas > 1:
-                    mean = transport.job.all_reduce(total.total, transport.twins).div_(transport.num_replicas)
-                    found[name] = mean
+                if replicas > 1:
+                    assert isinstance(transport, Replica | Team)
+                    transport.doing = Doing(f"gradient sync of {name}")
+                    found[name] = transport.job.all_reduce(total.total, transport.twins).div_(replicas)
         transport.doing = Doing()
         return separate(found)
 
-    def _sources(self, module: ParallelModule, name: str, used: Sequence[Used]) -> Iterator[_Source]:
-        transfers = None if name in self._place else module.sync_transfers(name)
+    def _as_stored(self, module: ParallelModule, name: str) -> Gradient:
+        """The gradient of a parameter that is used as it is stored and not in a bucket."""
+        transfers, found = self._apart[name], Gradient()
         if transfers is not None:
             held = module.part(name)
-            sink = module.sinks.pop(name, Gradient())
-            yield _Source([_total(sink, held.shape, held.dtype, module.device)], transfers, held.dtype)
-        for use in used:
-            dtype = real_dtype(use.dtype)
-            parts = [_total(sink, shape, dtype, module.device) for shape, sink in use.leaves]
-            yield _Source(parts, use.transfers, dtype)
+            part = _total(module.sinks.pop(name, Gradient()), held.shape, held.dtype, module.device)
+            if not transfers:
+                return Gradient(part)
+            module.transport.doing = Doing(f"gradient sync of {name}")
+            for result in execute_all(transfers, [part], module.transport, dtype=held.dtype):
+                found.add(result)
+        return found
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Gradients of one use of a parameter, and the way home."""
+class _Slots:
+    """The buckets of a module, as products see them that write into them."""
 
-    parts: list[Tensor]
-    transfers: tuple[Transfer, ...]
-    dtype: torch.dtype
+    sync: BucketSync
+    module: ParallelModule
+
+    def has_slot(self, parameter: Tensor) -> bool:
+        name = self.module.unwatched(parameter)
+        return name is not None and self.sync.has_place(name)
+
+    def write(self, parameter: Tensor, make: Write) -> None:
+        name = self.module.name_of(parameter)
+        room = self.sync.room(self.module, name)
+        if room is not None:
+            self.module.sinks[name] = Gradient(make(room))
+        else:
+            self.module.sinks.setdefault(name, Gradient()).add(make(None))
+        self.sync.arrived(self.module, name)
 
 
 def job_of(module: ParallelModule) -> Transport:
@@ -271,6 +365,17 @@ def _taken(module: ParallelModule, bucket: Bucket) -> list[Tensor]:
     return [
         _total(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
     ]
+
+
+def _filled(module: ParallelModule, bucket: Bucket) -> Tensor:
+    """The same in the memory that some of them were written to."""
+    for name, slot in bucket.slots.items():
+        found = module.sinks.pop(name, Gradient()).total
+        if found is None:
+            slot.zero_()
+        elif found.data_ptr() != slot.data_ptr():
+            slot.copy_(found)
+    return bucket.leave()
 
 
 def _total(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

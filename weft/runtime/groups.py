@@ -8,11 +8,15 @@ with it. One group serves every order in which its ranks are named.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from weft.runtime.backend import Backend, PrefixStore, Store
+import torch
+
+from weft.runtime.backend import GLOO, Backend, PrefixStore, Store
+from weft.runtime.far_letters import StreamWays
 from weft.runtime.pipes import Pipes, meet
 from weft.runtime.script import Instruction, Load, Loop, Peers, Region, Reshard, Run, Script, Transfer
 
@@ -25,10 +29,13 @@ class Groups:
     Args:
         store: any prefix of it that all ranks share.
         local: all ranks are on this host.
+        by_pipe: ranks of one host may talk past the backend.
     """
 
-    def __init__(self, store: Store, rank: int, backend: Backend, *, local: bool) -> None:
+    def __init__(self, store: Store, rank: int, backend: Backend, *, local: bool, by_pipe: bool = True) -> None:
         self.rank, self.backend, self.local = rank, backend, local
+        self._by_pipe = by_pipe and local
+        self._num_letters = 0
         self._store, self._links = store, backend.links(local=local)
         self._made: dict[tuple[str, Group], Any] = {}
         self._pipes: dict[tuple[str, Group], Pipes | None] = {}
@@ -43,15 +50,42 @@ class Groups:
             self._made[lane, members] = found
         return found
 
-    def pipes(self, ranks: Group, lane: str) -> Pipes | None:
-        """Pipes between these ranks, who all ask for them; None where they cannot reach each other so."""
+    def pipes(self, ranks: Group, lane: str, look: Callable[[], None] = lambda: None) -> Pipes | None:
+        """Pipes between these ranks, who all ask for them; None where they cannot reach each other so.
+
+        Args:
+            look: called while waiting for them; raises if that is in vain.
+        """
         members = tuple(sorted(ranks))
-        if not (self.local and self.backend.host_waits and hasattr(os, "memfd_create")):
+        if not (self._by_pipe and self.backend.host_waits and hasattr(os, "memfd_create")):
             return None
         if (lane, members) not in self._pipes:
             store, position = self._prefixed(members, lane), members.index(self.rank)
-            self._pipes[lane, members] = meet(store, position, len(members))
+            self._pipes[lane, members] = meet(store, position, len(members), look)
         return self._pipes[lane, members]
+
+    def letters(self, num_ranks: int, lane: str) -> tuple[Any, StreamWays | None]:
+        """What far letters travel by: a new gloo group of all ranks, who all ask for it, and what else they need."""
+        if num_ranks == 1:
+            return None, None
+        self._num_letters += 1
+        everybody, lane = tuple(range(num_ranks)), f"{lane} {self._num_letters}"
+        links = self._links if self.backend is GLOO else GLOO.links(local=self.local)
+        heads = GLOO.make_group(self._prefixed(everybody, lane), self.rank, num_ranks, links)
+        return heads, None if self.backend.host_waits else self._stream_ways(num_ranks, lane)
+
+    def _stream_ways(self, num_ranks: int, lane: str) -> StreamWays:
+        """Groups of two, used once here: the first use waits for the other rank, and all meet in one order now."""
+        device = torch.device(self.backend.device_type, torch.accelerator.current_device_index())
+        ways: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+        for sender, taker in itertools.permutations(range(num_ranks), 2):
+            if self.rank in (sender, taker):
+                position, word = int(self.rank == taker), torch.zeros(1, dtype=torch.uint8, device=device)
+                store = PrefixStore(f"{lane}/{sender} to {taker}", self._store)
+                group = self.backend.make_group(store, position, 2, self._links)
+                (group.recv([word], 0, 0) if position else group.send([word], 1, 0)).wait()
+                ways[position][sender if position else taker] = group
+        return StreamWays(*ways, device)
 
     def _prefixed(self, members: Group, lane: str) -> Store:
         return PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)

@@ -84,15 +84,22 @@ class Pool:
         backend: of torch.distributed; what this machine has if not given.
         num_threads: of each process, within an operator.
         preload: modules that the processes need, loaded once for all of them where the system can fork.
+        by_pipe: they may talk past the backend; False: as processes of different hosts do.
     """
 
     def __init__(
-        self, num_ranks: int, *, backend: str | None = None, num_threads: int = 1, preload: Sequence[str] = ()
+        self,
+        num_ranks: int,
+        *,
+        backend: str | None = None,
+        num_threads: int = 1,
+        preload: Sequence[str] = (),
+        by_pipe: bool = True,
     ) -> None:
         assert num_ranks >= 1, f"{num_ranks} ranks"
         self.num_ranks = num_ranks
         self._backend = choose_backend(num_ranks).name if backend is None else backend
-        self._num_threads = num_threads
+        self._num_threads, self._by_pipe = num_threads, by_pipe
         self._context = _context(("weft.runtime.worker", *preload))
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: TCPStore | None = None
@@ -174,7 +181,7 @@ class Pool:
             return
         self.close()
         self._store, port = _listen()
-        crew = Crew(self.num_ranks, port, self._backend, self._num_threads)
+        crew = Crew(self.num_ranks, port, self._backend, self._num_threads, self._by_pipe)
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(

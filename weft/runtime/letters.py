@@ -9,6 +9,7 @@ Promised: no tag is used twice while a letter of it is under way; a member that 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import time
@@ -44,30 +45,40 @@ class Letters:
         self._serial = 0
         self._read = [bytearray() for _ in range(boxes.num_members)]
         self._came: dict[tuple[int, str], deque[tuple[bytes, bool]]] = {}
+        self._counts = [0] * boxes.num_members
+        self._own_letters: dict[str, deque[list[Tensor]]] = {}
 
+    @torch.no_grad()
     def post(self, at: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for the member at a position."""
+        if at == self._boxes.position:
+            kept = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            self._own_letters.setdefault(tag, deque()).append(kept)
+            return
         parts = [as_bytes(tensor) for tensor in tensors]
         size = sum(part.numel() for part in parts)
-        body = bytes(torch.cat(parts).tolist()) if 0 < size <= SMALL else b""
-        if size > SMALL:
-            body = self._laid(at, parts, size)
+        body = self._laid(at, parts, size) if size > SMALL else b"".join(map(_bytes_of, parts))
         words = tag.encode()
-        self._deliver(at, HEAD.pack(len(words), len(body), size > SMALL) + words + body)
+        self._pipes.write(at, HEAD.pack(len(words), len(body), size > SMALL) + words + body)
 
     def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
         """What the member at a position left under a tag."""
+        if at == self._boxes.position:
+            return self._own_letter(tag)
         while not self._came.get((at, tag)):
-            if at != self._boxes.position:
-                self._read[at] += self._pipes.read(at, self._look)
+            self._read[at] += self._pipes.read(at, self._look)
             self._sort(at)
         waiting = self._came[at, tag]
         body, is_note = waiting.popleft()
         if not waiting:
             del self._came[at, tag]
-        flat = self._fetched(body, num_bytes(wants)) if is_note else torch.tensor(list(body), dtype=torch.uint8)
+        flat = self._fetched(body, num_bytes(wants)) if is_note else _tensor_of(body)
         assert flat.numel() == num_bytes(wants), f"{tag} has {flat.numel()} bytes, {num_bytes(wants)} were expected"
         return unpack(flat, [wants])[0]
+
+    def num_came(self, at: int) -> int:
+        """How many letters have come from a member so far."""
+        return self._counts[at]
 
     def push(self) -> None:
         """Send on what did not fit into the pipes."""
@@ -85,11 +96,17 @@ class Letters:
         self._own = []
         self._boxes.close()
 
-    def _deliver(self, at: int, frame: bytes) -> None:
-        if at == self._boxes.position:
-            self._read[at] += frame
-        else:
-            self._pipes.write(at, frame)
+    def memory(self) -> list[Tensor]:
+        """What is held for letters."""
+        return [box.memory for box in self._own]
+
+    def _own_letter(self, tag: str) -> list[Tensor]:
+        waiting = self._own_letters.get(tag)
+        assert waiting, f"a rank takes {tag} from itself before it posts it"
+        found = waiting.popleft()
+        if not waiting:
+            del self._own_letters[tag]
+        return found
 
     def _sort(self, at: int) -> None:
         """File what has come in full."""
@@ -102,6 +119,7 @@ class Letters:
             tag = bytes(read[HEAD.size : HEAD.size + length]).decode()
             body = bytes(read[HEAD.size + length : end])
             self._came.setdefault((at, tag), deque()).append((body, bool(is_note)))
+            self._counts[at] += 1
             del read[:end]
 
     def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:
@@ -121,7 +139,16 @@ class Letters:
         return box
 
     def _fetched(self, note: bytes, size: int) -> Tensor:
-        box, number, start = self._boxes.opened(torch.tensor(list(note), dtype=torch.uint8))
+        box, number, start = self._boxes.opened(_tensor_of(note))
         found = box.memory[start : start + size].clone()
         box.set_mark(self._boxes.position, number)
         return found
+
+
+def _bytes_of(flat: Tensor) -> bytes:
+    """The content of a flat byte tensor."""
+    return ctypes.string_at(flat.data_ptr(), flat.numel())
+
+
+def _tensor_of(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -32,8 +31,13 @@ def rows_of(tensors: Sequence[Tensor], dims: Sequence[BatchDim]) -> int:
 
 def default_dims(tensors: Sequence[Tensor]) -> list[BatchDim]:
     """Dim 0 of every tensor that has as many rows there as the first."""
-    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
-    return [0 if tensor.dim() and tensor.shape[0] == rows else None for tensor in tensors]
+    return dims_of([tensor.shape for tensor in tensors])
+
+
+def dims_of(shapes: Sequence[Sequence[int]]) -> list[BatchDim]:
+    """The same for shapes."""
+    rows = next((shape[0] for shape in shapes if len(shape)), None)
+    return [0 if len(shape) and shape[0] == rows else None for shape in shapes]
 
 
 def split(tensors: Sequence[Tensor], dims: Sequence[BatchDim], count: int) -> list[list[Tensor]]:
@@ -48,9 +52,18 @@ def split(tensors: Sequence[Tensor], dims: Sequence[BatchDim], count: int) -> li
     return [[part[micro].contiguous() for part in parts] for micro in range(count)]
 
 
+def part_sizes(rows: int, count: int) -> list[int]:
+    """The rows of each micro-batch.
+
+    >>> part_sizes(8, 3)
+    [3, 3, 2]
+    """
+    return [rows // count + (number < rows % count) for number in range(count)]
+
+
 def shares(rows: int, count: int) -> list[float]:
     """What share of the rows each micro-batch has."""
-    return [len(part) / rows for part in torch.arange(rows).tensor_split(count)]
+    return [part / rows for part in part_sizes(rows, count)]
 
 
 def split_arguments(

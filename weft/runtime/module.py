@@ -13,23 +13,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.ahead import Ahead
 from weft.runtime.collectives import Collectives
 from weft.runtime.cuts import Cuts, Place, index_at, whole
+from weft.runtime.end_sync import EndSync, GradSync, separate
 from weft.runtime.ending import tied_loss, tied_outputs
+from weft.runtime.gathered import changed_since
 from weft.runtime.gives import take_part
+from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
 from weft.runtime.stored import NO_TABLES, Container, Holds, Part, Table, Tables, expand
-from weft.runtime.tape import Tape, Used
-from weft.runtime.transfers import execute_all, real_dtype, size
-from weft.runtime.transport import Doing, Transport
+from weft.runtime.tape import Tape
+from weft.runtime.transfers import size
+from weft.runtime.transport import Transport
 from weft.runtime.values import Gradient
 
 __all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
@@ -43,22 +47,6 @@ TWICE = (
     "backward goes through one forward of a parallel module a second time",
     "call the module again before another backward, or add the losses and call backward once",
 )
-
-
-class GradSync(Protocol):
-    """Makes gradients complete. Called on every rank in the same order."""
-
-    def begin(self, module: ParallelModule) -> None:
-        """A backward begins."""
-        ...
-
-    def arrived(self, module: ParallelModule, name: str) -> None:
-        """Autograd has added to the gradient of a parameter used as stored (`module.sinks[name]`)."""
-        ...
-
-    def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
-        """Backward is over: the complete gradients of what the rank stores."""
-        ...
 
 
 class ParallelModule(Container):
@@ -101,10 +89,11 @@ class ParallelModule(Container):
         self.place = Place(tuple(self._grid.items()), transport.rank)
         self.here, self.constants = SimpleNamespace(**tables.here), dict(constants or {})
         self.stream, self.tape = Stream(0, 0, 0), Tape()
-        self._anchor = torch.zeros((), device=transport.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self._tables = tables
-        self.comm = Collectives(transport, self.place, tables.moves, self, self._anchor)
+        self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
         self.grad_sync: GradSync = grad_sync or EndSync()
+        self.kept, self.ahead, self.ahead_back = Kept(), Ahead(), Ahead()
         self.sinks: dict[str, Gradient] = {}
         self.stored: dict[str, Index] = {}
         """What this rank holds of each parameter and buffer, by every name."""
@@ -113,8 +102,12 @@ class ParallelModule(Container):
         self._borrowed: set[str] = set()
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
+        self.aside = False
+        """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
         """Makes the error for a wrong call."""
+        self.after_backward: Callable[[], None] | None = None
+        """Is called when gradients are complete."""
         self.rerun_mode: AbstractContextManager[Any] | None = None
         for name, part in self._stored.items():
             self._hold(name, part, state, trained=True)
@@ -152,7 +145,7 @@ class ParallelModule(Container):
             tensor = nn.Parameter(tensor, requires_grad=part.trained)
             self._names[id(tensor)] = name
             if part.trained:
-                tensor.register_post_accumulate_grad_hook(self._arrived(name))
+                tensor.register_post_accumulate_grad_hook(_Arrived(self, name))
         self._parts[name] = tensor
         for each in (name, *part.tied):
             self.stored[each] = index
@@ -176,22 +169,31 @@ class ParallelModule(Container):
         if self._parts.get(name) is parameter or name not in self._stored:
             return
         part = self._stored[name]
-        self._parts[name], self._names[id(parameter)] = parameter, name
+        self._replace(name, parameter)
         if part.trained:
-            parameter.register_post_accumulate_grad_hook(self._arrived(name))
+            parameter.register_post_accumulate_grad_hook(_Arrived(self, name))
         for each in (name, *part.tied):
             self.hold(each, parameter)
 
     def borrow(self, name: str, parameter: nn.Parameter) -> None:
         """Read this very parameter under a name: another program of this rank holds and trains it."""
         self._borrowed.add(name)
-        self._parts[name], self._names[id(parameter)] = parameter, name
+        self._replace(name, parameter)
         for each in (name, *self._stored[name].tied):
             self.hold(each, parameter)
+
+    def _replace(self, name: str, parameter: nn.Parameter) -> None:
+        # what stands there next, once the one before is gone, is not it
+        self._names.pop(id(self._parts.get(name)), None)
+        self._parts[name], self._names[id(parameter)] = parameter, name
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter."""
         return self._names[id(parameter)]
+
+    def keeps(self, name: str) -> bool:
+        """True if a parameter stays as it is used while the optimizer updates its part."""
+        return "weight" in self._stored[name].keeps
 
     def update(self, name: str, value: Tensor) -> None:
         """A buffer's new content."""
@@ -203,8 +205,12 @@ class ParallelModule(Container):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tape = self.tape = Tape()
+        self.ahead.begin()
+        if self.rerun_mode is None:
+            self.kept.begin()
         try:
-            return super().__call__(*args, **kwargs)
+            with self.grad_sync.watching(self):
+                return super().__call__(*args, **kwargs)
         finally:
             tape.gathered.close()
 
@@ -241,7 +247,7 @@ class ParallelModule(Container):
         """Run a function without keeping what is inside it; run it again in backward.
 
         `plain`: positions of results that need no gradient."""
-        return run(self, function, inputs, self._anchor, plain=plain)
+        return run(self, function, inputs, self.anchor, plain=plain)
 
     def chunks(
         self, count: int, function: Callable[..., Any], *inputs: Any, gives: Sequence[Given], recompute: bool = False
@@ -250,7 +256,7 @@ class ParallelModule(Container):
 
         `recompute`: keep nothing of a chunk but what it reads, and run it again in backward."""
         if recompute:
-            return run(self, function, inputs, self._anchor, chunks=count, gives=gives)
+            return run(self, function, inputs, self.anchor, chunks=count, gives=gives)
         return run_chunks(function, inputs, count, gives)
 
     def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
@@ -263,33 +269,50 @@ class ParallelModule(Container):
         tape, self.tape = self.tape, Tape()
         if not torch.is_grad_enabled():
             return value.detach()
-        return tied_loss(self, tape, self._anchor, value, roots)
+        return tied_loss(self, tape, self.anchor, value, roots)
 
-    def outputs(self, *values: Tensor) -> Any:
+    @overload
+    def outputs(self, value: Tensor, /) -> Tensor: ...
+
+    @overload
+    def outputs(self, first: Tensor, second: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
+
+    def outputs(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What the model returns, complete on every rank, tied to all that this forward has done: backward starts from
         the gradients that the caller has for them, the same on every rank."""
         tape, self.tape = self.tape, Tape()
         if torch.is_grad_enabled():
-            found = tied_outputs(self, tape, self._anchor, values)
+            found = tied_outputs(self, tape, self.anchor, values)
         else:
             found = tuple(value.detach() for value in values)
         return found[0] if len(found) == 1 else found
 
     # What backward needs.
 
-    def _arrived(self, name: str) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if self._backward is not None:
-                self.sinks.setdefault(name, Gradient()).collect(parameter)
-                self.grad_sync.arrived(self, name)
+    def unwatched(self, parameter: Tensor) -> str | None:
+        """The name of a trained parameter, if nobody else waits for autograd to come to it."""
+        hooks = (*(parameter._backward_hooks or {}).values(), *_hooks_after(parameter))
+        return self._names.get(id(parameter)) if all(isinstance(hook, _Arrived) for hook in hooks) else None
 
-        return arrived
+    def arrived(self, name: str, parameter: Tensor) -> None:
+        """Autograd has come to a parameter that is used as it is stored."""
+        if self._backward is not None and not self.aside:
+            self.sinks.setdefault(name, Gradient()).collect(parameter)
+            self.grad_sync.arrived(self, name)
+
+    def used(self, tape: Tape, number: int) -> None:
+        """A gradient has arrived for a use in another layout."""
+        if self._backward is not None:
+            self.grad_sync.used(self, tape, number)
 
     def begin_backward(self, tape: Tape) -> None:
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
             raise self.refusal(*TWICE)
         tape.spent = True
+        self.ahead_back.begin()
+        if (name := tape.changed()) is not None:
+            raise self.refusal(*changed_since(name))
         if self._backward is None:
             self._backward = _Backward({}, [])
             for name, parameter in self.trained():
@@ -307,17 +330,24 @@ class ParallelModule(Container):
         Args:
             mode: what is recomputed in backward runs under it.
         """
+        if self.rerun_mode is None:
+            # a step begins
+            self.kept.begin()
         self.rerun_mode = mode
 
-    def complete_gradients(self) -> None:
-        """All gradients have come: complete them."""
+    def complete_gradients(self, *, anyway: bool = False) -> None:
+        """All gradients have come: complete them; `anyway`: with zeros if none did, because other replicas wait."""
         self.rerun_mode = None
+        if self._backward is None and anyway:
+            self._backward = _Backward({}, [])
+            self.sinks.clear()
+            self.grad_sync.begin(self)
         if self._backward is not None:
             self._end_backward()
 
     def is_weight(self, tensor: Tensor) -> bool:
         """True for a trained parameter, as it is stored or as it is used."""
-        return id(tensor) in self._names or self.tape.sink(tensor) is not None
+        return id(tensor) in self._names or self.tape.is_use(tensor)
 
     def _end_backward(self) -> None:
         assert self._backward is not None
@@ -333,6 +363,8 @@ class ParallelModule(Container):
                 before.add_(gradient)
             parameter.grad = gradient if before is None else before
         self.sinks.clear()
+        if self.after_backward is not None:
+            self.after_backward()
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters that this rank stores a part of, in the order of use."""
@@ -380,64 +412,25 @@ def shapes_of(module: Holds) -> dict[str, Original]:
     return found
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """The hook of a parameter."""
+
+    module: ParallelModule
+    name: str
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.module.arrived(self.name, parameter)
+
+
+def _hooks_after(parameter: Tensor) -> Iterator[Any]:
+    hooks: Mapping[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return iter((hooks or {}).values())
+
+
 @dataclass
 class _Backward:
     """A backward that is going on: the gradients from before it, and the tapes of the forwards it goes through."""
 
     before: dict[str, Tensor]
     tapes: list[Tape]
-
-
-class EndSync:
-    """Makes gradients complete after backward, one parameter after the other."""
-
-    def begin(self, module: ParallelModule) -> None:
-        return None
-
-    def arrived(self, module: ParallelModule, name: str) -> None:
-        return None
-
-    def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
-        used: dict[str, list[Used]] = {}
-        for tape in tapes:
-            for use in tape.used:
-                used.setdefault(use.parameter, []).append(use)
-        found: dict[str, Tensor] = {}
-        for name, _ in module.sync_order():
-            module.transport.doing = Doing(f"gradient sync of {name}")
-            gradient = self._complete(module, name, used.get(name, ()))
-            if gradient is not None:
-                found[name] = gradient
-        module.transport.doing = Doing()
-        return separate(found)
-
-    def _complete(self, module: ParallelModule, name: str, used: Sequence[Used]) -> Tensor | None:
-        total = Gradient()
-        transfers = module.sync_transfers(name)
-        sources = []
-        if transfers is not None:
-            held = module.part(name)
-            sources.append(([(held.shape, module.sinks.get(name, Gradient()))], transfers, held.dtype))
-        sources += [(list(use.leaves), use.transfers, use.dtype) for use in used]
-        for leaves, path, dtype in sources:
-            parts = [_gradient(shape, sink, dtype, module.device) for shape, sink in leaves]
-            for result in execute_all(path, parts, module.transport, dtype=dtype):
-                total.add(result)
-        return total.total
-
-
-def _gradient(shape: torch.Size, sink: Gradient, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if sink.total is None:
-        return torch.zeros(shape, dtype=real_dtype(dtype), device=device)
-    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
-    return sink.total
-
-
-def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """No two gradients on one memory (autograd may make them so): whoever scales one in place must not scale both."""
-    seen: set[int] = set()
-    for name, gradient in gradients.items():
-        address = gradient.untyped_storage().data_ptr()
-        gradients[name] = gradient.clone() if address in seen else gradient
-        seen.add(address)
-    return gradients

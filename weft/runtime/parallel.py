@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.agree import other_batch
 from weft.runtime.batch import BatchMismatch, Form, OtherForm
 from weft.runtime.module import ParallelModule, Refusal
+from weft.runtime.one_rank import OneRank
 from weft.runtime.random import Stream
-from weft.runtime.replicas import Replica
+from weft.runtime.reduction import Reduction
 from weft.runtime.returns import Returns
-from weft.runtime.script import Index
-from weft.runtime.training import Optimizer, loss_of, train_step
+from weft.runtime.training import arguments_of, loss_of
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -72,22 +71,29 @@ MakeEval = Callable[[Batch | None], Runnable]
 """Makes the program of `eval()`, for the example or for a batch of another form."""
 
 
-class Parallel(nn.Module):
+class Parallel(OneRank):
     """One rank of a parallel model.
 
     Args:
         runnable: the program for training, on the transport of a replica.
         make_eval: makes the programs of `eval()`.
         seed: of the random streams.
+        reduction: what the batches of replicas count, in `forward_backward` and `train_step`; a backward that the user
+            starts averages them.
         refusal: makes the error for a wrong call.
     """
 
     def __init__(
-        self, runnable: Runnable, *, seed: int = 0, make_eval: MakeEval | None = None, refusal: Refusal | None = None
+        self,
+        runnable: Runnable,
+        *,
+        seed: int = 0,
+        make_eval: MakeEval | None = None,
+        reduction: Reduction | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
-        super().__init__()
-        self.seed, self.step = seed, 0
-        self._make_eval, self._refusal = make_eval, refusal
+        super().__init__(seed=seed, reduction=reduction or Reduction(), refusal=refusal)
+        self._make_eval = make_eval
         program = runnable.program
         # Not as sub-modules: names are to be the original ones. What the program holds is shared, not copied.
         self.__dict__["_training"], self.__dict__["_evaluation"] = runnable, []
@@ -102,25 +108,8 @@ class Parallel(nn.Module):
         found: ParallelModule = self.__dict__["_training"].program
         return found
 
-    @property
-    def stored(self) -> Mapping[str, Index]:
-        """What this rank holds of each parameter and buffer of the original."""
-        return self.program.stored
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this rank is part of: which share of the data it is to be fed."""
-        return self._transport.number
-
-    @property
-    def num_replicas(self) -> int:
-        return self._transport.num_replicas
-
-    @property
-    def _transport(self) -> Replica:
-        found = self.program.transport
-        assert isinstance(found, Replica)
-        return found
+    def when_complete(self, then: Callable[[], None]) -> None:
+        self.program.after_backward = then
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the replica's batch, or what the original returns, on every rank of it."""
@@ -128,9 +117,7 @@ class Parallel(nn.Module):
             runnable = self.runnable(args, kwargs)
             inputs = runnable.bind(args, kwargs)
         except BatchMismatch as error:
-            if self._refusal is None:
-                raise
-            raise self._refusal(str(error), "give batches in the form of the example") from None
+            raise self._refused(str(error), "give batches in the form of the example") from None
         program = runnable.program
         program.stream = Stream(self.seed, self.step, self.replica)
         kind = "training" if program is self.program else f"evaluation {id(program)}"
@@ -138,21 +125,13 @@ class Parallel(nn.Module):
             self._refuse_other_batches(inputs)
         if self.training:
             self.step += 1
+        elif runnable.returns is None:
+            self._weigh(args, kwargs, inputs)
         found = runnable.run(inputs)
         if program is not self.program:
             # buffers that a forward of evaluation has changed
             give_back(program, self.program)
         return found
-
-    def _refuse_other_batches(self, inputs: Sequence[Tensor]) -> None:
-        other = other_batch(inputs, self._transport)
-        if other is not None:
-            message = f"ranks {self._transport.rank} and {other} of a replica were given different batches"
-            if self._refusal is None:
-                raise BatchMismatch(message)
-            raise self._refusal(
-                message, "give every rank of a replica the same whole batch; each takes its part itself"
-            )
 
     def runnable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Runnable:
         """The program for a batch; in evaluation one is made if its arguments are others than any program's."""
@@ -175,16 +154,23 @@ class Parallel(nn.Module):
     def forward_backward(self, batch: Any) -> Tensor:
         """Forward and backward; gradients are added to what was there, the loss is returned."""
         loss = loss_of(self, batch)
-        loss.backward()
+        count = self._count(*arguments_of(batch))
+        (loss if count == 1 else loss * count).backward()
         return loss.detach()
 
-    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
-        """Forward, backward, update; the loss before the update.
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """What the batch counts in gradients that are averaged over replicas."""
+        form: Form = self.__dict__["_training"].form
+        self._weigh(args, kwargs, form.bind(args, kwargs))
+        if self.num_replicas == 1 or (self.reduction.how == "mean" and not form.sizes):
+            # all replicas have as many rows
+            return 1.0
+        (count,) = self.reduction.counts([self._weight], [one for (one,) in self._totals(self._weight)])
+        return count
 
-        Args:
-            batch: the replica's, the same on every rank of it.
-        """
-        return train_step(self, batch, optimizer)
+    def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> None:
+        rows = next((int(tensor.shape[0]) for tensor in inputs if tensor.dim()), 1)
+        (self._weight,) = self._weighed([(args, kwargs)], [rows])
 
     def train(self, mode: bool = True) -> Parallel:
         """As of any module; the first `eval()` makes the program for it, on all ranks together."""
@@ -229,6 +215,7 @@ def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 @torch.no_grad()
 def share(source: ParallelModule, target: ParallelModule) -> None:
     """Let a program use the weights of another: the very same parameters, so that their gradients are too."""
+    target.kept = source.kept
     for name in target.stored:
         held = source.part(name)
         if isinstance(held, nn.Parameter):

@@ -1,172 +1,196 @@
 """ParallelPipeline: what a user trains if the plan is in pieces: one rank's share, as a module with the original names.
 
-In: the rank's pieces and events (`pipeline.py`), the form of a batch, a seed. Out: an `nn.Module` whose parameters and
-buffers are those of the rank's pieces, trained step by step:
+In: the rank's pieces and events (`pipeline.py`), how batches go through them (`flow.py`), a seed. Out: an `nn.Module`
+whose parameters and buffers are those of the rank's pieces, trained step by step:
 
     loss = parallel.train_step(batch, optimizer)
 
 A step runs all micro-batches in the order of the schedule and leaves complete gradients, over replicas averaged; its
-loss is that of the replica's batch, on every rank. There is no forward by itself: micro-batches go forward and backward
-in turn.
+loss is that of the replica's batch, on every rank. A batch may have any number of rows: programs for micro-batches of
+other sizes are made when they are first seen, on all ranks together; what the schedule has beyond the micro-batches
+that there are is left out, and a replica that has no batch at all gives None. In training there is no forward by
+itself: micro-batches go forward and backward in turn. `eval()` runs forwards alone, without gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-from weft.runtime.agree import other_batch
-from weft.runtime.batch import BatchMismatch, Form
-from weft.runtime.microbatches import BatchDim, default_dims, rows_of, shares, split
+from weft.runtime.batch import BatchMismatch
+from weft.runtime.flow import Flow, MakeFlow, MakeSize, lend, take_back
+from weft.runtime.microbatches import Arguments, TooFewRows
 from weft.runtime.module import Refusal
+from weft.runtime.one_rank import OneRank
+from weft.runtime.parallel import fits
 from weft.runtime.pieces import Pieces
-from weft.runtime.pipeline import Rank
-from weft.runtime.replicas import Replica
-from weft.runtime.script import Index
-from weft.runtime.training import Optimizer, call
+from weft.runtime.random import Stream
+from weft.runtime.reduction import Reduction, reduced
+from weft.runtime.training import arguments_of
 
 NO_FORWARD = (
-    "a model in pieces has no forward of its own: its micro-batches go forward and backward in turn",
-    "loss = parallel.train_step(batch, optimizer); or parallel.forward_backward(batch), then optimizer.step()",
+    "a model in pieces has no forward of its own in training: its micro-batches go forward and backward in turn",
+    "loss = parallel.train_step(batch, optimizer), or parallel.forward_backward(batch); parallel.eval() to evaluate",
 )
-NO_EVAL = (
-    "a model in pieces trains only: there is no program for its evaluation",
-    "evaluate a saved model on one device, or under a plan without pp and microbatches",
-)
+NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
 
 
-@dataclass(frozen=True)
-class Cutting:
-    """How a batch becomes micro-batches.
-
-    Args:
-        dims: the batch dim of each input; None: wherever it has as many rows as the first.
-        size_of: which size each micro-batch has.
-    """
-
-    form: Form
-    dims: tuple[BatchDim, ...] | None
-    size_of: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.size_of)
-
-    def cut(self, inputs: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[float]]:
-        """The inputs of each micro-batch, and what its loss counts."""
-        if self.count == 1:
-            return [list(inputs)], [1.0]
-        dims = default_dims(inputs) if self.dims is None else self.dims
-        return split(inputs, dims, self.count), shares(rows_of(inputs, dims), self.count)
-
-
-class ParallelPipeline(nn.Module):
+class ParallelPipeline(OneRank):
     """One rank of a parallel model in pieces.
 
     Args:
+        make_flow: makes the programs of `eval()`; make_size: more sizes of micro-batches.
         refusal: makes the error for a wrong call.
     """
 
-    def __init__(self, rank: Rank, pieces: Pieces, cutting: Cutting, *, seed: int, refusal: Refusal) -> None:
-        super().__init__()
-        self.seed, self.step = seed, 0
-        self._refusal, self._rank, self._cutting = refusal, rank, cutting
-        self.program = pieces
+    def __init__(
+        self,
+        flow: Flow,
+        pieces: Pieces,
+        *,
+        seed: int,
+        make_flow: MakeFlow,
+        make_size: MakeSize,
+        reduction: Reduction | None = None,
+        refusal: Refusal,
+    ) -> None:
+        super().__init__(seed=seed, reduction=reduction or Reduction(), refusal=refusal)
+        self._flow, self._pieces, self._make_flow, self._make_size = flow, pieces, make_flow, make_size
+        self._evaluations: list[Flow] = []
+        self._losses: tuple[Tensor, ...] = ()
         # so that to(), double() and the like reach them; their names are told by the methods below
         self.pieces = nn.ModuleList(pieces.modules)
-        self.__dict__["_nothing"] = nn.Parameter(torch.empty(0))
+        self._then: Callable[[], None] = lambda: None
 
     @property
-    def stored(self) -> Mapping[str, Index]:
-        """What this rank holds of each parameter and buffer of the original."""
-        return self.program.stored
+    def program(self) -> Pieces:
+        """The programs of the rank's pieces, as one."""
+        return self._pieces
+
+    def when_complete(self, then: Callable[[], None]) -> None:
+        self._then = then
 
     @property
-    def replica(self) -> int:
-        """The number of the replica that this rank is part of: which share of the data it is to be fed."""
-        return self._transport.number
-
-    @property
-    def num_replicas(self) -> int:
-        return self._transport.num_replicas
-
-    @property
-    def _transport(self) -> Replica:
-        return self.program.transport
+    def losses(self) -> tuple[Tensor, ...]:
+        """The loss of each micro-batch of the last step, before they were reduced."""
+        return self._losses
 
     # Training.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refusal(*NO_FORWARD)
-
-    def bind(self, batch: Any) -> list[Tensor]:
-        """The tensors of a batch; refuses one of another form than the example's."""
-        args, kwargs = call(lambda *args, **kwargs: (args, kwargs), batch)
+    def cut(self, flow: Flow, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Arguments], int]:
+        """The micro-batches of a batch, and its rows; refuses one of another form than the example's."""
         try:
-            return [tensor.detach() for tensor in self._cutting.form.bind(args, kwargs)]
-        except BatchMismatch as error:
-            raise self._refusal(str(error), "give batches in the form of the example") from None
+            return flow.cut(args, kwargs)
+        except (BatchMismatch, TooFewRows) as error:
+            raise self._refused(str(error), "give batches in the form of the example") from None
+
+    def looked_at(self, batch: Any) -> list[int]:
+        """Sizes of micro-batches of a batch for training that no program is for yet; refuses what is no such batch."""
+        if batch is None:
+            return []
+        micros, rows = self.cut(self._flow, *arguments_of(batch))
+        self._weighed(micros, self._flow.parts(rows))
+        return self._flow.missing([rows])
 
     def forward_backward(self, batch: Any) -> Tensor:
         """All micro-batches of a step; gradients are added to what was there, the loss is returned.
 
         Args:
-            batch: the replica's, the same on every rank of it.
+            batch: the replica's, the same on every rank of it; None if there is none for it in this step.
         """
         if not torch.is_grad_enabled():
-            raise self._refusal(*NO_EVAL)
-        inputs = self.bind(batch)
-        if self._transport.begin_step(self.step, f"pipeline {[tuple(tensor.shape) for tensor in inputs]}"):
-            self._refuse_other_batches(inputs)
+            raise self._refused(*NO_GRADIENT)
+        flow = self._flow
+        micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
+        weights = self._weighed(micros, flow.parts(rows))
+        told = self._totals(rows, sum(weights))
+        inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
+        counts = self.reduction.counts(weights, [weight for _, weight in told])
+        everybody = {size for one, _ in told for size in flow.size_of(int(one))}
+        alike = len({one for one, _ in told}) == 1
+        losses = self._accumulate(
+            inputs, counts, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
+        )
+        self.step += 1
+        self._weight, self._losses = sum(weights), tuple(losses)
+        if not losses:
+            return torch.zeros((), device=self._transport.device)
+        return reduced(losses, self.reduction.shares(weights))
+
+    def _begin(self, flow: Flow, kind: str, micros: Sequence[Arguments], rows: Sequence[int]) -> list[list[Tensor]]:
+        """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
+        for size in flow.missing(rows):
+            self._make_size(flow, size)
+        flow.refresh()
+        inputs = [flow.bind(*one) for one in micros]
+        if self._transport.begin_step(self.step, f"{kind} {rows}"):
+            self._refuse_other_batches([tensor for one in inputs for tensor in one])
+        return inputs
+
+    def _accumulate(
+        self, inputs: Sequence[Sequence[Tensor]], counts: Sequence[float], **settings: Any
+    ) -> Sequence[Tensor]:
+        """Run a step's events; the gradients of the step are added to those that were there."""
         held = [parameter for module in self.program.modules for _, parameter in module.trained()]
         before = [parameter.grad for parameter in held]
         for parameter in held:
             parameter.grad = None
-        batches, counts = self._cutting.cut(inputs)
-        losses = self._rank.step(
-            batches, counts, self.seed, self.step, size_of=self._cutting.size_of, first=self.replica * len(batches)
-        )
-        self.step += 1
+        losses: Sequence[Tensor] = ()
+        if inputs or settings["completes"]:
+            first = self.replica * self._flow.count
+            losses = self._flow.rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
         for copy in self.program.copies:
             if copy.alike:
                 copy.other.grad = None  # the first copy has the sum of all
         for parameter, earlier in zip(held, before, strict=True):
-            if earlier is not None and parameter.grad is not None:
-                parameter.grad = earlier.add_(parameter.grad)
-        return torch.stack([loss * share for loss, share in zip(losses, counts, strict=True)]).sum()
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._then()
+        return losses
 
-    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
-        """All micro-batches of a step, and the update; the loss before it."""
-        optimizer.zero_grad(set_to_none=True)
-        loss = self.forward_backward(batch)
-        optimizer.step()
-        return loss
+    # Evaluation.
 
     def train(self, mode: bool = True) -> ParallelPipeline:
-        if not mode:
-            raise self._refusal(*NO_EVAL)
+        """As of any module; the first `eval()` makes the program for it, on all ranks together."""
         super().train(mode)
+        if not mode and not self._evaluations:
+            self._evaluations.append(self._make_flow(None))
         return self
 
-    def _refuse_other_batches(self, inputs: Sequence[Tensor]) -> None:
-        other = other_batch(inputs, self._transport)
-        if other is not None:
-            raise self._refusal(
-                f"ranks {self._transport.rank} and {other} of a replica were given different batches",
-                "give every rank of a replica the same whole batch; each takes its part itself",
-            )
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In evaluation: what the original returns of the replica's batch, or its loss, on every rank; no gradient."""
+        if self.training:
+            raise self._refused(*NO_FORWARD)
+        flow = self.flow_for(args, kwargs)
+        micros, rows = self.cut(flow, args, kwargs)
+        told = self._totals(rows)
+        number = self._evaluations.index(flow)
+        inputs = self._begin(flow, f"evaluation {number}", micros, [int(one) for (one,) in told])
+        lend(self.program, flow)
+        stream = Stream(self.seed, self.step, self.replica * self._flow.count)
+        found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
+        take_back(self.program, flow)
+        weights = self._weighed(micros, flow.parts(rows)) if flow.output is None else flow.parts(rows)
+        self._weight = sum(weights)
+        return flow.join(found, self.reduction.shares(weights))
+
+    def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
+        """The program for a batch in evaluation; one is made if its arguments are others than any program's."""
+        found = self.known_flow(args, kwargs)
+        if found is None:
+            found = self._make_flow((tuple(args), dict(kwargs)))
+            self._evaluations.append(found)
+        return found
+
+    def known_flow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
+        """The program for a batch in evaluation, if there is one."""
+        return next((flow for flow in self._evaluations if fits(flow.form, args, kwargs)), None)
 
     # What it holds, by the original names.
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What the rank's optimizer updates; if there is nothing, an empty one: optimizers refuse an empty list."""
-        found = [parameter for _, parameter in self.named_parameters()]
-        return iter(found or [self.__dict__["_nothing"]])
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -213,11 +237,11 @@ class ParallelPipeline(nn.Module):
         missing = [name for name in self.state_dict() if name not in state_dict]
         if strict and (unexpected or missing):
             what = f"knows no {unexpected[0]}" if unexpected else f"is given no {missing[0]}"
-            raise self._refusal(
+            raise self._refused(
                 f"rank {self._transport.rank} {what}", "load what state_dict() of the same plan gave on this rank"
             )
         if assign:
-            raise self._refusal("assign=True would part what pieces share", "load with assign=False")
+            raise self._refused("assign=True would part what pieces share", "load with assign=False")
         for module in self.program.modules:
             mine = {name: value for name, value in state_dict.items() if name in module.stored}
             module.load_state_dict(mine, strict=False)

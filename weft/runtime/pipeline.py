@@ -4,30 +4,37 @@ In: a module for each piece that this rank runs (each made for its team's ranks 
 the rank's events. Out: after a step the losses of all micro-batches, on every rank, and complete gradients.
 
 A piece runs on tensors that are detached from whatever made them: its backward is started with the gradients that its
-readers send back, and ends in gradients of what it took, which go to those who gave. What one rank sends another does
-not wait to be taken; what it needs it waits for under a tag that says which tensor of which micro-batch, so whatever
-order of events has no circle (`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in
-the order of their backwards, and completed after the last.
+readers send back, and ends in gradients of what it took, which go to those who gave; the gradients of its weights are
+worked out after that, if they can be (`totals.py`). What one rank sends another does not wait to be taken; what it
+needs it waits for under a tag that says which tensor of which micro-batch, so whatever order of events has no circle
+(`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in the order of their backwards,
+and completed after the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.runtime.deferred import Deferred
+from weft.runtime.gathered import as_edge
+from weft.runtime.mail import Crossing, Mail, Readers
 from weft.runtime.module import ParallelModule
 from weft.runtime.parallel import give_back
 from weft.runtime.random import Stream
 from weft.runtime.script import Transfer
-from weft.runtime.transfers import assembled, real_dtype, size, take
+from weft.runtime.totals import Later, add_now, adding
+from weft.runtime.transfers import real_dtype
 from weft.runtime.transport import Doing, Transport
+from weft.runtime.values import Gradient
 
 F, B, W = "fbw"
 
@@ -45,20 +52,15 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A tensor that one piece gives and another takes, as this rank sees it: None where it has no part in it."""
+class Returned:
+    """A tensor that evaluation gives back, and how it comes to this rank, whole."""
 
     tensor: str
-    source: str
-    target: str
     dtype: torch.dtype
-    forward: Transfer | None
-    backward: Transfer | None
-    """None too if no gradient flows."""
-    trained: bool
+    moves: Transfer | None
 
-    def tag(self, way: str, micro: int) -> str:
-        return f"{'gradient of ' if way == B else ''}{self.tensor} for {self.target}, micro-batch {micro}"
+    def tag(self, micro: int) -> str:
+        return f"{self.tensor} for everybody, micro-batch {micro}"
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,15 @@ class Piece:
 
 @dataclass
 class _Held:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward: the graph holds what it needs of the tensors, nobody else does."""
 
-    taken: dict[str, Tensor]
-    given: dict[str, Tensor]
+    taken: dict[str, Gradient]
+    """Where the gradients of what it took arrive."""
+    given: dict[str, GradientEdge]
     queue: Deferred | None
     """Weight gradients that wait for their own event."""
+    later: Later | None
+    """Weight gradients that wait until those of what was taken are on their way."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,17 @@ class _Weights:
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank runs of micro-batches of one size: its pieces, in the order of the pipeline, and what crosses."""
+    """What this rank runs of micro-batches of one size: its pieces, in the order of the pipeline, and what crosses.
+
+    `returns`: what evaluation gives back."""
 
     pieces: Mapping[str, Piece]
     crossings: Sequence[Crossing]
+    returns: Sequence[Returned] = ()
+
+    @cached_property
+    def readers(self) -> Readers:
+        return Readers.of([one for one in self.crossings if one.target in self.pieces])
 
     @property
     def modules(self) -> Iterator[ParallelModule]:
@@ -129,20 +141,26 @@ class Rank:
     """One rank of a pipeline.
 
     Args:
-        sizes: a Share for each size of micro-batches; all hold the very same parameters.
+        sizes: a Share for each size of micro-batches; all hold the very same parameters. More may be added.
         transport: of all ranks of the replica.
         loss: the tensor that is the loss, and the rank that tells it.
     """
 
-    sizes: Sequence[Share]
+    sizes: list[Share]
     ties: Sequence[Tie]
     events: Sequence[Event]
     transport: Transport
     loss: tuple[str, int]
     loss_dtype: torch.dtype = torch.float32
+    _mail: Mail = field(init=False)
+    _many: bool = False
+    """Gradients of several micro-batches are added up."""
     _held: dict[tuple[str, int], _Held] = field(default_factory=dict)
     _queues: dict[tuple[str, int], Deferred] = field(default_factory=dict)
     _losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._mail = Mail(self.transport)
 
     @cached_property
     def _divided(self) -> frozenset[tuple[str, int]]:
@@ -163,44 +181,95 @@ class Rank:
         *,
         size_of: Sequence[int] | None = None,
         first: int = 0,
+        completes: Collection[int] = (),
     ) -> list[Tensor]:
         """Run all events of a step.
 
         Args:
-            batches: the inputs of each micro-batch.
+            batches: the inputs of each micro-batch. If they are fewer than the schedule has, the events of the others
+                are left out: the same on all ranks of a replica, so that nobody waits for them.
             shares: what each micro-batch's loss counts in that of the step.
             size_of: which of `sizes` each micro-batch has; the first if not given.
             first: the number of the first micro-batch among those of all replicas.
+            completes: sizes whose gradients other replicas complete in this step, whether they come up here or not.
 
         Returns:
             the losses of the micro-batches.
         """
-        self._held, self._losses, self._queues = {}, {}, {}
-        for module in (module for share in self.sizes for module in share.modules):
-            module.hold_gradients(nullcontext())
-        for event in self.events:
+        sizes = [0] * len(batches) if size_of is None else size_of
+        self._begin(sizes, starts=not completes)
+        for event in self._real(len(batches)):
             self.transport.doing = Doing(str(event))
-            share = self.sizes[size_of[event.micro] if size_of is not None else 0]
+            share = self.sizes[sizes[event.micro]]
             piece = share.pieces[event.piece]
             if event.phase == F:
                 piece.module.stream = Stream(seed, step, first + event.micro)
                 self._forward(share, piece, event.micro, batches[event.micro])
-            elif event.phase == B:
-                self._backward(share, piece, event.micro, shares[event.micro])
             else:
-                self._queues.pop((event.piece, event.micro)).run()
-        self._complete()
+                piece.module.aside = False
+                if event.phase == B:
+                    self._backward(share, piece, event.micro, shares[event.micro])
+                else:
+                    self._queues.pop((event.piece, event.micro)).run()
+                piece.module.aside = len(self.sizes) > 1
+        self._complete(completes)
         self._tie()
         return self._tell_losses(len(batches))
 
-    def _complete(self) -> None:
-        """Complete the gradients of all sizes, and add them up."""
+    @torch.no_grad()
+    def forward(
+        self, batches: Sequence[Sequence[Tensor]], stream: Stream, *, size_of: Sequence[int]
+    ) -> list[list[Tensor]]:
+        """Run the forwards of all micro-batches, without gradient.
+
+        Args:
+            stream: of the first micro-batch.
+
+        Returns:
+            what the model returns of each micro-batch, whole.
+        """
+        self._mail.begin()
+        for event in self._real(len(batches)):
+            self.transport.doing = Doing(str(event))
+            share = self.sizes[size_of[event.micro]]
+            piece = share.pieces[event.piece]
+            piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
+            self._forward(share, piece, event.micro, batches[event.micro])
+        self.transport.doing = Doing("what the model returns")
+        found = []
+        for micro, number in enumerate(size_of):
+            whole = []
+            for one in self.sizes[number].returns:
+                assert one.moves is not None, f"{one.tensor} does not come to this rank"
+                whole.append(self._mail.take(one.moves, one.tag(micro), one.dtype))
+            found.append(whole)
+        return found
+
+    def _begin(self, size_of: Sequence[int], *, starts: bool) -> None:
+        """A step begins; `starts`: sums of gradients may start when the last backward has brought its share."""
+        self._held, self._losses, self._queues = {}, {}, {}
+        self._many = len(size_of) > 1
+        self._mail.begin()
+        backwards = Counter((e.piece, size_of[e.micro]) for e in self._real(len(size_of)) if e.phase == B)
+        for number, share in enumerate(self.sizes):
+            for piece in share.pieces.values():
+                piece.module.hold_gradients(nullcontext())
+                # a gradient is completed as the size of its micro-batch asks for
+                piece.module.aside = len(self.sizes) > 1
+                piece.module.grad_sync.expect(backwards[piece.name, number] if starts else 0)
+
+    def _real(self, count: int) -> Iterator[Event]:
+        """The events of the first so many micro-batches."""
+        return (event for event in self.events if event.micro < count)
+
+    def _complete(self, anyway: Collection[int]) -> None:
+        """Complete the gradients of all sizes, and add them up; `anyway`: also where none came."""
         for name in self.sizes[0].pieces:
             self.transport.doing = Doing(f"gradients of {name}")
             found: dict[str, Tensor] = {}
-            for share in self.sizes:
+            for number, share in enumerate(self.sizes):
                 module = share.pieces[name].module
-                module.complete_gradients()
+                module.complete_gradients(anyway=number in anyway)
                 for parameter, held in module.trained():
                     if held.grad is not None:
                         known = found.get(parameter)
@@ -210,24 +279,39 @@ class Rank:
                 held.grad = found.get(parameter)
 
     def _forward(self, share: Share, piece: Piece, micro: int, batch: Sequence[Tensor]) -> None:
-        taken = {
-            one.tensor: self._receive(one, F, micro).requires_grad_(one.trained and torch.is_grad_enabled())
-            for one in share.crossings
-            if one.target == piece.name
-        }
+        taken: dict[str, Tensor] = {}
+        sinks: dict[str, Gradient] = {}
+        for one in share.crossings:
+            if one.target == piece.name:
+                tensor = self._mail.receive(one, micro, share.readers)
+                if one.trained and torch.is_grad_enabled():
+                    sink = sinks[one.tensor] = Gradient()
+                    tensor = as_edge(tensor, piece.module.anchor, sink)
+                taken[one.tensor] = tensor
         queue = Deferred(_Weights(piece.module)) if (piece.name, micro) in self._divided else None
-        with queue or nullcontext():
+        later = Later() if sinks and self._many else None
+        with queue or self._mode(piece, later):
             found = piece.module(*(batch[at] for at in piece.inputs), *(taken[name] for name in piece.takes))
         self._tell_buffers(share, piece)
         results = (found,) if isinstance(found, Tensor) else found
         given = {name: result for (name, _), result in zip(piece.gives, results, strict=True)}
         for one in share.crossings:
             if one.source == piece.name:
-                self._send(one, F, micro, given[one.tensor])
+                self._mail.send(one, micro, given[one.tensor])
+        for back in share.returns:
+            if back.tensor in given and back.moves is not None:
+                self._mail.post(back.moves, back.tag(micro), given[back.tensor])
+        if not torch.is_grad_enabled():
+            return
         if self.loss[0] in given:
             self._losses[micro] = given[self.loss[0]].detach()
-        if any(trained for _, trained in piece.gives):
-            self._held[piece.name, micro] = _Held(taken, given, queue)
+        roots = {name: get_gradient_edge(given[name]) for name, trained in piece.gives if trained}
+        if roots:
+            self._held[piece.name, micro] = _Held(sinks, roots, queue, later)
+
+    def _mode(self, piece: Piece, later: Later | None) -> AbstractContextManager[Any]:
+        """What a piece runs under whose weight gradients have no event of their own."""
+        return adding(piece.module, later) if self._many else nullcontext()
 
     def _tell_buffers(self, share: Share, piece: Piece) -> None:
         """What a forward made of the piece's buffers is what the next one reads, whatever its size."""
@@ -237,52 +321,22 @@ class Rank:
 
     def _backward(self, share: Share, piece: Piece, micro: int, counts: float) -> None:
         held = self._held.pop((piece.name, micro))
-        gradients: dict[str, Tensor] = {}
+        gradients: dict[str, Gradient] = {}
         for one in share.crossings:
-            if one.source == piece.name and one.trained:
-                came = self._receive(one, B, micro)
-                gradients[one.tensor] = gradients[one.tensor] + came if one.tensor in gradients else came
+            if one.source == piece.name and one.trained and one.back == (one.tensor, one.target):
+                gradients.setdefault(one.tensor, Gradient()).add(self._mail.receive_back(one, micro))
         if self.loss[0] in held.given:
-            gradients[self.loss[0]] = torch.full_like(held.given[self.loss[0]], counts)
-        roots = [(held.given[name], name) for name, trained in piece.gives if trained]
-        # what is run again in backward defers too
-        piece.module.rerun_mode = held.queue or nullcontext()
-        torch.autograd.backward(
-            [root for root, _ in roots],
-            [gradients[name] if name in gradients else torch.zeros_like(root) for root, name in roots],
-        )
+            gradients[self.loss[0]] = Gradient(torch.full_like(self._losses[micro], counts))
+        # what is run again in backward defers, or adds up, too
+        piece.module.rerun_mode = held.queue or self._mode(piece, held.later)
+        _run_backward(held.given, gradients)
         if held.queue is not None:
             self._queues[piece.name, micro] = held.queue
         for one in share.crossings:
             if one.target == piece.name and one.trained:
-                tensor = held.taken[one.tensor]
-                self._send(one, B, micro, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-
-    def _send(self, crossing: Crossing, way: str, micro: int, tensor: Tensor) -> None:
-        transfer = crossing.forward if way == F else crossing.backward
-        assert transfer is not None, f"{crossing.tensor} does not leave this rank"
-        self._post(transfer, crossing.tag(way, micro), tensor)
-
-    def _receive(self, crossing: Crossing, way: str, micro: int) -> Tensor:
-        transfer = crossing.forward if way == F else crossing.backward
-        assert transfer is not None, f"{crossing.tensor} does not come to this rank"
-        return self._take(transfer, crossing.tag(way, micro), crossing.dtype)
-
-    def _post(self, transfer: Transfer, tag: str, tensor: Tensor) -> None:
-        by_peer: dict[int, list[Tensor]] = {}
-        for piece in transfer.sends:
-            by_peer.setdefault(piece.peer, []).append(take(tensor.detach(), piece.index))
-        for peer, tensors in by_peer.items():
-            self.transport.post(peer, tag, tensors)
-
-    def _take(self, transfer: Transfer, tag: str, dtype: torch.dtype) -> Tensor:
-        expects: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
-        for piece in transfer.receives:
-            expects.setdefault(piece.peer, []).append((size(piece.index), real_dtype(dtype)))
-        came = {peer: iter(self.transport.take(peer, tag, shapes)) for peer, shapes in expects.items()}
-        pieces = [next(came[piece.peer]) for piece in transfer.receives]
-        (found,) = assembled(transfer, pieces, dtype, self.transport.device)
-        return found
+                self._mail.send_back(one, micro, held.taken[one.tensor].total, share.readers)
+        if held.later:
+            add_now(piece.module, held.later)
 
     def _tie(self) -> None:
         """Each holder of a shared parameter gets the sum of all holders' gradients, added in one order."""
@@ -295,18 +349,20 @@ class Rank:
                 for into, moves in enumerate(tie.moves):
                     transfer = moves[at]
                     if transfer is not None and transfer.sends:
-                        self._post(transfer, _tied(tie, at, into), _taken(held[at]))
+                        self._mail.post(transfer, _tied(tie, at, into), _taken(held[at]))
             for into in here:
                 total: Tensor | None = None
                 for at, transfer in enumerate(tie.moves[into]):
                     assert transfer is not None
-                    came = self._take(transfer, _tied(tie, at, into), held[into].dtype)
+                    came = self._mail.take(transfer, _tied(tie, at, into), held[into].dtype)
                     total = came if total is None else total + came
                 held[into].grad = total
 
     def _tell_losses(self, count: int) -> list[Tensor]:
         tensor, teller = self.loss
         tag = f"losses of a step, {tensor}"
+        if not count:
+            return []
         if self.transport.rank == teller:
             mine = torch.stack([self._losses[micro] for micro in range(count)])
             for peer in range(self.transport.num_ranks):
@@ -324,3 +380,15 @@ def _taken(parameter: Tensor) -> Tensor:
 
 def _tied(tie: Tie, at: int, into: int) -> str:
     return f"gradient of {tie.parameter} from {tie.holders[at]} for {tie.holders[into]}"
+
+
+def _run_backward(given: Mapping[str, GradientEdge], gradients: Mapping[str, Gradient]) -> None:
+    """Backward of a piece from what it gave; autograd makes zeros where a gradient did not come."""
+    found = {name: gradients[name].total for name in given if name in gradients}
+    roots = [(given[name], gradient) for name, gradient in found.items() if gradient is not None]
+    if not roots:
+        # nobody asked, and yet what the piece does in backward with others, it does on all of its ranks
+        edge = next(iter(given.values()))
+        (meta,) = edge.node._input_metadata[edge.output_nr : edge.output_nr + 1]
+        roots = [(edge, torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device))]
+    torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])

@@ -6,17 +6,20 @@ pieces, crossings and events. Needs no compiler.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.runtime.mail import Crossing
 from weft.runtime.module import GradSync
 from weft.runtime.parallel import share
-from weft.runtime.pipeline import Crossing, Event, Piece, Rank, Share, Tie
-from weft.runtime.program_files import cut_parameter, file_hash, load_class, load_program, read_meta
+from weft.runtime.pipeline import Event, Piece, Rank, Returned, Share, Tie
+from weft.runtime.program_files import changes, cut_parameters, file_hash, load_class, load_program, read_meta
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Piece as Part
 from weft.runtime.script import Transfer
@@ -24,6 +27,8 @@ from weft.runtime.stored import Part as Stored
 from weft.runtime.teams import Team
 
 PIPELINE = "pipeline.json"
+NOT_RUN = ("key", "made_from", "spans", "hashes")
+"""Of what is written there: where it came from, and estimates."""
 
 
 def read_pipeline(directory: str | Path) -> dict[str, Any]:
@@ -44,14 +49,7 @@ def load_pipeline(directory: str | Path, transport: Replica, make_sync: Callable
         make_sync: makes what completes the gradients of one piece.
     """
     folder, told, rank = Path(directory), read_pipeline(directory), transport.rank
-    sizes = [_share(folder, one, transport, make_sync) for one in told["sizes"]]
-    for one in sizes:
-        for parameter, owner, borrower in told["loans"]:
-            if borrower in one.pieces:
-                one.pieces[borrower].module.borrow(parameter, sizes[0].pieces[owner].module.part(parameter))
-    for other in sizes[1:]:
-        for name, piece in other.pieces.items():
-            share(sizes[0].pieces[name].module, piece.module)
+    sizes = _sizes(folder, told, transport, make_sync)
     ties = [
         Tie(
             one["parameter"],
@@ -61,8 +59,38 @@ def load_pipeline(directory: str | Path, transport: Replica, make_sync: Callable
         for one in told["ties"]
     ]
     events = [Event(phase, piece, micro) for phase, piece, micro in told["events"].get(str(rank), ())]
-    teller = next(one["devices"][0] for one in told["sizes"][0]["pieces"] if told["loss"] in dict(one["gives"]))
-    return Rank(sizes, ties, events, transport, (told["loss"], teller), getattr(torch, told["loss_dtype"]))
+    loss, dtype = told["loss"], told["loss_dtype"] or "float32"
+    makers = [one["devices"][0] for one in told["sizes"][0]["pieces"] if loss in dict(one["gives"])]
+    # in evaluation there need not be a loss, and nobody tells it
+    return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
+
+
+def load_sizes(
+    directory: str | Path, transport: Replica, make_sync: Callable[[], GradSync], first: Share
+) -> list[Share]:
+    """The rank's share of a pipeline's files for further sizes of micro-batches, on the parameters of the first."""
+    return _sizes(Path(directory), read_pipeline(directory), transport, make_sync, first)
+
+
+def _sizes(
+    folder: Path,
+    told: Mapping[str, Any],
+    transport: Replica,
+    make_sync: Callable[[], GradSync],
+    known: Share | None = None,
+) -> list[Share]:
+    """A Share for each size; all hold the parameters of the first that is known."""
+    sizes = [_share(folder, one, transport, make_sync) for one in told["sizes"]]
+    first = sizes[0] if known is None else known
+    for one in sizes:
+        for parameter, owner, borrower in told["loans"]:
+            if borrower in one.pieces:
+                one.pieces[borrower].module.borrow(parameter, first.pieces[owner].module.part(parameter))
+    for other in sizes:
+        for name, piece in other.pieces.items():
+            if other is not first:
+                share(first.pieces[name].module, piece.module)
+    return sizes
 
 
 def pipeline_parts(directory: str | Path) -> tuple[dict[str, Stored], dict[str, Stored]]:
@@ -77,22 +105,46 @@ def pipeline_parts(directory: str | Path) -> tuple[dict[str, Stored], dict[str, 
     return found
 
 
+def described(directory: str | Path) -> dict[str, Any]:
+    """What is written about a program, whole or in pieces."""
+    return read_pipeline(directory) if is_pipeline(directory) else read_meta(directory)
+
+
+def edits(directory: str | Path) -> dict[str, str]:
+    """The files of a program, whole or in pieces, that are not as they were written: `edited` or `missing`, by name."""
+    return pipeline_changes(directory) if is_pipeline(directory) else changes(directory)
+
+
+def file_names(directory: str | Path) -> list[str]:
+    """The files of a program, whole or in pieces, that are there."""
+    folder = Path(directory)
+    if is_pipeline(folder):
+        return [name for name in read_pipeline(folder)["hashes"] if (folder / name).exists()]
+    return [path.name for path in sorted(folder.iterdir()) if path.is_file()]
+
+
 def pipeline_changes(directory: str | Path) -> dict[str, str]:
-    """The files that are not as they were written: `edited` or `missing`, by name."""
-    folder, found = Path(directory), dict[str, str]()
-    for name, wanted in read_pipeline(directory)["hashes"].items():
+    """The same for a program in pieces; its table of events is a file like others."""
+    folder, found, told = Path(directory), dict[str, str](), read_pipeline(directory)
+    for name, wanted in told["hashes"].items():
         path = folder / name
         if not path.exists():
             found[name] = "missing"
-        elif file_hash(path.read_bytes()) != wanted:
+        elif (description_hash(told) if name == PIPELINE else file_hash(path.read_bytes())) != wanted:
             found[name] = "edited"
     return found
 
 
-def cut_in_pieces(directory: str | Path) -> str | None:
-    """The first trained parameter of which some rank stores a part only; None if there is none."""
+def description_hash(told: Mapping[str, Any]) -> str:
+    """A hash of what runs of all that is written about a pipeline: not of where it came from."""
+    runs = {key: value for key, value in told.items() if key not in NOT_RUN}
+    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+
+
+def cut_in_pieces(directory: str | Path) -> dict[str, int]:
+    """Trained parameters of which some rank stores a part only, and how many dims each has."""
     folders = [Path(directory) / one["folder"] for one in read_pipeline(directory)["sizes"][0]["pieces"]]
-    return next((name for name in map(cut_parameter, folders) if name is not None), None)
+    return {name: num_dims for folder in folders for name, num_dims in cut_parameters(folder).items()}
 
 
 def _share(folder: Path, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], GradSync]) -> Share:
@@ -107,8 +159,32 @@ def _share(folder: Path, told: Mapping[str, Any], transport: Replica, make_sync:
         for one in told["pieces"]
         if transport.rank in one["devices"]
     }
-    here = [one for one in told["crossings"] if {one["source"], one["target"]} & pieces.keys()]
-    return Share(pieces, [_crossing(one, transport.rank) for one in here])
+    mine = [one for one in crossings_of(told["crossings"], transport.rank) if {one.source, one.target} & pieces.keys()]
+    returns = [
+        Returned(one["tensor"], getattr(torch, one["dtype"]), _transfer(one["moves"], transport.rank))
+        for one in told["returns"]
+    ]
+    return Share(pieces, mine, returns)
+
+
+def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]:
+    """What crosses, as a rank sees it. What several pieces need alike of a tensor crosses once."""
+    letters: dict[str, str] = {}
+    backs: dict[str, str] = {}
+    found = []
+    for one in told:
+        tensor, target, spared, comes_for = one["tensor"], one["target"], set[int](), dict[int, str]()
+        for sender, transfer in one["forward"].items():
+            for taker in {peer for peer, _, _ in transfer["sends"]}:
+                parts = [part for part in transfer["sends"] if part[0] == taker]
+                leader = letters.setdefault(json.dumps([tensor, sender, parts]), target)
+                if leader != target and int(sender) == rank:
+                    spared.add(taker)
+                if taker == rank:
+                    comes_for[int(sender)] = leader
+        back = backs.setdefault(json.dumps([tensor, one["backward"]]), target)
+        found.append(replace(_crossing(one, rank), spared=frozenset(spared), comes_for=comes_for, back_for=back))
+    return found
 
 
 def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:

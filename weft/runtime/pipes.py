@@ -32,6 +32,8 @@ SPIN = 1e-4
 """Seconds in which a rank that waits does not sleep."""
 READ = 64 << 10
 """Bytes that are read at a time."""
+MEETING = 1e-3
+"""Seconds between two looks for a member that is to come."""
 LOOK = 100
 """Milliseconds between two looks at whether a wait is in vain."""
 
@@ -159,18 +161,22 @@ class Pipes:
         return bool(poll.poll(LOOK))
 
 
-def meet(store: Store, position: int, num_members: int) -> Pipes | None:
-    """The pipes between the members, who all meet in a store of theirs; None if some member cannot reach another's."""
+def meet(store: Store, position: int, num_members: int, look: Callable[[], None] = lambda: None) -> Pipes | None:
+    """The pipes between the members, who all meet in a store of theirs; None if some member cannot reach another's.
+
+    Args:
+        look: called while waiting for them; raises if that is in vain.
+    """
     ends = [None if at == position else os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for at in range(num_members)]
     mine = [None if pair is None else (os.getpid(), pair[1], os.fstat(pair[1]).st_ino) for pair in ends]
     store.set(f"pipes/{position}", json.dumps(mine))
     outgoing: list[int | None] = []
     for at in range(num_members):
-        theirs = None if at == position else json.loads(store.get(f"pipes/{at}"))[position]
+        theirs = None if at == position else json.loads(_heard(store, f"pipes/{at}", look))[position]
         outgoing.append(None if theirs is None else _opened(*theirs))
     reached = all(descriptor is not None for at, descriptor in enumerate(outgoing) if at != position)
     store.set(f"pipes reached/{position}", str(int(reached)))
-    agreed = {store.get(f"pipes reached/{at}") for at in range(num_members)} == {b"1"}
+    agreed = {_heard(store, f"pipes reached/{at}", look) for at in range(num_members)} == {b"1"}
     for pair in filter(None, ends):
         # only others may hold the end for writing: when they are gone, so is the pipe
         os.close(pair[1])
@@ -179,6 +185,14 @@ def meet(store: Store, position: int, num_members: int) -> Pipes | None:
     if not agreed:
         pipes.close()
     return pipes if agreed else None
+
+
+def _heard(store: Store, key: str, look: Callable[[], None]) -> bytes:
+    """A word that another member leaves."""
+    while not store.check([key]):
+        look()
+        time.sleep(MEETING)
+    return store.get(key)
 
 
 def _opened(pid: int, descriptor: int, number: int) -> int | None:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,13 +32,16 @@ ASIDE = "aside"
 """The lane of what was started and not yet waited for."""
 
 
-class Handle:
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
     """A collective under way in the second lane."""
 
-    def __init__(self, future: Future[Tensor], watch: Watch) -> None:
+    def __init__(self, future: Future[T], watch: Watch) -> None:
         self._future, self._watch = future, watch
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """The result, when it is there."""
         self._watch.wait_for(ASIDE)
         found = self._future.result()
@@ -82,6 +86,7 @@ class ProcessTransport:
     ) -> None:
         self.rank, self.num_ranks = groups.rank, num_ranks
         self.device, self.doing = groups.backend.device(local_rank), Doing()
+        self.store = store
         self.step: int | None = None
         self.always_check = False
         """Whoever would switch the check off is not to."""
@@ -138,13 +143,14 @@ class ProcessTransport:
         self._main.barrier(Signature("barrier", group, self._main.number(group)))
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._main.letters(self.num_ranks).post(peer, tag, tensors)
+        self._main.post(peer, tag, tensors, self.num_ranks)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        self._main.enter_wait(peer, tag)
-        found = self._main.letters(self.num_ranks).take(peer, tag, [self._known(one, peer) for one in expects])
-        self._main.end()
-        return found
+        wants = [self._known(one, peer) for one in expects]
+        try:
+            return self._main.take(peer, tag, wants, self.num_ranks)
+        except PeerLost as error:
+            raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
 
     # -- beyond it
 
@@ -165,25 +171,61 @@ class ProcessTransport:
         )
         return self._main.reduce_scatter(parts, op, signature)
 
-    def start_sum(self, parts: Sequence[Tensor], group: Group) -> Handle:
+    def start_exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: Group,
+        kind: str,
+    ) -> Handle[dict[int, list[Tensor]]]:
+        """Begin an `all_to_all` in the second lane: what is sent stays as it is until it has been waited for."""
+        worker = self._opened_worker(group)
+        wants = {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
+        return Handle(worker.submit(self._exchange_aside, sends, expects, wants, group, kind), self._watch)
+
+    def _exchange_aside(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        wants: Mapping[int, Sequence[Want]],
+        group: Group,
+        kind: str,
+    ) -> dict[int, list[Tensor]]:
+        signature = Signature(kind, group, self._aside.number(group), sends=sends, expects=expects)
+        return self._aside.exchange(sends, wants, signature)
+
+    def start_sum(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
         """Begin the sum of parts laid end to end, of one dtype; they are not looked at again if they are copied.
 
         All ranks begin sums in one order. They end in the order of their beginning, travel in groups of their own and
         so pass by other calls. A part that is alone in its memory may be written to.
         """
+        worker = self._opened_worker(group)
+        return Handle(worker.submit(self._sum_aside, self._laid(parts, group), group), self._watch)
+
+    def room(self, numel: int, dtype: torch.dtype, group: Group) -> Tensor:
+        """A flat tensor whose sum can be started as it lies."""
+        self._opened_worker(group)
+        shared = self._aside.shared_sums(group)
+        memory = None if shared is None else shared.lend(numel * dtype.itemsize)
+        return torch.empty(numel, dtype=dtype, device=self.device) if memory is None else memory.view(dtype)
+
+    def _opened_worker(self, group: Group) -> ThreadPoolExecutor:
+        """The second lane, with the ways between the members of a group opened."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
         if self.rank in group and group not in self._opened:
             # while nothing else goes on here: groups are made in the order of the program
             self._worker.submit(self._aside.open, group).result()
             self._opened.add(group)
-        laid = self._laid(parts, group)
-        return Handle(self._worker.submit(self._sum_aside, laid, group), self._watch)
+        return self._worker
 
     @torch.no_grad()
     def _laid(self, parts: Sequence[Tensor], group: Group) -> _Laid:
         """The parts end to end, in memory that all members see if there is some."""
         shared = self._aside.shared_sums(group) if self.rank in group else None
+        if shared is not None and len(parts) == 1 and shared.owns(parts[0]):
+            return _Laid(parts[0], private=True, shared=True)
         memory = None if shared is None else shared.lend(sum(part.nbytes for part in parts))
         if memory is None and len(parts) == 1:
             private = is_private(parts[0])
@@ -197,6 +239,10 @@ class ProcessTransport:
         if laid.shared:
             return self._aside.reduce_shared(laid.flat, "sum", signature)
         return self._aside.reduce(laid.flat, "sum", signature, in_place=laid.private)
+
+    def memory(self) -> list[Tensor]:
+        """What is held for what travels; gradients that are summed where they lie are among it."""
+        return [*self._main.memory(), *self._aside.memory()]
 
     # -- its end
 

@@ -74,12 +74,13 @@ def load_class(directory: Path, meta: Mapping[str, Any], file: str) -> type[Para
     return found
 
 
-def cut_parameter(directory: str | Path) -> str | None:
-    """The first trained parameter of which some rank stores a part only; None if there is none."""
+def cut_parameters(directory: str | Path) -> dict[str, int]:
+    """Trained parameters of which some rank stores a part only, and how many dims each has."""
     folder = Path(directory)
     meta = read_meta(folder)
     parts = json.loads((folder / PARTS).read_text(encoding="utf-8"))
     classes = [load_class(folder, meta, file) for file in meta["files"]]
+    found: dict[str, int] = {}
     for rank in range(meta["devices"]):
         cls = classes[_file_of(meta["ranks"], rank)]
         place = Place(tuple(cls.grid().items()), rank)
@@ -88,8 +89,8 @@ def cut_parameter(directory: str | Path) -> str | None:
             cuts = part.cuts
             index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
             if index is not None and size(index) != part.shape:
-                return name
-    return None
+                found[name] = len(part.shape)
+    return found
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class _Recomputed(torch.autograd.Function):
         sinks: list[Gradient | None] = []
         for tensor, needs in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True):
             leaf, sink = tape.leaf(tensor) if needs else (tensor.detach(), None)
+            tape.inputs.add(id(leaf))
             leaves.append(leaf)
             sinks.append(sink)
         for chunk in [None] if work.chunks is None else reversed(range(work.chunks)):
@@ -201,7 +202,7 @@ def _replay(
 ) -> None:
     """Run once more, with autograd, and send the gradients of the results through."""
     outer, now = work.owner.tape, work.owner.stream
-    inner = work.owner.tape = Tape(sinks={**outer.sinks, **tape.sinks})
+    inner = work.owner.tape = Tape(sinks={**outer.sinks, **tape.sinks}, inputs=outer.inputs | tape.inputs)
     work.owner.stream = work.stream
     try:
         with work.ambient.entered(grad=True), work.owner.rerun_mode or nullcontext():

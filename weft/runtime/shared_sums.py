@@ -55,6 +55,10 @@ class SharedSums:
                 self._give_back(idle)
         return box.memory[:num_bytes]
 
+    def owns(self, flat: Tensor) -> bool:
+        """True if a tensor lies in lent memory, from its start on."""
+        return any(box.memory.data_ptr() == flat.data_ptr() for box in self._own)
+
     def add_up(self, flat: Tensor, order: Sequence[int], op: str) -> None:
         """Make a lent tensor the total of all members'.
 
@@ -79,6 +83,10 @@ class SharedSums:
         for box in list(self._own):
             os.close(box.descriptor)
         self._own = []
+
+    def memory(self) -> list[Tensor]:
+        """What was lent, or may be."""
+        return [box.memory for box in self._own]
 
     def _everybodys(self, flat: Tensor, box: Box) -> list[Tensor]:
         """The tensors of all members, by position."""

@@ -42,6 +42,8 @@ class Part:
         trained: it gets a gradient.
         tied: other names of the same parameter.
         persistent: of a buffer: it is saved.
+        keeps: what stays as it is used while the optimizer updates the part: the `weight`, brought up to date in each
+            step; and the `gradient`, if it is added up so over the micro-batches of a step.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,7 @@ class Part:
     trained: bool = True
     tied: tuple[str, ...] = ()
     persistent: bool = True
+    keeps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ class Container(nn.Module):
     """Holds parameters, buffers and containers under the names they have in the original model."""
 
     def __getitem__(self, number: int) -> Any:
-        return self._modules[str(number)]
+        name = str(number)
+        # lists hold modules, parameters or buffers
+        return next(held[name] for held in (self._modules, self._parameters, self._buffers) if name in held)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(module for name, module in self._modules.items() if name.isdigit())

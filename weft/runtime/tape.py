@@ -9,7 +9,7 @@ recomputed function reads. `Used` knows how the gradient of one use of a paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.gathered import Gathered, Use, as_edge
 from weft.runtime.script import Transfer
-from weft.runtime.values import Gradient, make_leaf
+from weft.runtime.values import Gradient, Told, make_leaf
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Used:
     dtype: torch.dtype
 
 
+Tell = Callable[["Tape", int], None]
+
+
 @dataclass
 class Tape:
     """What one forward leaves for its backward."""
@@ -42,15 +45,31 @@ class Tape:
     used: list[Used] = field(default_factory=list)
     sinks: dict[int, tuple[weakref.ref[Tensor], Gradient]] = field(default_factory=dict)
     """Leaves by identity, and where their gradients are summed. The tape holds no leaf: a gathered weight must go."""
+    inputs: set[int] = field(default_factory=set)
+    """Leaves, by identity, that stand for what a recomputed function reads: no parameters."""
     gathered: Gathered = field(default_factory=Gathered)
+    relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
+    """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
     spent: bool = False
     """A backward has gone through it."""
 
-    def leaf(self, tensor: Tensor) -> tuple[Tensor, Gradient]:
+    def rely_on(self, name: str, parts: Sequence[Tensor]) -> None:
+        """This forward uses kept wholes of these parts: they must stay as they are until its backward."""
+        self.relied.update((id(part), (name, part, part._version)) for part in parts)
+
+    def changed(self) -> str | None:
+        """The name of a parameter that is relied on and was changed in place; None if there is none."""
+        return next((name for name, part, version in self.relied.values() if part._version != version), None)
+
+    def leaf(self, tensor: Tensor, sink: Gradient | None = None) -> tuple[Tensor, Gradient]:
         """A fresh leaf on the same memory."""
-        leaf, sink = make_leaf(tensor)
+        leaf, sink = make_leaf(tensor, sink)
         self.sinks[id(leaf)] = weakref.ref(leaf), sink
         return leaf, sink
+
+    def is_use(self, tensor: Tensor) -> bool:
+        """True for a leaf that stands for a parameter."""
+        return self.sink(tensor) is not None and id(tensor) not in self.inputs
 
     def sink(self, tensor: Tensor) -> Gradient | None:
         """Where the gradient of a leaf is summed; None if the tensor is none."""
@@ -58,16 +77,27 @@ class Tape:
         return None if found is None or found[0]() is not tensor else found[1]
 
     def use(
-        self, parameter: str, parts: Sequence[Tensor], transfers: tuple[Transfer, ...], dtype: torch.dtype
+        self,
+        parameter: str,
+        parts: Sequence[Tensor],
+        transfers: tuple[Transfer, ...],
+        dtype: torch.dtype,
+        tell: Tell | None = None,
     ) -> list[Tensor]:
-        """Leaves in place of the parts of a parameter; their gradients go home by these transfers."""
-        pairs = [self.leaf(part) for part in parts]
+        """Leaves in place of the parts of a parameter; their gradients go home by these transfers.
+
+        `tell`: is called with the tape and the number of the use when a gradient has arrived for it."""
+        pairs = [self.leaf(part, self._sink(tell if len(parts) == 1 else None)) for part in parts]
         self.used.append(Used(parameter, tuple((leaf.shape, sink) for leaf, sink in pairs), transfers, dtype))
         return [leaf for leaf, _ in pairs]
 
-    def gather(self, use: Use, stored: Tensor, sync: tuple[Transfer, ...], anchor: Tensor) -> Tensor:
+    def _sink(self, tell: Tell | None) -> Gradient:
+        number = len(self.used)
+        return Gradient() if tell is None else Told(lambda: tell(self, number))
+
+    def gather(self, use: Use, stored: Tensor, sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell) -> Tensor:
         """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        whole, sink = use.whole(), Gradient()
+        whole, sink = use.whole(), self._sink(tell)
         if whole.untyped_storage()._cdata == stored.untyped_storage()._cdata:
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
             whole = whole.clone()

@@ -1,8 +1,8 @@
-"""One optimizer step of a parallel module, or of any module whose call gives a loss."""
+"""One optimizer step of a parallel module, and how a batch becomes arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,11 +16,29 @@ class Optimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
+Optimizers = Optimizer | Sequence[Optimizer]
+"""One, or several that update parameters of their own."""
+
+Prepare = Callable[[], Any]
+"""What is done with complete gradients before the update."""
+
+
+def all_of(optimizer: Optimizers) -> Sequence[Optimizer]:
+    """The optimizers, one by one."""
+    return optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+
+
 def call(module: Callable[..., Any], batch: Any) -> Any:
     """Call with a batch: a tuple of positional arguments, a dict of keyword arguments, or the only argument."""
+    args, kwargs = arguments_of(batch)
+    return module(*args, **kwargs)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a batch is."""
     if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, tuple | list) else module(batch)
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def loss_of(module: Callable[..., Any], batch: Any) -> Tensor:
@@ -31,10 +49,15 @@ def loss_of(module: Callable[..., Any], batch: Any) -> Tensor:
     return loss
 
 
-def train_step(module: Callable[..., Any], batch: Any, optimizer: Optimizer) -> Tensor:
-    """Forward, backward, update; the loss before the update. Gradients stay to be looked at until the next step."""
-    optimizer.zero_grad(set_to_none=True)
-    loss = loss_of(module, batch)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+def step_of(
+    forward_backward: Callable[[Any], Tensor], batch: Any, optimizer: Optimizers, prepare: Prepare | None = None
+) -> Tensor:
+    """Gradients, update; the loss before it. Gradients stay to be looked at until the next step."""
+    for one in all_of(optimizer):
+        one.zero_grad(set_to_none=True)
+    loss = forward_backward(batch)
+    if prepare is not None:
+        prepare()
+    for one in all_of(optimizer):
+        one.step()
+    return loss

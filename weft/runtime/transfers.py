@@ -9,7 +9,9 @@ all members.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,24 +132,90 @@ def execute_all(
     return current
 
 
+class Pending(Protocol):
+    """Transfers under way."""
+
+    def wait(self) -> list[Tensor]:
+        """What they bring."""
+        ...
+
+
+class Arriving(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> dict[int, list[Tensor]]: ...
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """A transport that exchanges in the background."""
+
+    def start_exchange(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: tuple[int, ...],
+        kind: str,
+    ) -> Arriving | None:
+        """Begin an `all_to_all`; None if that cannot be."""
+        ...
+
+
+def start_all(transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport) -> Pending | None:
+    """Begin to carry out transfers, if there is but one, which talks, and the transport can do it in the background."""
+    if len(transfers) != 1 or transfers[0].kind in ("local", "all_reduce") or not isinstance(transport, Exchanges):
+        return None
+    (transfer,), dtype = transfers, tensors[0].dtype
+    sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
+    arriving = transport.start_exchange(sends, expects, transfer.group, transfer.kind)
+    return None if arriving is None else _Started(transfer, arriving, transport, own, tuple(tensors))
+
+
+@dataclass(frozen=True)
+class _Started:
+    transfer: Transfer
+    arriving: Arriving
+    transport: Transport
+    own: Sequence[Tensor]
+    kept: tuple[Tensor, ...]
+
+    @torch.no_grad()
+    def wait(self) -> list[Tensor]:
+        queues = {**self.arriving.wait(), self.transport.rank: self.own}
+        pieces = _in_order(self.transfer, queues)
+        return assembled(self.transfer, pieces, self.kept[0].dtype, self.transport.device, kept=self.kept)
+
+
 def _received(
     transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype | None
 ) -> list[Tensor]:
     """The tensors of `transfer.receives`, in that order; those from the rank itself are views of its own."""
+    sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
+    if transfer.kind == "local":
+        assert not sends and not expects, f"a local transfer of rank {transport.rank} names other ranks"
+        arrived: dict[int, list[Tensor]] = {}
+    else:
+        arrived = transport.all_to_all(sends, expects, transfer.group, transfer.kind)
+    return _in_order(transfer, {**arrived, transport.rank: own})
+
+
+def _pieces(
+    transfer: Transfer, tensors: Sequence[Tensor], rank: int, dtype: torch.dtype | None
+) -> tuple[dict[int, list[Tensor]], list[Tensor], dict[int, list[Expected]]]:
+    """What goes to others, what stays, and what others send."""
     by_peer: dict[int, list[Tensor]] = {}
     for piece in transfer.sends:
         by_peer.setdefault(piece.peer, []).append(take(tensors[piece.slot], piece.index))
-    own = by_peer.pop(transport.rank, [])
+    own = by_peer.pop(rank, [])
     expects: dict[int, list[Expected]] = {}
     for piece in transfer.receives:
-        if piece.peer != transport.rank:
+        if piece.peer != rank:
             expects.setdefault(piece.peer, []).append((size(piece.index), dtype))
-    if transfer.kind == "local":
-        assert not by_peer and not expects, f"a local transfer of rank {transport.rank} names other ranks"
-        arrived: dict[int, list[Tensor]] = {}
-    else:
-        arrived = transport.all_to_all(by_peer, expects, transfer.group, transfer.kind)
-    queues = {peer: iter(found) for peer, found in {**arrived, transport.rank: own}.items()}
+    return by_peer, own, expects
+
+
+def _in_order(transfer: Transfer, by_peer: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    queues = {peer: iter(found) for peer, found in by_peer.items()}
     return [next(queues[piece.peer]) for piece in transfer.receives]
 
 

@@ -6,36 +6,51 @@
 
 Leaves never collect in `.grad`: torch may let the `.grad` of two leaves share memory and then adds to both in place
 when it accumulates (two leaves whose views are added: 6 comes out where 4 is right). A Gradient adds in memory of its
-own from the second addend on.
+own from the second addend on: that of the first if nothing else lies there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from weft.runtime.script import Free, Give, Index, Instruction, Load, Local, Loop, Region, Reshard, Run, Take
+from weft.runtime.shared_sums import is_private
 from weft.runtime.transfers import put
 
 
 class Gradient:
-    """Sums what arrives for one leaf."""
+    """Sums what arrives for one leaf.
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-        self._private = False
+    Args:
+        own: what has arrived so far, in memory that may be written to.
+    """
 
-    @torch.no_grad()
+    def __init__(self, own: Tensor | None = None) -> None:
+        self.total = own
+        self._private, self._given = own is not None, False
+
     def add(self, addend: Tensor) -> None:
         if self.total is None:
             self.total = addend
-        elif self._private:
-            self.total.add_(addend)
-        else:
-            self.total, self._private = self.total + addend, True
+            return
+        with torch.no_grad():
+            if self.is_writable():
+                self.total.add_(addend)
+            else:
+                self.total, self._private = self.total + addend, True
+
+    def clear(self) -> None:
+        """Let go of what has come."""
+        self.total, self._private, self._given = None, False, False
+
+    def is_writable(self) -> bool:
+        """True if the sum so far lies in memory of its own."""
+        self._private = self._private or (self._given and self.total is not None and is_private(self.total))
+        return self._private
 
     @torch.no_grad()
     def add_at(self, index: Index, addend: Tensor, shape: torch.Size) -> None:
@@ -49,14 +64,29 @@ class Gradient:
 
     def collect(self, leaf: Tensor) -> None:
         """Called by autograd whenever it has come to the leaf, also when no gradient came along."""
-        if leaf.grad is not None:
-            self.add(leaf.grad)
+        gradient = leaf.grad
+        if gradient is not None:
+            # a tensor of the leaf's own; what else lies in its memory is gone when the next one comes, or is seen then
+            self._given = self.total is None or self._given
             leaf.grad = None
+            self.add(gradient)
 
 
-def make_leaf(tensor: Tensor) -> tuple[Tensor, Gradient]:
+class Told(Gradient):
+    """One that says when something has arrived."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def add(self, addend: Tensor) -> None:
+        super().add(addend)
+        self._tell()
+
+
+def make_leaf(tensor: Tensor, sink: Gradient | None = None) -> tuple[Tensor, Gradient]:
     """A fresh leaf on the same memory, and the sum of the gradients that will arrive for it."""
-    leaf, sink = tensor.detach().requires_grad_(), Gradient()
+    leaf, sink = tensor.detach().requires_grad_(), sink or Gradient()
     leaf.register_post_accumulate_grad_hook(sink.collect)
     return leaf, sink
 

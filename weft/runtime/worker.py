@@ -37,6 +37,8 @@ class Crew:
     port: int
     backend: str
     num_threads: int
+    by_pipe: bool = True
+    """They may talk past the backend."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(crew.num_threads)
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
-    groups = Groups(PrefixStore("groups", store), rank, backend_named(crew.backend), local=True)
+    groups = Groups(PrefixStore("groups", store), rank, backend_named(crew.backend), local=True, by_pipe=crew.by_pipe)
     while (job := _next(pipe)) is not None:
         run_job(job, crew, PrefixStore(job.name, store), groups, pipe)
 

@@ -27,11 +27,10 @@ from weft.compile import Compiled, compile_subject
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.launch import Pool
-from weft.runtime.parallel_pipeline import NO_EVAL
 from weft.train.data import Choice, Source, check_file, make_source
-from weft.train.door import in_eval
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
-from weft.train.opened import cut_trained
+from weft.train.opened import Wanted, cut_trained
+from weft.train.programs import Programs
 from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
 from weft.train.text import vocabularies
@@ -97,17 +96,17 @@ def train_file(
     say("loading the model")
     subject = load_model_file(path)
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
-    if compiled.pieces is not None and settings.eval_every is not None:
-        raise RunError(NO_EVAL[0], place=plan, remedy=f"leave out --eval-every; {NO_EVAL[1]}")
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
     check_on_parts(chosen, cut_trained(compiled.files))
     num_ranks = _num_ranks(compiled.devices, settings.devices)
     choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
     source = make_source(subject, choice)
-    order = Order(subject.origin, compiled.files, settings, choice, saved=saved)
+    order = Order(subject.origin, compiled.files, settings, plan, choice, saved=saved)
+    programs = Programs(lambda module: subject, plan, compiled.devices, cache=settings.cache).after(compiled)
     if settings.eval_every is not None:
-        order = replace(order, eval_files=_compile_eval(subject, plan, compiled, settings, say))
+        say("compiling the evaluation")
+        order = replace(order, eval_files=programs(Wanted()))
     _check_states(order, chosen, compiled, source)
     say(f"starting {num_ranks} processes")
     with Pool(num_ranks, preload=(__name__,)) if pool is None else nullcontext(pool) as workers:
@@ -152,12 +151,6 @@ def _num_ranks(devices: int, asked: int | None) -> int:
 def _devices_for(plan: str, devices: int | None) -> int | None:
     """A function in a file must be told how many devices there are; recipes and plan files know it themselves."""
     return devices if ".py:" in plan else None
-
-
-def _compile_eval(subject: Subject, plan: str, compiled: Compiled, settings: Settings, say: Say) -> Mapping[str, bytes]:
-    """The program of `eval()`, which has no dropout."""
-    with in_eval(subject.model):
-        return compile_subject(subject, plan, compiled.devices, folder=settings.cache, say=say).files
 
 
 def _check_states(order: Order, chosen: Subject, compiled: Compiled, source: Source) -> None:

@@ -22,32 +22,30 @@ the module has, and ranks whose modules differ are refused.
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from weft.cache import DEFAULT
-from weft.compile import Compiled, compile_program
 from weft.errors import PlanError, RunError
-from weft.plan.plan import Plan
+from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
+from weft.runtime.guards import mark_replaced
 from weft.runtime.initialise import Start, begin, module_tensors
-from weft.runtime.parallel import Batch
+from weft.runtime.reduction import BadReduction, How, Reduction
 from weft.runtime.transport import Transport
 from weft.train.emulated import Emulated, EmulatedPipeline
 from weft.train.generating import Generate, generates
-from weft.train.opened import AnyParallel, Content, EvalFiles, is_pipeline, num_devices, open_rank
+from weft.train.opened import AnyParallel, Content, MakeFiles, is_pipeline, num_devices, open_rank, refusal
+from weft.train.programs import Once, Programs
 from weft.train.weights import Replayed, Values, Weights, sample_hash
 from weft.verify.door import PlanLike
+from weft.verify.model_file import Subject
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -63,6 +61,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     seed: int = 0,
     weights: Weights | None = None,
     outputs: Literal["loss", "all"] | None = None,
+    reduction: How = "mean",
 ) -> nn.Module:
     """Draw a module across devices.
 
@@ -82,92 +81,44 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         outputs: "loss" returns the loss alone, as a forward with a loss does unless told otherwise; "all" returns what
             the forward returns, whole on every rank. Backward then starts from what the caller makes of it: gradients
             flow back to inputs that require one in the example. An output without a gradient counts as zeros.
+        reduction: how losses of micro-batches, and of replicas, become that of a step in `train_step`: "mean" by their
+            rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
     """
     if outputs not in (None, "loss", "all"):
         raise RunError(f"outputs is {outputs!r}", remedy='"loss", "all", or leave it out')
     start = Start(model) if isinstance(model, nn.Module) else begun(model, seed)
-    opened = _Opening(start, weights, seed)
-    programs = _Programs(model, example, plan, devices, cache, seed, "any" if outputs is None else outputs)
+    opened = _Opening(start, weights, seed, reduction_of(reduction))
+
+    def original() -> nn.Module:
+        return model if isinstance(model, nn.Module) else begin(model, seed).module
+
+    programs = Programs(
+        lambda module: Subject(original() if module is None else module, example),
+        plan,
+        devices,
+        cache=cache,
+        outputs="any" if outputs is None else outputs,
+    )
     if emulate:
         files = programs.training(start.module)
-        eval_files = _Once(programs.evaluation)
+        once = Once(programs)
         kind = EmulatedPipeline if is_pipeline(files) else Emulated
-        made: nn.Module = kind(
-            lambda transport: opened.rank(files, transport, eval_files), num_devices(files), eval_files
-        )
+        made: nn.Module = kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once)
     elif not is_launched():
         files = programs.training(start.module)
         refuse_processes(num_devices(files))
-        made = opened.rank(files, Alone(), programs.evaluation)
+        made = opened.rank(files, Alone(), programs)
     else:
         job = connect()
         refuse_different(job.transport, start)
         files = job.share(lambda: programs.training(start.module))
         refuse_size(num_devices(files), job.transport.num_ranks)
-        made = opened.rank(files, job.transport, lambda batch: job.share(lambda: programs.evaluation(batch)))
+        made = opened.rank(files, job.transport, lambda wanted: job.share(lambda: programs(wanted)))
+    if isinstance(model, nn.Module):
+        mark_replaced(model.parameters(), refusal)
     if generates(start.module):
-        made.__dict__["generate"] = Generate(programs.module, made, example)
+        made.__dict__["generate"] = Generate(original, made, example)
     return made
-
-
-class _Programs:
-    """Compiles the programs of a model: for training, and for evaluation as they are asked for."""
-
-    def __init__(
-        self,
-        model: Model,
-        example: Any,
-        plan: PlanLike,
-        devices: int | None,
-        cache: str | Path | None,
-        seed: int,
-        outputs: str,
-    ) -> None:
-        self._model, self._example, self._plan = model, example, plan
-        self._devices, self._cache, self._seed, self._outputs = devices, cache, seed, outputs
-        self._trained: Plan | None = None
-
-    def module(self) -> nn.Module:
-        """The original, made anew if it can be: what a function made is not kept whole for this."""
-        return self._model if isinstance(self._model, nn.Module) else begin(self._model, self._seed).module
-
-    def training(self, module: nn.Module) -> Content:
-        made = said(
-            compile_program(module, self._example, self._plan, self._devices, folder=self._cache, outputs=self._outputs)
-        )
-        self._trained, self._devices = made.plan, made.plan.devices
-        return made.files
-
-    def evaluation(self, batch: Batch | None) -> Content:
-        """For the example, or for a batch of other arguments: that one returns all that the forward does."""
-        module = self.module()
-        plan, example = self._plan, self._example if batch is None else as_example(batch)
-        if isinstance(plan, Plan):
-            # a Plan is about the graph of training: what it says is said again, of this one
-            plan = partial(Plan, devices=plan.devices, lines=plan.lines)
-        with in_eval(module):
-            return said(
-                compile_program(
-                    module,
-                    example,
-                    plan,
-                    self._devices,
-                    folder=self._cache,
-                    outputs=self._outputs if batch is None else "any",
-                    like=self._trained,
-                )
-            ).files
-
-
-def as_example(batch: Batch) -> Any:
-    """A batch as an example."""
-    args, kwargs = batch
-    if args and kwargs:
-        raise RunError(
-            "a batch of other arguments than the example's is given partly by position, partly by keyword",
-            remedy="give all of them by keyword",
-        )
-    return args or kwargs
 
 
 class _Opening:
@@ -175,12 +126,13 @@ class _Opening:
 
     Only what the values need of the module is kept: a hollow one goes."""
 
-    def __init__(self, start: Start, weights: Weights | None, seed: int) -> None:
+    def __init__(self, start: Start, weights: Weights | None, seed: int, reduction: Reduction) -> None:
+        self._reduction = reduction
         own: Values = start.module if start.record is None else Replayed(start.record)
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
         self._known = frozenset(module_tensors(start.module))
 
-    def rank(self, files: Content, transport: Transport, eval_files: EvalFiles) -> AnyParallel:
+    def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> AnyParallel:
         return open_rank(
             files,
             transport,
@@ -188,7 +140,8 @@ class _Opening:
             seed=self._seed,
             otherwise=self._own,
             known=self._known,
-            eval_files=eval_files,
+            make_files=make_files,
+            reduction=self._reduction,
         )
 
 
@@ -202,27 +155,12 @@ def begun(model: Callable[[], nn.Module], seed: int) -> Start:
     return start
 
 
-@contextmanager
-def in_eval(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode; afterwards each part of it is in the mode it was in."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
+def reduction_of(how: How) -> Reduction:
+    """How losses are reduced; refuses what is none."""
     try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
-
-
-def said(compiled: Compiled) -> Compiled:
-    """Tell of an edited program; it is used as it is."""
-    if compiled.edited:
-        warnings.warn(
-            f"the program in {compiled.directory} was edited and is run as it is; `weft verify FILE --program "
-            f"{compiled.directory}` compares it with one device; delete it to have it made anew",
-            stacklevel=3,
-        )
-    return compiled
+        return Reduction(how)
+    except BadReduction as error:
+        raise RunError(str(error), remedy='"mean", "sum", or a function that weighs a micro-batch') from None
 
 
 def refuse_processes(devices: int) -> None:
@@ -245,36 +183,9 @@ def refuse_size(devices: int, num_ranks: int) -> None:
 def refuse_different(transport: Transport, start: Start) -> None:
     """Every rank takes its parts of its own module: they must be the same module."""
     mine = bytes.fromhex(sample_hash(start.module) if start.record is None else start.record.digest())
-    everybody = tuple(range(transport.num_ranks))
-    found = transport.all_gather(torch.tensor(list(mine), dtype=torch.uint8, device=transport.device), everybody)
-    other = next((rank for rank, theirs in enumerate(found) if bytes(theirs.tolist()) != mine), None)
+    other = other_than(torch.tensor(list(mine), dtype=torch.uint8, device=transport.device), transport)
     if other is not None:
         raise RunError(
             f"the modules of ranks {transport.rank} and {other} differ",
             remedy="make the module the same on every rank: torch.manual_seed(...) before it, or pass a function",
         )
-
-
-class _Once:
-    """Makes each program once, whichever thread asks first."""
-
-    def __init__(self, make: EvalFiles) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._found: dict[str, Content] = {}
-
-    def __call__(self, batch: Batch | None) -> Content:
-        key = "" if batch is None else _told(batch)
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = self._make(batch)
-            return self._found[key]
-
-
-def _told(batch: Batch) -> str:
-    """Equal for batches that one program serves."""
-    leaves, spec = pytree.tree_flatten(batch)
-    kinds = [
-        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
-    return f"{spec} {kinds}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ from torch.utils import _pytree as pytree
 from weft.errors import RunError, WeftError
 from weft.runtime.batch import BatchMismatch
 from weft.runtime.context import Ambient
+from weft.runtime.guarded import guard_all
+from weft.runtime.guards import CLIP, Guard, handed_out
 from weft.runtime.module import TWICE, shapes_of
-from weft.runtime.parallel import Batch, Parallel
-from weft.runtime.parallel_pipeline import NO_EVAL, NO_FORWARD
+from weft.runtime.parallel import Parallel
+from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
 from weft.runtime.script import Index
-from weft.runtime.training import Optimizer, train_step
+from weft.runtime.training import Optimizers, Prepare, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
-from weft.train.opened import AnyParallel, refusal
+from weft.train.opened import AnyParallel, MakeFiles, Wanted, refusal
 from weft.verify.parallel import emulate, join
 
 GOODBYE = 2.0
@@ -109,20 +111,31 @@ class Emulated(nn.Module):
 
     Args:
         make: makes a rank's module on its transport.
-        prepare_eval: is called before the ranks need a program of `eval()`, here and not in their threads.
+        prepare: is called before the ranks need a program, here and not in their threads.
     """
 
     replica, num_replicas = 0, 1
 
-    def __init__(self, make: Make, num_ranks: int, prepare_eval: Callable[[Batch | None], Any]) -> None:
+    def __init__(self, make: Make, num_ranks: int, prepare: MakeFiles) -> None:
         super().__init__()
-        self._prepare_eval = prepare_eval
+        self._prepare = prepare
         self._crew = Crew(num_ranks, make)
         self.ranks = nn.ModuleList(self._crew.modules)
         self._stored = [module.stored for module in self._crew.modules]
         originals = [shapes_of(module.program) for module in self._crew.modules]
         self._shapes = {name: found.shape for one in originals for name, found in one.items()}
         self._anchor = torch.zeros((), requires_grad=True)
+        self.__dict__["_guard"] = guard_all(self._crew.modules, refusal)
+
+    @property
+    def guard(self) -> Guard:
+        found: Guard = self.__dict__["_guard"]
+        return found
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of all ranks."""
+        found = list(super().parameters(recurse))
+        return handed_out(found, lambda: refusal(*CLIP) if self.guard.num_ranks > 1 else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""
@@ -140,21 +153,36 @@ class Emulated(nn.Module):
         first: Any = self._crew.modules[0]
         try:
             if not self.training and not first.has_program(args, kwargs):
-                self._prepare_eval((args, kwargs))
+                self._prepare(Wanted(batch=(args, kwargs)))
             else:
                 first.runnable(args, kwargs).bind(args, kwargs)
         except BatchMismatch as error:
             raise refusal(str(error), "give batches in the form of the example") from None
 
-    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
-        """Forward, backward, update of all ranks; the loss before the update."""
-        return train_step(self, batch, optimizer)
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Forward and backward of all ranks; gradients are added to what was there, the loss is returned."""
+        loss = loss_of(self, batch)
+        loss.backward()
+        return loss.detach()
+
+    def train_step(self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None) -> Tensor:
+        """Forward, backward, update of all ranks; the loss before the update.
+
+        Args:
+            prepare: is called between the gradients and the update: what clips them, say.
+        """
+        self.guard.refuse_others(all_of(optimizer))
+        return step_of(self.forward_backward, batch, optimizer, prepare)
+
+    def over_replicas(self, loss: Tensor) -> Tensor:
+        """The loss over the batches of all replicas: there is one."""
+        return loss
 
     def train(self, mode: bool = True) -> Emulated:
         """As of any module; the first `eval()` compiles the program for it."""
         self.training = mode
         if not mode:
-            self._prepare_eval(None)
+            self._prepare(Wanted())
         self._crew.each(lambda module: module.train(mode))
         return self
 
@@ -190,30 +218,38 @@ class Emulated(nn.Module):
 class EmulatedPipeline(Emulated):
     """A parallel module in pieces with all of its ranks here."""
 
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """The loss of each micro-batch of the last step, before they were reduced."""
+        return self._first.losses
+
+    @property
+    def _first(self) -> ParallelPipeline:
+        found = self._crew.modules[0]
+        assert isinstance(found, ParallelPipeline)
+        return found
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise refusal(*NO_FORWARD)
+        """In evaluation: what the original returns, or its loss; no gradient."""
+        if self.training:
+            raise refusal(*NO_FORWARD)
+        flow = self._first.known_flow(args, kwargs)
+        if flow is None:
+            self._prepare(Wanted(batch=(args, kwargs)))
+        else:
+            for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
+                self._prepare(Wanted(batch=flow.batch, rows=rows))
+        return self._crew.each(lambda module: module(*args, **kwargs))[0]
 
     def forward_backward(self, batch: Any) -> Tensor:
         """All micro-batches of a step on every rank; gradients are added to what was there, the loss is returned."""
-        first: Any = self._crew.modules[0]
-        first.bind(batch)  # a batch of another form is refused here: a rank that fails ends all
         if not torch.is_grad_enabled():
-            raise refusal(*NO_EVAL)
+            raise refusal(*NO_GRADIENT)
+        # what is no batch is refused, and what is missing made, here: a rank that fails ends all
+        for rows in self._first.looked_at(batch):
+            self._prepare(Wanted(evaluation=False, rows=rows))
         losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch))
         return losses[0]
-
-    def train_step(self, batch: Any, optimizer: Optimizer) -> Tensor:
-        """All micro-batches of a step, and the update of all ranks; the loss before it."""
-        optimizer.zero_grad(set_to_none=True)
-        loss = self.forward_backward(batch)
-        optimizer.step()
-        return loss
-
-    def train(self, mode: bool = True) -> EmulatedPipeline:
-        if not mode:
-            raise refusal(*NO_EVAL)
-        self._crew.each(lambda module: module.train(mode))
-        return self
 
 
 class _Call:

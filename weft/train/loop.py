@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelFileError, RunError
-from weft.runtime.backend import peak_memory
+from weft.runtime.backend import PrefixStore, peak_memory
 from weft.runtime.clip import Clip
+from weft.runtime.connect import Job
 from weft.runtime.initialise import module_tensors
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.training import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
-from weft.train.opened import AnyParallel, Content, open_rank
+from weft.train.opened import AnyParallel, Content, Wanted, num_devices, open_rank
+from weft.train.programs import Programs
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings
@@ -39,6 +41,7 @@ class Order:
 
     Args:
         origin: of the model: a path, or `hf:...`.
+        plan: by which programs are made that are needed later, for so many devices.
         eval_files: the program of `eval()`, if there is evaluation.
         saved: the run to go on with.
     """
@@ -46,6 +49,7 @@ class Order:
     origin: str
     files: Content
     settings: Settings
+    plan: str = ""
     choice: Choice = field(default_factory=Choice)
     eval_files: Content | None = None
     saved: Saved | None = None
@@ -83,7 +87,16 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
 
 
 def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyParallel:
-    eval_files = order.eval_files
+    job = Job(transport, PrefixStore("shared", transport.store))
+    programs = Programs(
+        lambda module: subject, order.plan, num_devices(order.files), cache=order.settings.cache, outputs="loss"
+    )
+
+    def make_files(wanted: Wanted) -> Content:
+        if wanted == Wanted() and order.eval_files is not None:
+            return order.eval_files
+        return job.share(lambda: programs(wanted))
+
     return open_rank(
         order.files,
         transport,
@@ -91,7 +104,8 @@ def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyPar
         seed=order.settings.seed,
         otherwise=subject.model,
         known=frozenset(module_tensors(subject.model)),
-        eval_files=None if eval_files is None else lambda batch: eval_files,
+        make_files=make_files,
+        reduction=subject.reduction,
     )
 
 
@@ -127,12 +141,13 @@ class Run:
 
     def _step(self, step: int, batch: Any) -> tuple[float, dict[str, float]]:
         numbers = {"train/lr": self._rates.begin(step)}
-        self._optimizer.zero_grad(set_to_none=True)
-        loss = self._module.forward_backward(batch)
-        if self._clip is not None:
-            numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
-        self._optimizer.step()
-        found = self._mean(loss)
+
+        def clip() -> None:
+            if self._clip is not None:
+                numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
+
+        loss = self._module.train_step(batch, self._optimizer, prepare=clip)
+        found = self._module.over_replicas(loss).item()
         if not math.isfinite(found):
             raise RunError(f"the loss is {found} in step {step}", remedy="a smaller --lr, --clip 1.0, or other data")
         return found, numbers
@@ -158,18 +173,11 @@ class Run:
         """The mean loss over the batches for evaluation, without dropout."""
         module = self._module.eval()
         losses = [
-            call(module, batch).detach() for batch in self._source.eval_batches(module.replica, module.num_replicas)
+            module.over_replicas(call(module, batch).detach()).double()
+            for batch in self._source.eval_batches(module.replica, module.num_replicas)
         ]
         module.train()
-        return self._mean(torch.stack(losses).double().mean())
-
-    def _mean(self, loss: Tensor) -> float:
-        """Over the replicas: the same number on all ranks."""
-        transport = self._module._transport
-        if transport.num_replicas == 1:
-            return loss.item()
-        found = transport.whole.all_gather(loss, transport.twins)
-        return torch.stack(found).double().mean().item()
+        return torch.stack(losses).mean().item()
 
 
 def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:

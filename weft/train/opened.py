@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cache import write_files
 from weft.errors import RunError
 from weft.runtime.batch import Form
+from weft.runtime.flow import Flow, flow_of
 from weft.runtime.grad_sync import BucketSync
+from weft.runtime.guarded import guard_rank
 from weft.runtime.parallel import Batch, Parallel, Runnable
-from weft.runtime.parallel_pipeline import Cutting, ParallelPipeline
+from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.runtime.pieces import Pieces
-from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, pipeline_parts
-from weft.runtime.program_files import cut_parameter, load_program, read_meta
+from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, load_sizes, pipeline_parts
+from weft.runtime.program_files import cut_parameters, load_program, read_meta
+from weft.runtime.reduction import Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
 from weft.runtime.transport import Transport
@@ -31,24 +36,38 @@ Content = Mapping[str, bytes]
 AnyParallel = Parallel | ParallelPipeline
 """What a rank trains."""
 
-EvalFiles = Callable[[Batch | None], Content]
-"""The program of `eval()`: for the example, or for a batch of other arguments."""
+
+@dataclass(frozen=True)
+class Wanted:
+    """A program that is not there yet.
+
+    Args:
+        evaluation: it is one of `eval()`.
+        batch: of other arguments than the example's.
+        rows: of micro-batches that a program in pieces is to serve too.
+    """
+
+    evaluation: bool = True
+    batch: Batch | None = None
+    rows: int | None = None
+
+
+MakeFiles = Callable[[Wanted], Content]
+"""Makes programs when they are asked for."""
 
 
 def num_devices(files: Content) -> int:
     """How many ranks a program is for."""
     if is_pipeline(files):
         return int(json.loads(files[PIPELINE])["devices"])
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        write_files(Path(folder), files)
+    with _written(files) as folder:
         return int(read_meta(folder)["devices"])
 
 
-def cut_trained(files: Content) -> str | None:
-    """The first trained parameter of which some rank stores a part only; None if there is none."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        write_files(Path(folder), files)
-        return cut_in_pieces(folder) if is_pipeline(files) else cut_parameter(folder)
+def cut_trained(files: Content) -> dict[str, int]:
+    """Trained parameters of which some rank stores a part only, and how many dims each has."""
+    with _written(files) as folder:
+        return cut_in_pieces(folder) if is_pipeline(files) else cut_parameters(folder)
 
 
 def is_pipeline(files: Content) -> bool:
@@ -58,9 +77,7 @@ def is_pipeline(files: Content) -> bool:
 
 def open_program(files: Content, transport: Replica) -> Runnable:
     """The rank's program, its parts still zeros, and how it is called."""
-    # gone when it is loaded: a process may end in ways that leave no time to clean up
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        write_files(Path(folder), files)
+    with _written(files) as folder:
         program = load_program(folder, transport, grad_sync=BucketSync())
         meta = read_meta(folder)
     returns = meta.get("returns")
@@ -80,50 +97,94 @@ def open_rank(
     seed: int = 0,
     otherwise: Values | None = None,
     known: Collection[str] = (),
-    eval_files: EvalFiles | None = None,
+    make_files: MakeFiles | None = None,
+    reduction: Reduction | None = None,
 ) -> AnyParallel:
     """The rank's module, with its values.
 
     Args:
         otherwise: has the buffers that `weights` lack because they are not saved.
         known: all names of the original model.
-        eval_files: gives the programs of `eval()` when they are asked for.
+        make_files: gives the programs of `eval()` and those for other sizes when they are asked for.
+        reduction: what the losses of micro-batches and replicas count.
     """
     replica = Replica(transport, num_devices(files))
     if is_pipeline(files):
-        return open_pipeline(files, replica, weights, seed=seed, otherwise=otherwise, known=known)
+        pipeline = open_pipeline(
+            files,
+            replica,
+            lambda pieces: _fill_pieces(pieces, weights, otherwise, known),
+            seed=seed,
+            make_files=make_files,
+            reduction=reduction,
+        )
+        guard_rank(pipeline, refusal)
+        return pipeline
     runnable = open_program(files, replica)
     fill(runnable.program, weights, otherwise, known)
 
     def make_eval(batch: Batch | None) -> Runnable:
-        assert eval_files is not None
-        content = eval_files(batch)
+        assert make_files is not None
+        content = make_files(Wanted(batch=batch))
         return runnable if content == files else open_program(content, replica)
 
-    return Parallel(runnable, seed=seed, make_eval=None if eval_files is None else make_eval, refusal=refusal)
+    module = Parallel(
+        runnable,
+        seed=seed,
+        make_eval=None if make_files is None else make_eval,
+        reduction=reduction,
+        refusal=refusal,
+    )
+    guard_rank(module, refusal)
+    return module
 
 
 def open_pipeline(
     files: Content,
     transport: Replica,
-    weights: Values,
+    fill_in: Callable[[Pieces], None],
     *,
     seed: int,
-    otherwise: Values | None,
-    known: Collection[str],
+    make_files: MakeFiles | None,
+    reduction: Reduction | None,
 ) -> ParallelPipeline:
     """The same for a program in pieces."""
-    told = json.loads(files[PIPELINE])
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        write_files(Path(folder), files)
-        rank = load_pipeline(folder, transport, BucketSync)
-        pieces = Pieces(tuple(rank.modules), transport, *pipeline_parts(folder))
+    with _written(files) as folder:
+        flow = flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync))
+        pieces = Pieces(tuple(flow.rank.modules), transport, *pipeline_parts(folder))
+    fill_in(pieces)
+
+    def made(wanted: Wanted) -> Content:
+        assert make_files is not None, "this module was made for the example's sizes only"
+        return make_files(wanted)
+
+    def make_flow(batch: Batch | None) -> Flow:
+        content = made(Wanted(batch=batch))
+        with _written(content) as folder:
+            rank = load_pipeline(folder, transport, BucketSync)
+        return flow_of(json.loads(content[PIPELINE]), rank, batch)
+
+    def make_size(into: Flow, rows: int) -> None:
+        with _written(made(Wanted(into is not flow, into.batch, rows))) as folder:
+            into.add(rows, load_sizes(folder, transport, BucketSync, into.rank.sizes[0]))
+
+    return ParallelPipeline(
+        flow, pieces, seed=seed, make_flow=make_flow, make_size=make_size, reduction=reduction, refusal=refusal
+    )
+
+
+def _fill_pieces(pieces: Pieces, weights: Values, otherwise: Values | None, known: Collection[str]) -> None:
     for module in pieces.modules:
         fill(module, weights, otherwise, known)
     pieces.join_copies()
-    dims = None if told["dims"] is None else tuple(told["dims"])
-    cutting = Cutting(Form.from_json(told["batch"]), dims, tuple(told["size_of"]))
-    return ParallelPipeline(rank, pieces, cutting, seed=seed, refusal=refusal)
+
+
+@contextmanager
+def _written(files: Content) -> Iterator[Path]:
+    """A directory with a program, while it is loaded: a process may end in ways that leave no time to clean up."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        write_files(Path(folder), files)
+        yield Path(folder)
 
 
 def refusal(message: str, remedy: str) -> RunError:

@@ -33,14 +33,14 @@ from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.launch import Pool
 from weft.verify.compare import Difference, FirstDifference, Processes, Result, Sample, compare, count_silenced
-from weft.verify.generated import run_generated
+from weft.verify.judged import run_both
 from weft.verify.locate import locate, locate_in_code
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
-from weft.verify.pieces import compile_pieces, is_in_pieces
+from weft.verify.pieces import compile_pieces, is_in_pieces, refuse_inference
 from weft.verify.pipelined import judge_pieces
-from weft.verify.processes import compare_with_emulator, emitted, make_pool, one_thread
+from weft.verify.processes import emitted, make_pool
 from weft.verify.reference import run_reference
 from weft.verify.sizes import with_other_sizes
 from weft.verify.summary import summarize
@@ -83,6 +83,7 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     made = make_plan(plan, at_example(graph), subject, devices)
     costs = None if links is None else load_links(links)
     if is_in_pieces(made):
+        refuse_inference(made)
         remade = partial(make_plan, plan, subject=subject, devices=devices)
         pieces = compile_pieces(subject, made, capture_subject, remade, links=costs)
         with ExitStack() as stack:
@@ -228,17 +229,6 @@ def run_devices(
         return run_parallel(program, subject, seed=seed, wide=True, reference=reference), None
     with emitted(program) as directory:
         return run_both(directory, program.graph, subject, reference, seed=seed, say=say, pool=pool)
-
-
-def run_both(
-    directory: Path, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
-) -> tuple[Sample, Processes]:
-    """Train through the program in a directory on processes, and how they compare with the emulator."""
-    with one_thread():
-        emulated = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
-    say(f"training on {pool.num_ranks} processes, in float64")
-    ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
-    return ours, compare_with_emulator(ours, emulated, pool.num_ranks)
 
 
 def look(

@@ -1,5 +1,5 @@
 """Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `data()`,
-`eval_data()`, `batch_dims()`; or `hf:FOLDER`, `hf:CONFIG_CLASS(...)` in its place.
+`eval_data()`, `batch_dims()`, `reduction`; or `hf:FOLDER`, `hf:CONFIG_CLASS(...)` in its place.
 
 In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
 with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -25,6 +25,8 @@ from weft.capture.example import find_loss
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
 from weft.runtime.custom import keep, kept_name
+from weft.runtime.reduction import BadReduction, Reduction
+from weft.runtime.several import as_one
 from weft.verify.hugging_face import PREFIX, load_hugging_face
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -48,6 +50,7 @@ class Subject:
         path: the model file, or None if the module was given in Python.
         data: gives the batches of the steps, one after the other; the example again and again if there is none.
         eval_data: gives the batches of an evaluation.
+        reduction: how losses of micro-batches and replicas become that of a step.
         origin: what another process loads to have the same, if anything.
     """
 
@@ -58,6 +61,7 @@ class Subject:
     path: Path | None = None
     data: Data | None = None
     eval_data: Data | None = None
+    reduction: Reduction = field(default_factory=Reduction)
     origin: str = ""
 
     @property
@@ -88,10 +92,11 @@ def load_model_file(path: str | Path) -> Subject:
         if hasattr(module, "batch_dims"):
             with Inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
-        optimizer = _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
+        optimizer = as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
         data, eval_data = (
             _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
         )
+        reduction = _reduction(module, path)
     _check_kinds(path, model, example, batch_dims)
     return Subject(
         model=model,
@@ -101,14 +106,25 @@ def load_model_file(path: str | Path) -> Subject:
         path=path,
         data=data,
         eval_data=eval_data,
+        reduction=reduction,
         origin=str(path.resolve()),
     )
+
+
+def _reduction(module: ModuleType, path: Path) -> Reduction:
+    """`reduction` of the file: a word, or a function that weighs a micro-batch."""
+    try:
+        return Reduction(vars(module).get("reduction", "mean"))
+    except BadReduction as error:
+        raise ModelFileError(
+            str(error), place=str(path), remedy='reduction = "mean", "sum", or a function that weighs a micro-batch'
+        ) from None
 
 
 def load_optimizer(path: Path) -> Optimizer:
     """The optimizer of a model file, without making its model."""
     with _imported(path) as module:
-        return _function(module, path, "optimizer") if hasattr(module, "optimizer") else adamw
+        return as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
 
 
 def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,13 +18,9 @@ from torch import nn
 from weft.errors import ModelFileError, PlanError
 from weft.ir.program import Program
 from weft.ir.ranges import count
-from weft.verify.model_file import Inside, Optimizer, Subject
+from weft.runtime.elementwise import mixing
+from weft.verify.model_file import Inside, Subject
 from weft.verify.precision import Float64Mode
-
-PROBE = (4, 6)
-"""Shape of the matrix that shows whether an optimizer mixes elements: both dims can be halved."""
-NUM_STEPS = 2
-SAME = 1e-9
 
 GIVEN = "optimizer(parameters) is given a list of parameters, as in torch.optim.SGD(parameters, lr=0.1)"
 
@@ -62,25 +58,39 @@ def needs_closure(made: torch.optim.Optimizer) -> bool:
 
 def check_optimizer(subject: Subject, program: Program) -> None:
     """Refuse an optimizer that is none, or that mixes elements of a parameter which the plan stores in parts."""
-    parameters = program.graph.parameters
+    tensors = program.graph.tensors
     check_on_parts(
-        subject, next((p.names[0] for p in parameters if p.trainable and _in_parts(program, p.tensor)), None)
+        subject,
+        {
+            one.names[0]: len(tensors[one.tensor].sizes)
+            for one in program.graph.parameters
+            if one.trainable and _in_parts(program, one.tensor)
+        },
     )
 
 
-def check_on_parts(subject: Subject, cut: str | None) -> None:
-    """The same, told the name of a trained parameter that is stored in parts, if there is one."""
+def check_on_parts(subject: Subject, cut: Mapping[str, int]) -> None:
+    """The same, told which trained parameters are stored in parts, and how many dims each has."""
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if not trained:
         return
     # on copies: some optimizers change their parameters when they are made
     made = make_optimizer(subject, [nn.Parameter(one.detach().clone()) for one in trained])
-    if cut is not None and mixes_elements(subject.optimizer):
+    if not cut:
+        return
+    with Float64Mode():
+        # of every number of dims that there is: an optimizer may be made of several, each for its own
+        mixed = mixing(subject.optimizer, {one.dim() for one in trained}).elements
+        if not mixed:
+            mixed = frozenset(n for n in set(cut.values()) if mixing(subject.optimizer, {n}).elements)
+    wrong = next((name for name, num_dims in cut.items() if num_dims in mixed), None)
+    if wrong is not None:
         raise PlanError(
-            f"{type(made).__name__} mixes the elements of a parameter, and the plan stores {cut} in parts: "
+            f"{type(made).__name__} mixes the elements of a parameter, and the plan stores {wrong} in parts: "
             "the weights would differ from one device",
             place=subject.place,
-            remedy="a plan that cuts no parameter (dp), or an optimizer that treats each element alone (AdamW, SGD)",
+            remedy="add `spread` to the recipe: each parameter lies whole on one device; or a plan that cuts no "
+            "parameter (dp), or an optimizer that treats each element alone (AdamW, SGD)",
         )
 
 
@@ -88,49 +98,3 @@ def _in_parts(program: Program, tensor: str) -> bool:
     layout = program.stored[tensor]
     whole = math.prod(layout.shape)
     return any(math.prod(map(count, part.ranges)) < whole for part in layout.parts())
-
-
-def mixes_elements(optimizer: Optimizer) -> bool:
-    """True if two steps on a whole matrix and on its halves, each by itself as on a rank, give other weights.
-
-    False also for one that cannot run on a single matrix: the comparison with one device will tell then.
-
-    >>> mixes_elements(torch.optim.AdamW), mixes_elements(torch.optim.Adafactor)
-    (False, True)
-    """
-    start, gradients = _wave(0), [_wave(step) for step in range(1, NUM_STEPS + 1)]
-    with _Quietly(), Float64Mode(), torch.random.fork_rng(devices=[]):
-        whole = _trained(optimizer, start, gradients)
-        for dim in range(len(PROBE)):
-            halves = [
-                _trained(optimizer, part, steps)
-                for part, *steps in zip(*(one.chunk(2, dim) for one in (start, *gradients)), strict=True)
-            ]
-            if not torch.allclose(torch.cat(halves, dim), whole, rtol=SAME, atol=SAME):
-                return True
-    return False
-
-
-def _wave(phase: int) -> torch.Tensor:
-    """A matrix whose rows and columns differ in size."""
-    position = torch.arange(math.prod(PROBE), dtype=torch.float64).reshape(PROBE)
-    return torch.sin(1.7 * position + phase) * (1.0 + position)
-
-
-def _trained(optimizer: Optimizer, start: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    parameter = nn.Parameter(start.clone(memory_format=torch.contiguous_format))
-    made = optimizer([parameter])
-    for gradient in gradients:
-        parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-        made.step()
-    return parameter.detach()
-
-
-class _Quietly:
-    """Whatever the user's optimizer raises on the probe says nothing about the model's parameters."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, Exception)

@@ -20,6 +20,7 @@ from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ir.program import Program
 from weft.lower.script import scripts
 from weft.runtime.emulator import run_ranks
+from weft.runtime.interpret import Rank
 from weft.runtime.random import Stream
 from weft.runtime.script import Index, Script
 from weft.runtime.transfers import put, take
@@ -28,7 +29,7 @@ from weft.verify.compare import Sample
 from weft.verify.model_file import Subject
 from weft.verify.precision import Float64Mode, widen
 from weft.verify.reference import NUM_STEPS
-from weft.verify.share import Local, Whole, make_runner, make_shares, train
+from weft.verify.share import Local, Whole, make_shares, train
 
 Record = dict[tuple[str, int, int], torch.Tensor]
 """What one rank's ops made: (op name, output, slot) -> tensor."""
@@ -75,7 +76,8 @@ def record(program: Program, subject: Subject, *, seed: int) -> list[Record]:
 
         mine = shares[transport.rank]
         with Float64Mode():
-            make_runner(mine, transport, mine.state, trace).forward(mine.inputs, Stream(seed, 0, 0))
+            rank = Rank(mine.script, transport, state=mine.state, dtypes=mine.dtypes, trace=trace)
+            rank.forward(mine.inputs, Stream(seed, 0, 0))
         return found
 
     return emulate(program.devices, body)
@@ -159,19 +161,23 @@ def assemble(
     stored: Sequence[Mapping[str, Index]],
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, str],
+    ranks: Sequence[int] | None = None,
 ) -> Sample:
     """Whole tensors from the ranks' parts, and what they disagree on.
 
     Args:
         stored: what each rank stores of each tensor.
         names: the reference's name of each tensor.
+        ranks: whose each is; one after the other if not given. A rank may have several, or none.
     """
     quarrels: list[str] = []
+    owners = range(len(locals_)) if ranks is None else ranks
 
     def join_all(parts: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, torch.Tensor]:
         joined = {}
         for tensor in dict.fromkeys(name for part in parts for name in part):
-            pieces = [(rank, stored[rank][tensor], part[tensor]) for rank, part in enumerate(parts) if tensor in part]
+            held = zip(owners, stored, parts, strict=True)
+            pieces = [(rank, index[tensor], part[tensor]) for rank, index, part in held if tensor in part]
             joined[names[tensor]], faults = join(shapes[tensor], pieces)
             quarrels.extend(f"{what} {names[tensor]}: {fault}" for fault in faults)
         return joined
@@ -184,8 +190,8 @@ def assemble(
     for step in range(NUM_STEPS):
         losses = [local.losses[step] for local in locals_]
         quarrels += [
-            f"loss of step {step + 1} on ranks 0 and {rank}"
-            for rank, loss in enumerate(losses)
+            f"loss of step {step + 1} on ranks {owners[0]} and {rank}"
+            for rank, loss in zip(owners, losses, strict=True)
             if not same_bits(losses[0], loss)
         ]
     return Sample(losses=locals_[0].losses, gradients=gradients, weights=weights, disagreements=tuple(quarrels))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
+from weft.codegen.form import form_of
 from weft.codegen.pipeline import generate_pipeline
 from weft.cost.links import Links
 from weft.errors import PlanError
@@ -26,6 +27,7 @@ from weft.order.stage_names import said_schedule
 from weft.plan.plan import Plan
 from weft.plan.staging import StageLine
 from weft.runtime.microbatches import BatchDim, TooFewRows, split_arguments
+from weft.verify.alike import lower_alike
 from weft.verify.model_file import Subject
 
 
@@ -35,9 +37,9 @@ class InPieces:
 
     Args:
         examples: the micro-batches of the example, as arguments.
-        shares: what share of the rows each has.
         size_of: which of `sizes` each has.
         dims: the batch dim of each tensor of the example.
+        whole: the graph of the whole batch.
     """
 
     plan: Plan
@@ -46,16 +48,44 @@ class InPieces:
     pipeline: Pipeline
     schedule: Schedule
     examples: tuple[Any, ...]
-    shares: tuple[float, ...]
     dims: tuple[BatchDim, ...] | None
+    whole: Graph
 
-    def files(self, about: dict[str, Any] | None = None) -> dict[str, bytes]:
-        return generate_pipeline(self.sizes, self.schedule, about={"size_of": list(self.size_of), **(about or {})})
+    def files(self, about: dict[str, Any] | None = None, returns: Sequence[str] = ()) -> dict[str, bytes]:
+        """Of the program, by name; `about`: where it comes from; `returns`: tensors that every device gets."""
+        batch = {"size_of": list(self.size_of), "dims": self.dims, "batch": form_of(self.whole).to_json()}
+        return generate_pipeline(self.sizes, self.schedule, about={**batch, **(about or {})}, returns=returns)
 
 
 def is_in_pieces(plan: Plan) -> bool:
     """True if a plan runs a step in micro-batches, or stage by stage."""
     return plan.microbatches > 1 or bool(plan.stages)
+
+
+def refuse_inference(plan: Plan) -> None:
+    """A schedule without backwards is none to train by."""
+    if plan.schedule == "inference":
+        raise PlanError(
+            "schedule=inference runs forwards alone: nothing would be trained",
+            place="schedule=inference",
+            remedy="leave out schedule=; eval() of what was trained runs forwards alone by itself",
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Micro-batches, captured and planned: all that a program in pieces is made from.
+
+    Args:
+        whole: the plan of the whole batch.
+        plans: one for each size that micro-batches have; size_of, examples, dims: as of InPieces.
+    """
+
+    whole: Plan
+    plans: tuple[Plan, ...]
+    size_of: tuple[int, ...]
+    examples: tuple[Any, ...]
+    dims: tuple[BatchDim, ...] | None
 
 
 def compile_pieces(
@@ -73,10 +103,17 @@ def compile_pieces(
         capture: gives the graph of a subject.
         make: plans the graph of a micro-batch.
     """
+    return lower_prepared(prepare_pieces(subject, plan, capture, make), links=links)
+
+
+def prepare_pieces(
+    subject: Subject, plan: Plan, capture: Callable[[Subject], Graph], make: Callable[[Graph], Plan]
+) -> Prepared:
+    """Cut the example, capture a micro-batch of each size, and plan it."""
     dims = batch_dims(subject, plan.graph)
     args, kwargs = split_example(subject.example)
     try:
-        examples, shares = split_arguments(args, dict(kwargs), dims, plan.microbatches)
+        examples, _ = split_arguments(args, dict(kwargs), dims, plan.microbatches)
     except TooFewRows as error:
         raise PlanError(
             str(error), place=f"microbatches={plan.microbatches}", remedy="use fewer micro-batches, or a larger batch"
@@ -87,28 +124,43 @@ def compile_pieces(
         key = str([tuple(tensor.shape) for tensor in _tensors(one)])
         keys.append(key)
         if key not in graphs:
-            graphs[key] = capture(replace(subject, example=_as_example(one)))
-    first, *others = graphs.values()
-    made = make(first)
+            graphs[key] = capture(replace(subject, example=as_example(one)))
+    places = list(graphs)
+    return Prepared(
+        whole=plan,
+        plans=tuple(map(make, graphs.values())),
+        size_of=tuple(places.index(key) for key in keys),
+        examples=tuple(examples),
+        dims=dims,
+    )
+
+
+def lower_prepared(found: Prepared, *, links: Links | None = None) -> InPieces:
+    """Pieces at each size, proven, and their schedule, proven too."""
+    made, *others = found.plans
     sizes = [lower_pieces(made, links=links)]
-    for graph in others:
-        sizes.append(_at_other_size(sizes[0], made, graph, make, links))
+    for anew in others:
+        sizes.append(at_other_size(sizes[0], made, anew.graph, _planned(anew), links))
     for part in (part for one in sizes for part in one.parts):
         check(part.program)
-    pipeline = Pipeline(tuple(part.piece.segment for part in sizes[0].parts), plan.microbatches)
+    pipeline = Pipeline(tuple(part.piece.segment for part in sizes[0].parts), found.whole.microbatches)
     schedule = said_schedule(pipeline, made.schedule, made.orders, _stages(sizes[0]))
     _refuse_shuffled(sizes[0], schedule)
-    places = list(graphs)
     return InPieces(
         plan=made,
         sizes=tuple(sizes),
-        size_of=tuple(places.index(key) for key in keys),
+        size_of=found.size_of,
         pipeline=pipeline,
         schedule=schedule,
-        examples=tuple(examples),
-        shares=tuple(shares),
-        dims=dims,
+        examples=found.examples,
+        dims=found.dims,
+        whole=found.whole.graph,
     )
+
+
+def _planned(plan: Plan) -> Callable[[Graph], Plan]:
+    """Plans a graph that is planned already."""
+    return lambda graph: plan
 
 
 def _refuse_shuffled(found: Pipelined, schedule: Schedule) -> None:
@@ -125,31 +177,28 @@ def _refuse_shuffled(found: Pipelined, schedule: Schedule) -> None:
             )
 
 
-def _at_other_size(
+def at_other_size(
     first: Pipelined, made: Plan, graph: Graph, make: Callable[[Graph], Plan], links: Links | None
 ) -> Pipelined:
     """The plan for micro-batches of another size: the same stages, and weights that lie where they lay."""
-    stages = tuple(line for line in made.lines if isinstance(line, StageLine))
-    anew = make(graph)
-    own = tuple(line for line in anew.lines if not isinstance(line, StageLine))
-    refusal: PlanError | None = None
-    for lines in ((*own, *stages), made.lines):
-        try:
-            found = lower_pieces(Plan(graph, made.devices, lines, anew.rules), links=links)
-        except PlanError as error:
-            # cuts of the one size need not be cuts of the other
-            refusal = refusal or error
-            continue
-        if _stored(found) == _stored(first):
-            return found
-    raise refusal or PlanError(
-        "micro-batches of different sizes would keep their weights in different places",
-        place=f"{made.microbatches} micro-batches",
-        remedy="use a batch whose rows are a multiple of the micro-batches",
+    kept = stored_in(first)
+    _, found = lower_alike(
+        made,
+        graph,
+        make,
+        stages=[line for line in made.lines if isinstance(line, StageLine)],
+        keeps=lambda pipelined: stored_in(pipelined) == kept,
+        refusal=PlanError(
+            "micro-batches of different sizes would keep their weights in different places",
+            place=f"{made.microbatches} micro-batches",
+            remedy="use a batch whose rows are a multiple of the micro-batches",
+        ),
+        links=links,
     )
+    return found
 
 
-def _stored(found: Pipelined) -> list[tuple[str, tuple[int, ...], dict[str, Layout]]]:
+def stored_in(found: Pipelined) -> list[tuple[str, tuple[int, ...], dict[str, Layout]]]:
     """What each piece keeps from step to step, and how."""
     kept = []
     for part in found.parts:
@@ -182,6 +231,6 @@ def _tensors(arguments: Any) -> Sequence[Any]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def _as_example(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def as_example(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
     args, kwargs = arguments
     return kwargs if kwargs and not args else args

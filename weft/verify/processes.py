@@ -1,7 +1,7 @@
-"""The same two steps on true processes, and how they compare with the emulator.
+"""True processes for verification, and how they compare with the emulator.
 
-In: a Program and the user's module and example. Out: a Sample like the emulator's, and whether the two are equal bit
-for bit. The Program is emitted, and the processes run the generated code: they capture and plan nothing.
+In: a Program, or two Samples of one. Out: its files for the processes to run (they capture and plan nothing), the
+processes, and whether the two Samples are equal bit for bit.
 
 On gloo sums are added in group order, as in the emulator, and every bit is the same if operators run with as many
 threads. NCCL adds in an order of its own: there the results agree to rounding.
@@ -21,35 +21,8 @@ from weft.codegen import emit
 from weft.ir.program import Program
 from weft.runtime.backend import choose_backend
 from weft.runtime.launch import Pool
-from weft.runtime.processes import TIMEOUT
 from weft.verify.compare import Processes, Sample, compare
-from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject
 from weft.verify.parallel import same_bits
-
-
-def run_processes(
-    program: Program,
-    subject: Subject,
-    pool: Pool,
-    *,
-    seed: int,
-    wide: bool,
-    reference: Sample | None = None,
-    timeout: float = TIMEOUT,
-) -> Sample:
-    """Train for two steps on the processes of a pool, through generated code, and put the results together."""
-    with emitted(program) as directory:
-        return run_generated(
-            directory,
-            program.graph,
-            subject,
-            seed=seed,
-            wide=wide,
-            reference=reference,
-            pool=pool,
-            timeout=timeout,
-        )
 
 
 @contextmanager

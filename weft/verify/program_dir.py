@@ -1,7 +1,8 @@
 """verify_program(): does a program, as it lies in a directory, give the same numbers as one device?
 
-In: a model file and a directory that a program was emitted to, perhaps edited since. Out: a Result, and what became
-of the program: as emitted, edited (which files), or stale (made from another model, or by another weft or torch).
+In: a model file and a directory that a program, whole or in pieces, was emitted to, perhaps edited since. Out: a
+Result, and what became of the program: as emitted, edited (which files), or stale (made from another model, or by
+another weft or torch).
 Promised: what runs is the code in the directory; nothing there is changed. A program that does not fit the model is
 refused with the first thing that does not; a stale one that fits is verified against the model as it is now.
 """
@@ -24,18 +25,18 @@ from torch import nn
 from weft.cache import origin
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.graph import Graph
+from weft.order import check_schedule
 from weft.runtime.batch import dtype_name
-from weft.runtime.launch import Pool
 from weft.runtime.module import ParallelModule
-from weft.runtime.program_files import CONSTANTS, PARTS, changes, cut_parameter, load_class, read_meta
-from weft.verify.compare import Result, Sample, compare, count_silenced
-from weft.verify.door import Say, capture_subject, make_subject, run_both
-from weft.verify.generated import run_generated
-from weft.verify.locate import locate_in_code
+from weft.runtime.pipeline_files import PIPELINE, described, edits, is_pipeline
+from weft.runtime.program_files import CONSTANTS, META, PARTS, cut_parameters, load_class, read_meta
+from weft.verify.compare import Result
+from weft.verify.door import Say, capture_subject, make_subject
+from weft.verify.judged import judge_code
 from weft.verify.model_file import Subject
 from weft.verify.optimizer import check_on_parts
+from weft.verify.pipelined import order_of, summarize_pieces
 from weft.verify.processes import make_pool
-from weft.verify.reference import run_reference
 from weft.verify.sizes import with_other_sizes
 
 ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
@@ -54,6 +55,17 @@ class Lying:
     meta: Mapping[str, Any]
     edited: Mapping[str, str]
     stale: tuple[str, ...] = ()
+
+    @property
+    def in_pieces(self) -> bool:
+        return "sizes" in self.meta and "events" in self.meta
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where the text lies: of a program in pieces there is one of each, at each size of micro-batches."""
+        if not self.in_pieces:
+            return (self.directory,)
+        return tuple(self.directory / one["folder"] for size in self.meta["sizes"] for one in size["pieces"])
 
     def __str__(self) -> str:
         words = ["as emitted"] if not self.edited else []
@@ -101,43 +113,15 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     tell(str(lying))
     classes = load_classes(lying)
     check_program_fits(lying, classes, graph, subject)
-    check_on_parts(subject, cut_parameter(lying.directory))
+    check_on_parts(subject, {name: dims for one in lying.folders for name, dims in cut_parameters(one).items()})
     with OwnLines(lying), ExitStack() as stack:
         pool = stack.enter_context(make_pool(lying.meta["devices"])) if processes else None
-        result = _judge(lying, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+        result = judge_code(lying.directory, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+        summary = summarize_pieces(lying.meta, graph) if lying.in_pieces else {"operators": len(graph.ops)}
+        result = replace(result, summary={**summary, "program": lying.as_json()})
+        if lying.in_pieces:
+            return result
         return with_other_sizes(result, lying.directory, graph, subject, seed=seed, pool=pool, say=say)
-
-
-def _judge(
-    lying: Lying, graph: Graph, subject: Subject, *, seed: int, tolerance: float, say: Say, pool: Pool | None = None
-) -> Result:
-    num_devices, directory = int(lying.meta["devices"]), lying.directory
-    say("training on one device, in float64")
-    reference = run_reference(subject, seed=seed, wide=True)
-    say(f"training on {num_devices} emulated devices, in float64")
-    processes = None
-    if pool is None:
-        ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
-    else:
-        ours, processes = run_both(directory, graph, subject, reference, seed=seed, say=say, pool=pool)
-    differences = compare(ours, reference)
-    largest = max(found.value for found in differences)
-    equal = largest < tolerance and not ours.disagreements
-    say("training on both in the model's own precision")
-    narrow: Sample = run_generated(directory, graph, subject, seed=seed, wide=False)
-    return Result(
-        equal=equal,
-        largest_difference=largest,
-        differences=differences,
-        tolerance=tolerance,
-        devices=num_devices,
-        first_difference=None if equal else locate_in_code(graph, ours, reference, tolerance),
-        disagreements=ours.disagreements,
-        rounding=compare(narrow, run_reference(subject, seed=seed, wide=False)),
-        silenced=count_silenced(ours, reference),
-        processes=processes,
-        summary={"operators": len(graph.ops), "program": lying.as_json()},
-    )
 
 
 def open_directory(directory: str | Path) -> Lying:
@@ -146,12 +130,15 @@ def open_directory(directory: str | Path) -> Lying:
     if not folder.is_dir():
         raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
     try:
-        meta = read_meta(folder)
-        lying = Lying(folder, meta, changes(folder))
-        num_devices, _, _ = int(meta["devices"]), str(meta["class"]), meta["ranks"]
+        lying = Lying(folder, described(folder), edits(folder))
+        num_devices = int(lying.meta["devices"])
+        for one in lying.folders:
+            meta = read_meta(one)
+            _ = int(meta["devices"]), str(meta["class"]), meta["ranks"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{folder} is no program of weft's: its meta.json cannot be read ({type(error).__name__}: {error})",
+            f"{folder} is no program of weft's: its {PIPELINE if is_pipeline(folder) else META} cannot be read "
+            f"({type(error).__name__}: {error})",
             place=str(folder),
             remedy="give the directory that weft show --out or weft train wrote; if this is one, write it anew",
         ) from None
@@ -159,6 +146,16 @@ def open_directory(directory: str | Path) -> Lying:
     missing = [name for name, what in lying.edited.items() if what == "missing"]
     if missing:
         raise RunError(f"the program lacks {', '.join(missing)}", place=str(folder), remedy=ANEW)
+    for one in lying.folders:
+        _read_tables(one)
+    if lying.in_pieces:
+        # the events may be edited too: they are proven before they run
+        check_schedule(*order_of(lying.meta))
+    return lying
+
+
+def _read_tables(folder: Path) -> None:
+    """Refuse tables and constants that cannot be read."""
     try:
         at = folder / PARTS
         json.loads(at.read_text(encoding="utf-8"))
@@ -170,7 +167,6 @@ def open_directory(directory: str | Path) -> Lying:
             place=str(at),
             remedy=ANEW,
         ) from None
-    return lying
 
 
 def compare_origin(lying: Lying, graph: Graph) -> Lying:
@@ -184,7 +180,8 @@ def compare_origin(lying: Lying, graph: Graph) -> Lying:
 def load_classes(lying: Lying) -> list[type[ParallelModule]]:
     """The class of every file. Whatever is wrong with the text is told with its own line."""
     with OwnLines(lying):
-        return [load_class(lying.directory, lying.meta, file) for file in lying.meta["files"]]
+        metas = {folder: read_meta(folder) for folder in lying.folders}
+        return [load_class(folder, meta, file) for folder, meta in metas.items() for file in meta["files"]]
 
 
 def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], graph: Graph, subject: Subject) -> None:
@@ -203,12 +200,13 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
     ]
     tied = {each for cls in classes for part in cls.stored_parts().values() for each in part.tied}
     wrong += [f"the model has {name}, which it does not store" for name in known if name in held - tied - set(stored)]
-    inputs = lying.meta.get("inputs", [])
-    if [one["index"] for one in inputs] != [one.index for one in graph.inputs]:
+    batch = lying.meta.get("batch", {}).get("tensors", [])
+    inputs = [row[0] for row in batch] if lying.in_pieces else [one["index"] for one in lying.meta.get("inputs", [])]
+    if inputs != [one.index for one in graph.inputs]:
         wrong.append(
             f"it takes {len(inputs)} tensors of a batch, the example has {len(graph.inputs)}, or in other places"
         )
-    for _, where, shape, dtype in lying.meta.get("batch", {}).get("tensors", []):
+    for _, where, shape, dtype in batch:
         one = next((graph.tensors[one.tensor] for one in graph.inputs if one.where == where), None)
         if one is not None and not (fits(shape, one.sizes) and dtype_name(one.dtype) == dtype):
             found = f"{list(one.sizes)} of {dtype_name(one.dtype)}"

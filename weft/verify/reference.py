@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -36,7 +36,7 @@ NUM_STEPS = 2
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of the forward."""
 Cut = tuple[Sequence[Batch], Sequence[float]]
-"""Micro-batches, and the share of the rows that each has."""
+"""Micro-batches, and what the loss of each counts."""
 
 
 def run_reference(
@@ -51,31 +51,46 @@ def run_reference(
 
     Args:
         wide: in float64 throughout; otherwise in the module's own precision.
-        microbatches: the batch of a step is run in so many parts, whose losses count by their rows.
+        microbatches: the batch of a step is run in so many parts, whose losses count as the subject says.
         dims: the batch dim of each tensor in the example.
     """
     module = copy_module(subject.model)
     # Before any mode is on: a copy is not a computation. One per step, since a forward may write to its input.
     batches = [split_example(copy.deepcopy(subject.example)) for _ in range(NUM_STEPS)]
+    own = float_dtype(module) if wide else None
     with ExitStack() as stack:
         stack.enter_context(direct_checkpoints())
         if wide:
-            own = float_dtype(module)
             widen_module(module)
-            stack.enter_context(precision_of(own))
             batches = tree_map(widen, batches)
             stack.enter_context(Float64Mode())
-        parts = [split_arguments(args, kwargs, dims, microbatches) for args, kwargs in batches]
-        return _train(module, parts, subject, seed, wide=wide)
+        counts = shares_of(subject, microbatches, dims)
+        parts = [(split_arguments(args, kwargs, dims, microbatches)[0], counts) for args, kwargs in batches]
+        return _train(module, parts, subject, seed, own=own)
 
 
-def _train(module: nn.Module, batches: Sequence[Cut], subject: Subject, seed: int, *, wide: bool) -> Sample:
-    """Train on the micro-batches of each step."""
+def shares_of(subject: Subject, microbatches: int, dims: Sequence[BatchDim] | None) -> list[float]:
+    """What the loss of each micro-batch of the example counts in that of the step."""
+    args, kwargs = split_example(subject.example)
+    examples, by_rows = split_arguments(args, dict(kwargs), dims, microbatches)
+    if microbatches == 1 or subject.reduction.how == "mean":
+        return by_rows
+    with Inside(subject.path, "reduction"):
+        return subject.reduction.shares(subject.reduction.weights(examples, [1] * microbatches))
+
+
+def _train(
+    module: nn.Module, batches: Sequence[Cut], subject: Subject, seed: int, *, own: torch.dtype | None
+) -> Sample:
+    """Train on the micro-batches of each step; in float64 for a module whose own dtype is given."""
+    wide = own is not None
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     update = make_optimizer(subject, trained) if trained else None
     losses, gradients = [], []
     for step, parts in enumerate(batches):
-        losses.append(_accumulate(module, parts, subject, seed, step, wide=wide))
+        # the model sees the limits of its own dtype; the update, which both sides do in float64, does not
+        with nullcontext() if own is None else precision_of(own):
+            losses.append(_accumulate(module, parts, subject, seed, step, wide=wide))
         gradients.append(_gradients(module))
         if wide:
             _silence(module, noise_in(gradients[-1]))
@@ -93,6 +108,8 @@ def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step
         with DrawMode(Stream(seed, step, micro)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
             output = module(*args, **kwargs)
         loss = check_loss(output, subject.place)
+        if not share:
+            continue  # counts nothing, whatever it is
         if not bool(torch.isfinite(loss)):
             raise RunError(
                 f"the model's own loss is {loss.item()} in step {step + 1}: nothing can be compared",
@@ -103,7 +120,12 @@ def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step
         with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
             loss.backward()
         total = loss.detach().clone() if total is None else total + loss.detach()
-    assert total is not None, "a step has a batch"
+    if total is None:
+        raise RunError(
+            f"no micro-batch of step {step + 1} counts anything: nothing can be compared",
+            place=subject.place,
+            remedy="give an example in which some micro-batch weighs something",
+        )
     return total
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from weft.ir.graph import Graph
-from weft.runtime.interpret import Rank, Trace
+from weft.runtime.interpret import Rank
 from weft.runtime.random import Stream
 from weft.runtime.script import Script
+from weft.runtime.several import with_empties
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.verify.compare import Noise, Sample, noise_in
@@ -50,7 +50,8 @@ class Share:
     Args:
         state, inputs: its parts of parameters, buffers and constants, and of the batch.
         dtypes: of all tensors that no op makes, whether or not the rank holds a part.
-        trained: parameters in the order of `module.parameters()`; kept: tensors to report in the end.
+        trained: parameters in the order of `module.parameters()`; dims: how many dims they have.
+        kept: tensors to report in the end.
         wide: in float64 throughout.
         noise: per step, its parts of what the updates take as zero, by tensor name; none if empty.
     """
@@ -60,6 +61,7 @@ class Share:
     inputs: Mapping[str, torch.Tensor]
     dtypes: Mapping[str, torch.dtype]
     trained: tuple[str, ...]
+    dims: frozenset[int]
     kept: frozenset[str]
     loss: str
     seed: int
@@ -74,16 +76,6 @@ class Local:
     losses: tuple[torch.Tensor, ...]
     gradients: tuple[Mapping[str, torch.Tensor], ...]
     weights: Mapping[str, torch.Tensor]
-
-
-class Runner(Protocol):
-    """Runs a rank's share of a Program, step after step, on tensors by their names in the Graph."""
-
-    def forward(self, inputs: Mapping[str, torch.Tensor], stream: Stream) -> dict[str, torch.Tensor]: ...
-
-    def backward(self) -> dict[str, torch.Tensor]: ...
-
-    def updates(self) -> dict[str, torch.Tensor]: ...
 
 
 def make_shares(
@@ -109,6 +101,7 @@ def make_shares(
             inputs=parts_of(whole.inputs, mine),
             dtypes=dtypes,
             trained=whole.trained,
+            dims=frozenset(whole.state[name].dim() for name in whole.trained),
             kept=frozenset(whole.names),
             loss=str(graph.loss),
             seed=seed,
@@ -137,13 +130,6 @@ def parts_of(whole: Mapping[str, torch.Tensor], mine: Script) -> dict[str, torch
     }
 
 
-def make_runner(
-    share: Share, transport: Transport, state: Mapping[str, torch.Tensor], trace: Trace | None = None
-) -> Runner:
-    """What runs a share: the interpreter of Scripts. `state` is read at every forward."""
-    return Rank(share.script, transport, state=state, dtypes=share.dtypes, trace=trace)
-
-
 def train(share: Share, transport: Transport, optimizer: Optimizer) -> Local:
     """Two optimizer steps of one rank over the parts that it stores."""
     with Float64Mode() if share.wide else nullcontext():
@@ -154,8 +140,9 @@ def _train(share: Share, transport: Transport, optimizer: Optimizer) -> Local:
     state = dict(share.state)
     trained = {name: nn.Parameter(state[name]) for name in share.trained if name in state}
     state.update({name: parameter.data for name, parameter in trained.items()})
-    update = optimizer(list(trained.values())) if trained else None
-    runner = make_runner(share, transport, state)
+    update = optimizer(with_empties(list(trained.values()), share.dims)) if trained else None
+    # the state is read anew at every forward
+    runner = Rank(share.script, transport, state=state, dtypes=share.dtypes)
     losses, gradients = [], []
     for step in range(NUM_STEPS):
         # an op may write to its input: each step has its own

@@ -1,0 +1,102 @@
+"""Peak resident memory of a rank: state stored in parts, ours against torch's (`bench/sharded.py`).
+
+    python bench/memory.py [--repeats 3] [--ranks 2 4] [--out bench/results/memory.json]
+
+Each side runs in processes of its own, in turn. What is told is the most that a process had resident while it made its
+module and trained five steps, above what it had before with everything imported; of the ranks the largest, of the
+repeats the median, and the ratio of ours to theirs, below 1 where Weft takes less. Memory that processes share counts
+in each of them. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.machine import machine
+from bench.overhead import BATCH, GPT, HEADS, LAYERS, LENGTH, VOCABULARY, WARM_UP, WIDTH, example, model
+from bench.sharded import PEERS, ours, theirs, torch_group
+from weft.compile import compile_program
+from weft.runtime.launch import Pool
+from weft.runtime.processes import ProcessTransport
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "bench" / "results" / "memory.json"
+MEBI = 1 << 20
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most since it was reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def one_side(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, int]:
+    """One process of one side: its peak above what it had."""
+    with torch_group(transport, payload["meeting"]):
+        batch = example(payload["batch"])
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        if payload["side"] == "ours":
+            step = ours(transport, payload["files"], batch)
+        else:
+            step = theirs(payload["name"], batch, hollow=True)
+        made = resident("VmHWM") - before
+        for _ in range(WARM_UP + 2):
+            step()
+        return {"peak": resident("VmHWM") - before, "made": made, "before": before}
+
+
+def compare(name: str, ranks: int, batch: int, repeats: int) -> dict[str, Any]:
+    """Both sides of a stage on so many ranks."""
+    files = compile_program(model(), example(batch), f"dp={ranks},{name}").files
+    found: dict[str, list[int]] = {"ours": [], "theirs": []}
+    more: dict[str, Any] = {}
+    for _ in range(repeats):
+        for side in ("ours", "theirs"):
+            with tempfile.TemporaryDirectory() as folder, Pool(ranks, preload=("bench.memory",)) as pool:
+                payload = {"files": files, "name": name, "side": side, "batch": batch}
+                told = pool.run("bench.memory:one_side", {**payload, "meeting": f"{folder}/meeting"}, timeout=300)
+            found[side].append(max(rank["peak"] for rank in told))
+            more[f"{side}_made"] = max(rank["made"] for rank in told)
+            more[f"{side}_before"] = max(rank["before"] for rank in told)
+    medians = {side: statistics.median(values) for side, values in found.items()}
+    return {**medians, "ratio": medians["ours"] / medians["theirs"], "all": found, **more}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--stages", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    size = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "model": size,
+        "parameters": sum(p.numel() for p in GPT().parameters()),
+        "batch": options.batch,
+    }
+    for ranks in options.ranks:
+        for name in options.stages:
+            result = found[f"{name} on {ranks}"] = compare(name, ranks, options.batch, options.repeats)
+            mine, other = (result[side] / MEBI for side in ("ours", "theirs"))
+            told = f"ours {mine:.0f} MiB, {PEERS[name]} {other:.0f} MiB, ratio {result['ratio']:.3f}"
+            print(f"{name} on {ranks} ranks: {told}", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

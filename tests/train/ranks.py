@@ -1,0 +1,20 @@
+"""Ranks as threads, each with its own module and optimizer, as processes have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from weft.train.opened import num_devices, open_rank
+from weft.train.programs import Programs
+from weft.verify.model_file import Subject
+from weft.verify.parallel import emulate
+
+
+def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any]) -> list[Any]:
+    """What `body(module)` gives on each rank."""
+    programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs="loss")
+    files = programs.training(model)
+    return emulate(num_devices(files), lambda transport: body(open_rank(files, transport, model)))

@@ -1,0 +1,147 @@
+"""`weft show FILE --plan P --memory`: bytes by kind and rank, expected next to measured.
+
+In: a compiled program and its model. Out: a table, or plain values for JSON. Expected is what the rank's code does with
+tensors without content (`train/expected.py`); measured what two steps on processes of this machine left alive
+(`train/measured.py`). Ranks of the same shapes share a row: one of them is foreseen, and of what was measured the
+largest is shown. What this machine has no memory for is not run, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.commands.modules import devices_text, show_bytes
+from weft.compile import Compiled
+from weft.runtime.ledger import KINDS, Bytes
+from weft.train.expected import Unforeseen, alike_ranks, expect_rank
+from weft.train.measured import measure
+from weft.verify.model_file import Subject
+
+Say = Callable[[str], None]
+
+WIDE = 200
+HEADS = {
+    "parameters": "parameters",
+    "kept": "kept weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "saved activations",
+    "messages": "messages",
+    "buffers": "buffers",
+    "peak": "peak of a step",
+}
+FAR = 0.02
+"""A measured number that is further from the expected one is marked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that are alike.
+
+    Args:
+        expected: None if it cannot be foreseen; measured: None if nothing was run.
+    """
+
+    ranks: tuple[int, ...]
+    expected: Bytes | None
+    measured: Bytes | None
+
+    def as_json(self) -> dict[str, Any]:
+        expected, measured = (None if one is None else one.as_json() for one in (self.expected, self.measured))
+        return {"ranks": list(self.ranks), "expected": expected, "measured": measured}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of the memory of a program; `notes`: what is not, and why."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {"memory": [row.as_json() for row in self.rows], "notes": list(self.notes)}
+
+
+def memory_of(compiled: Compiled, subject: Subject, *, say: Say = lambda text: None) -> Memory:
+    """Foresee, then measure."""
+    groups, notes = alike_ranks(compiled), []
+    expected: list[Bytes | None] = [None] * len(groups)
+    say("memory: foreseeing")
+    try:
+        expected = [expect_rank(compiled.files, subject, group[0]) for group in groups]
+    except Unforeseen as error:
+        notes.append(error.message)
+    needed = _needed(groups, expected, subject)
+    there = available()
+    measured: Sequence[Bytes] = ()
+    if there is not None and needed > there:
+        notes.append(f"not measured: the processes would need {show_bytes(needed)}, {show_bytes(there)} are free here")
+    else:
+        say("memory: measuring")
+        measured = measure(subject.origin, compiled.files)
+    rows = [
+        Row(group, one, max((measured[rank] for rank in group), key=lambda each: each.peak) if measured else None)
+        for group, one in zip(groups, expected, strict=True)
+    ]
+    return Memory(tuple(rows), tuple(notes))
+
+
+def _needed(groups: Sequence[Sequence[int]], expected: Sequence[Bytes | None], subject: Subject) -> int:
+    """Bytes of all processes together: each makes the model whole before it takes its parts."""
+    whole = sum(one.nbytes for one in (*subject.model.parameters(), *subject.model.buffers()))
+    return sum(
+        len(group) * (whole + (0 if one is None else one.peak)) for group, one in zip(groups, expected, strict=True)
+    )
+
+
+def available() -> int | None:
+    """Bytes that processes of this machine can still have; None if the system does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found[1]) * 1024
+
+
+def show_memory(memory: Memory, title: str) -> None:
+    """The table, for people."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE)
+    console.print(f"{title}: bytes of a rank", markup=False, soft_wrap=True)
+    kinds = [kind for kind in (*KINDS, "peak") if any(_size(one, kind) for row in memory.rows for one in _both(row))]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rank", no_wrap=True)
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(HEADS[kind], justify="right")
+    for row in memory.rows:
+        lines = [("expected", row.expected), ("measured", row.measured)]
+        for number, (name, one) in enumerate((name, one) for name, one in lines if one is not None):
+            cells = [_cell(one, kind, row.expected if name == "measured" else None) for kind in kinds]
+            table.add_row(Text("" if number else devices_text(row.ranks)), Text(name), *cells)
+    console.print(table)
+    for note in memory.notes:
+        console.print(note, markup=False, soft_wrap=True)
+    console.print("tensors only: the interpreter, torch and its threads come on top of them in every process")
+
+
+def _both(row: Row) -> list[Bytes]:
+    return [one for one in (row.expected, row.measured) if one is not None]
+
+
+def _size(one: Bytes, kind: str) -> int:
+    return one.as_json()[kind]
+
+
+def _cell(one: Bytes, kind: str, other: Bytes | None) -> Text:
+    size = _size(one, kind)
+    far = other is not None and abs(size - _size(other, kind)) > FAR * max(size, _size(other, kind))
+    return Text(show_bytes(size) or "0", style="yellow" if far else "")

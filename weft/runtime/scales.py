@@ -1,0 +1,88 @@
+"""Scales: by what factor the gradients of a rank were scaled since they were complete.
+
+In: the rank's trained parameters, at the end of backward and again before the update. Out: whether gradients were
+written to in between (by their versions), and if so the factor between a few elements then and now: nan if they are all
+zero, or if no single factor explains the change, as of one that clamps each element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+NUM_TENSORS, NUM_ELEMENTS = 8, 32
+"""How much is remembered: elements of so many gradients."""
+
+
+@dataclass(frozen=True)
+class _Then:
+    """A gradient as it was. Its memory is not held: it may be freed before the next one comes."""
+
+    parameter: nn.Parameter
+    state: tuple[int, int]
+    elements: Tensor
+
+
+class Scales:
+    """What is remembered of one rank's gradients."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = sorted(parameters, key=lambda one: -one.numel())[:NUM_TENSORS]
+        self._then: list[_Then] = []
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of a factor."""
+        return 4 * max((torch.finfo(one.dtype).eps for one in self._parameters if one.is_floating_point()), default=0.0)
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Gradients are complete now."""
+        self._then = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.numel() and gradient.is_floating_point():
+                self._then.append(_Then(parameter, _state(gradient), _row(gradient).clone()))
+
+    @property
+    def written(self) -> bool:
+        """True if one of them was written to since, or another was put in its place."""
+        return any(one.parameter.grad is not None and _state(one.parameter.grad) != one.state for one in self._then)
+
+    @torch.no_grad()
+    def factor(self) -> float:
+        """By what they were multiplied; nan if that cannot be said."""
+        found = [torch.zeros(0, dtype=torch.float64)]
+        for one in self._then:
+            now = one.parameter.grad
+            if now is not None and now.numel() and _row(now).shape == one.elements.shape:
+                usable = (one.elements != 0) & torch.isfinite(one.elements)
+                found.append((_row(now)[usable].double() / one.elements[usable].double()).cpu())
+        ratios = torch.cat(found)
+        if not ratios.numel() or not bool(torch.isfinite(ratios).all()):
+            return math.nan
+        low, high = float(ratios.min()), float(ratios.max())
+        return low if agreed([low, high], self.tolerance) else math.nan
+
+
+def agreed(factors: Sequence[float], tolerance: float) -> bool:
+    """True if those that are known are one, but for rounding."""
+    known = [one for one in factors if not math.isnan(one)]
+    if not known:
+        return True
+    return max(known) - min(known) <= tolerance * max(map(abs, known))
+
+
+def _state(gradient: Tensor) -> tuple[int, int]:
+    return gradient.data_ptr(), gradient._version
+
+
+def _row(gradient: Tensor) -> Tensor:
+    """The first elements, without a copy."""
+    while gradient.dim() > 1:
+        gradient = gradient[0]
+    return gradient.reshape(-1)[:NUM_ELEMENTS]

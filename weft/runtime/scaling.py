@@ -1,0 +1,67 @@
+"""Loss scaling for a parallel module: torch's GradScaler, with one answer on all ranks.
+
+In: scaled losses, and optimizers over a rank's parameters. Out: updates that all ranks of a replica make, or none:
+whether gradients are finite is asked of all of them together. What replicas average is the same on each.
+
+    scaler = weft.GradScaler("cpu")
+    scaler.scale(parallel(*batch)).backward()
+    scaler.step(optimizer); scaler.update()
+
+Promised: a scale that overflows step after step, whatever it is lowered to, is an error and not an endless loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.guards import Guard, guard_of
+
+PATIENCE = 64
+"""Steps in a row without an update: the scale has been halved as often by then."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, for parallel modules too; arguments as of torch's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_skipped = 0
+        self._guards: list[Guard] = []
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Called by torch's `unscale_` and `step`: what was found not to be finite, by device."""
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        guards = {id(guard): guard for one in parameters if (guard := guard_of(one)) is not None}
+        self._guards = list(guards.values())
+        for guard in self._guards:
+            wrong = guard.tell([float(any(bool(one.item()) for one in found.values()))], None)
+            for one in found.values():
+                one.fill_(max(wrong))
+            found = found or {found_inf.device: torch.full_like(found_inf, max(wrong))}
+            # scaled back, on all ranks alike
+            guard.remember()
+        return found
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; refuses to go on where nothing helps."""
+        states = self._per_optimizer_states.values()
+        wrong = any(bool(one.item()) for state in states for one in state["found_inf_per_device"].values())
+        self._num_skipped = self._num_skipped + 1 if wrong else 0
+        super().update(new_scale)
+        if self._num_skipped >= PATIENCE:
+            refuse = self._guards[0].refuse if self._guards else _plain
+            raise refuse(
+                f"gradients were not finite in {PATIENCE} steps in a row; the loss scale is {self.get_scale():.0e}",
+                "look at the loss: it is not finite by itself, or a layer overflows in float16 whatever the scale; "
+                "bfloat16 needs no scaling",
+            )
+
+
+def _plain(message: str, remedy: str) -> Exception:
+    return RuntimeError(f"{message}; {remedy}")

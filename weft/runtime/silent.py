@@ -1,0 +1,121 @@
+"""Silent: a transport that sends nothing and gives tensors of the right shapes, of no particular content.
+
+In: a rank that runs on fake tensors. Out: what collectives would give it, as shapes; and how large the messages were
+that it would have sent. Other ranks are taken to be like this one where only they know a shape, and to be processes of
+one host: sums of gradients lie in memory that is lent once and then kept (`shared_sums.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.runtime.boxes import ALIGNED, LARGE
+from weft.runtime.channel import PIECE
+from weft.runtime.letters import SMALL
+from weft.runtime.transport import Doing, Expected
+
+FEW = 64
+"""Elements of a tensor whose content decides what comes next: the sizes that others have."""
+
+
+class Silent:
+    """One rank, and nobody there."""
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.device, self.doing = device or torch.device("cpu"), Doing()
+        self._largest: dict[tuple[int, ...], int] = {}
+        """Bytes of the largest message in each group that does not go through a pipe."""
+        self._posted: dict[str, list[Tensor]] = {}
+        self._lent: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def lend(self, sizes: Iterable[int]) -> None:
+        """Have memory for sums of these bytes, as after the first step."""
+        self._lent = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes if size >= LARGE]
+        self._free = sorted(self._lent, key=Tensor.numel)
+
+    def memory(self) -> list[Tensor]:
+        """What is lent; gradients lie in it."""
+        return list(self._lent)
+
+    def start_sum(self, parts: Sequence[Tensor], group: tuple[int, ...]) -> Done:
+        """A sum of gradients."""
+        own = {box.untyped_storage()._cdata for box in self._lent}
+        if len(parts) == 1 and parts[0].untyped_storage()._cdata in own:
+            return Done(parts[0])
+        flat = self.room(sum(part.numel() for part in parts), parts[0].dtype, group)
+        torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
+        return Done(flat)
+
+    def room(self, numel: int, dtype: torch.dtype, group: tuple[int, ...]) -> Tensor:
+        """A flat tensor in which gradients are summed."""
+        size = numel * dtype.itemsize
+        box = next((one for one in self._free if one.numel() >= size >= LARGE), None)
+        if box is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        self._free = [one for one in self._free if one is not box]
+        return box[:size].view(dtype)
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+        self._note(group, tensor.nbytes)
+        return _like(tensor)
+
+    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+        if tensor.numel() <= FEW:
+            return [tensor for _ in group]
+        self._note(group, tensor.nbytes)
+        return [_like(tensor) for _ in group]
+
+    def all_to_all(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        expects: Mapping[int, Sequence[Expected]],
+        group: tuple[int, ...],
+        kind: str = "all_to_all",
+    ) -> dict[int, list[Tensor]]:
+        self._note(group, sum(tensor.nbytes for peer, each in sends.items() if peer != self.rank for tensor in each))
+        return {peer: self._made(each) for peer, each in expects.items()}
+
+    def barrier(self, group: tuple[int, ...]) -> None:
+        return None
+
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        if peer == self.rank:
+            self._posted[tag] = [tensor.detach().clone() for tensor in tensors]
+        else:
+            self._note(tuple(sorted((self.rank, peer))), sum(tensor.nbytes for tensor in tensors), SMALL)
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        return self._posted.pop(tag) if peer == self.rank else self._made(expects)
+
+    def _made(self, expects: Sequence[Expected]) -> list[Tensor]:
+        assert all(dtype is not None for _, dtype in expects), "a dtype is not known on the rank that gets the tensor"
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in expects]
+
+    def _note(self, group: tuple[int, ...], num_bytes: int, least: int = LARGE) -> None:
+        if num_bytes >= least:
+            self._largest[group] = max(self._largest.get(group, 0), num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """A box for the largest message of each group, or for a piece of it."""
+        return sum(-(-min(size, PIECE) // ALIGNED) * ALIGNED + ALIGNED for size in self._largest.values())
+
+
+@dataclass(frozen=True)
+class Done:
+    """A sum that has ended."""
+
+    total: Tensor
+
+    def wait(self) -> Tensor:
+        return self.total
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -1,0 +1,77 @@
+"""Measured memory: what ranks hold in a step on true processes, from live tensors.
+
+In: a model and the files of its program. Out: Bytes of every rank (`runtime/ledger.py`), counted in the second step:
+the first makes the optimizer's state and finds out how gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.runtime.initialise import module_tensors
+from weft.runtime.launch import Pool
+from weft.runtime.ledger import Bytes, Owner, counted_step
+from weft.runtime.module import ParallelModule
+from weft.runtime.parallel import Parallel
+from weft.runtime.processes import ProcessTransport
+from weft.train.loop import Nothing, own_optimizer
+from weft.train.opened import AnyParallel, Content, num_devices, open_rank
+from weft.verify.model_file import Subject, load_model_file
+from weft.verify.parallel import told
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What a process is to do.
+
+    Args:
+        origin: of the model: a path, or `hf:...`.
+    """
+
+    origin: str
+    files: Content
+
+
+def measure(origin: str, files: Content, *, pool: Pool | None = None) -> Sequence[Bytes]:
+    """Train two steps on the example, on as many local processes as the program is for.
+
+    Args:
+        pool: of processes that are there already.
+    """
+    order = Measuring(origin, files)
+    if pool is not None:
+        return told(lambda: pool.run(measure_rank, order))
+    with Pool(num_devices(files), preload=(__name__,)) as workers:
+        return told(lambda: workers.run(measure_rank, order))
+
+
+def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
+    """What each process does."""
+    subject = load_model_file(order.origin)
+    module = open_rank(
+        order.files,
+        transport,
+        subject.model,
+        known=frozenset(module_tensors(subject.model)),
+        reduction=subject.reduction,
+    )
+    return measured(module, subject, transport)
+
+
+def measured(module: AnyParallel, subject: Subject, transport: ProcessTransport) -> Bytes:
+    """Bytes of the second step of a rank."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = own_optimizer(subject, parameters) if parameters else Nothing()
+
+    def step() -> None:
+        module.train_step(subject.example, optimizer)
+
+    step()
+    optimizer.zero_grad(set_to_none=True)
+    return counted_step(Owner(module, optimizer, programs_of(module), transport.memory), step)
+
+
+def programs_of(module: AnyParallel) -> Sequence[ParallelModule]:
+    """The programs that hold what a rank stores."""
+    return [module.program] if isinstance(module, Parallel) else module.program.modules

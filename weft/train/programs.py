@@ -1,0 +1,202 @@
+"""Programs: what the compiler makes of one model, when it is asked for.
+
+In: a model, an example, a plan. Out: the files of the program for training; later those for evaluation, for batches of
+other arguments, and, of plans in pieces, for micro-batches of other sizes. Promised: all keep parameters where training
+has them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from weft import cache
+from weft.capture.specialise import at_example
+from weft.compile import Compiled, compile_subject, is_open, returned
+from weft.errors import RunError
+from weft.ir.graph import Graph
+from weft.plan.plan import Plan
+from weft.runtime.parallel import Batch
+from weft.train.opened import Content, MakeFiles, Wanted
+from weft.verify.door import PlanLike, capture_subject, check_fit, make_plan
+from weft.verify.model_file import Subject
+from weft.verify.pieces import InPieces, is_in_pieces, refuse_inference
+from weft.verify.pieces_again import Evaluation, at_size, for_evaluation
+
+
+class Programs:
+    """Compiles the programs of a model.
+
+    Args:
+        subject: gives the model and its example, anew unless the module is given: what a function made is not kept.
+        devices: as many as the plan needs if None.
+        cache: where programs are kept; None keeps none.
+        outputs: as of `compile_subject`.
+    """
+
+    def __init__(
+        self,
+        subject: Callable[[nn.Module | None], Subject],
+        plan: PlanLike,
+        devices: int | None,
+        *,
+        cache: str | Path | None,
+        outputs: str = "loss",
+    ) -> None:
+        self._subject, self._plan, self._devices, self._cache, self._outputs = subject, plan, devices, cache, outputs
+        self._trained: Plan | None = None
+        self._pieces: InPieces | None = None
+        self._evaluations: dict[str, Evaluation] = {}
+
+    def training(self, module: nn.Module | None = None) -> Content:
+        """The program for training; `module`: that of the subject, if it is there already."""
+        subject = self._subject(module)
+        made = said(compile_subject(subject, self._plan, self._devices, folder=self._cache, outputs=self._outputs))
+        self.after(made)
+        return made.files
+
+    def after(self, training: Compiled) -> Programs:
+        """These programs, with what was compiled for training already."""
+        refuse_inference(training.plan)
+        self._trained, self._devices, self._pieces = training.plan, training.plan.devices, training.pieces
+        return self
+
+    def __call__(self, wanted: Wanted) -> Content:
+        """A program that is not there yet."""
+        if self._trained is None:
+            self.training()
+        assert self._trained is not None
+        subject = self._subject(None)
+        if not is_in_pieces(self._trained):
+            return self._whole(self._about(subject, wanted.batch), wanted.batch)
+        if not wanted.evaluation:
+            assert wanted.rows is not None, "the program for training is there"
+            made = at_size(self._trained_pieces(), subject, wanted.rows, capture_subject, self._make(subject))
+            return made.files()
+        about = self._about(subject, wanted.batch)
+        with in_eval(about.model):
+            return self._evaluation(about, wanted)
+
+    def _about(self, subject: Subject, batch: Batch | None) -> Subject:
+        return subject if batch is None else replace(subject, example=as_example(batch))
+
+    def _whole(self, subject: Subject, batch: Batch | None) -> Content:
+        """The program of `eval()`. A batch of other arguments gets all that the forward returns."""
+        plan = self._plan
+        if isinstance(plan, Plan):
+            # a Plan is about the graph of training: what it says is said again, of this one
+            plan = partial(Plan, devices=plan.devices, lines=plan.lines)
+        with in_eval(subject.model):
+            return said(
+                compile_subject(
+                    subject,
+                    plan,
+                    self._devices,
+                    folder=self._cache,
+                    outputs=self._outputs if batch is None else "any",
+                    like=self._trained,
+                )
+            ).files
+
+    def _trained_pieces(self) -> InPieces:
+        """The pieces of training; they are made again if the program came from a cache."""
+        if self._pieces is None:
+            made = compile_subject(self._subject(None), self._plan, self._devices, outputs=self._outputs)
+            assert made.pieces is not None, "a program in pieces was asked for"
+            self._pieces = made.pieces
+        return self._pieces
+
+    def _evaluation(self, subject: Subject, wanted: Wanted) -> Content:
+        """That of a model in pieces: forwards alone; with `rows`, for micro-batches of another size."""
+        key, make = told(wanted.batch), self._make(subject)
+        outputs = self._outputs if wanted.batch is None else "any"
+        capture = partial(capture_subject, trains=False)
+        if wanted.rows is None or key not in self._evaluations:
+            graph = at_example(capture(subject))
+            check_fit(graph, subject)
+            opened = is_open(graph, outputs)
+            names = [name for name in graph.outputs if name is not None] if opened else [str(graph.loss)]
+            self._evaluations[key] = for_evaluation(
+                self._trained_pieces(), subject, graph, capture, make, returns=list(dict.fromkeys(names))
+            )
+        made = self._evaluations[key]
+        whole = made.pieces.whole
+        output = returned(whole).to_json() if is_open(whole, outputs) else None
+        if wanted.rows is not None:
+            pieces = at_size(made.pieces, subject, wanted.rows, capture, make, evaluation=True)
+            made = replace(made, pieces=pieces)
+        return made.files({"made_from": cache.origin(whole), "output": output})
+
+    def _make(self, subject: Subject) -> Callable[[Graph], Plan]:
+        return partial(make_plan, self._plan, subject=subject, devices=self._devices)
+
+
+class Once:
+    """Makes each program once, whichever thread asks first."""
+
+    def __init__(self, make: MakeFiles) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._found: dict[str, Content] = {}
+
+    def __call__(self, wanted: Wanted) -> Content:
+        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = self._make(wanted)
+            return self._found[key]
+
+
+def told(batch: Batch | None) -> str:
+    """Equal for batches that one program serves."""
+    if batch is None:
+        return ""
+    leaves, spec = pytree.tree_flatten(batch)
+    kinds = [
+        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{spec} {kinds}"
+
+
+def as_example(batch: Batch) -> Any:
+    """A batch as an example."""
+    args, kwargs = batch
+    if args and kwargs:
+        raise RunError(
+            "a batch of other arguments than the example's is given partly by position, partly by keyword",
+            remedy="give all of them by keyword",
+        )
+    return args or kwargs
+
+
+@contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; afterwards each part of it is in the mode it was in."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def said(compiled: Compiled) -> Compiled:
+    """Tell of an edited program; it is used as it is."""
+    if compiled.edited:
+        warnings.warn(
+            f"the program in {compiled.directory} was edited and is run as it is; `weft verify FILE --program "
+            f"{compiled.directory}` compares it with one device; delete it to have it made anew",
+            stacklevel=3,
+        )
+    return compiled

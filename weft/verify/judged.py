@@ -1,0 +1,76 @@
+"""judge_code(): a program in a directory, whole or in pieces, against one device.
+
+In: the directory, the Graph of the model as it is now, the user's module and example. Out: a Result. Both sides train
+on the same micro-batches, of which a whole program has one: the reference runs them one after the other and counts
+their losses by rows, a program in pieces runs them in the order of its schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.ir.graph import Graph
+from weft.runtime.launch import Pool
+from weft.runtime.pipeline_files import described, is_pipeline
+from weft.verify.compare import Processes, Result, Sample, compare, count_silenced
+from weft.verify.generated import run_generated
+from weft.verify.locate import locate_in_code
+from weft.verify.model_file import Subject
+from weft.verify.processes import compare_with_emulator, one_thread
+from weft.verify.reference import run_reference
+
+Say = Callable[[str], None]
+
+
+def judge_code(
+    directory: Path,
+    graph: Graph,
+    subject: Subject,
+    *,
+    seed: int,
+    tolerance: float,
+    say: Say = lambda text: None,
+    pool: Pool | None = None,
+) -> Result:
+    """Run both sides and compare them; on the processes of `pool` if there is one."""
+    told = described(directory)
+    devices, count = int(told["devices"]), len(told["size_of"]) if is_pipeline(directory) else 1
+    dims = told.get("dims")
+    say(f"training on one device, {f'{count} micro-batches a step, ' if count > 1 else ''}in float64")
+    reference = run_reference(subject, seed=seed, wide=True, microbatches=count, dims=dims)
+    say(f"training on {devices} emulated devices, in float64")
+    processes = None
+    if pool is None:
+        ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+    else:
+        ours, processes = run_both(directory, graph, subject, reference, seed=seed, say=say, pool=pool)
+    differences = compare(ours, reference)
+    largest = max(found.value for found in differences)
+    equal = largest < tolerance and not ours.disagreements
+    say("training on both in the model's own precision")
+    narrow = run_generated(directory, graph, subject, seed=seed, wide=False)
+    plain = run_reference(subject, seed=seed, wide=False, microbatches=count, dims=dims)
+    return Result(
+        equal=equal,
+        largest_difference=largest,
+        differences=differences,
+        tolerance=tolerance,
+        devices=devices,
+        first_difference=None if equal else locate_in_code(graph, ours, reference, tolerance),
+        disagreements=ours.disagreements,
+        rounding=compare(narrow, plain),
+        silenced=count_silenced(ours, reference),
+        processes=processes,
+    )
+
+
+def run_both(
+    directory: Path, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
+) -> tuple[Sample, Processes]:
+    """Train through the program in a directory on processes, and how they compare with the emulator."""
+    with one_thread():
+        emulated = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+    say(f"training on {pool.num_ranks} processes, in float64")
+    ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
+    return ours, compare_with_emulator(ours, emulated, pool.num_ranks)

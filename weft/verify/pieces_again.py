@@ -1,0 +1,231 @@
+"""Pieces again: the model of a pipeline for micro-batches of another size, and for evaluation.
+
+In: a pipeline for training, compiled, and what is asked for. Out: an InPieces beside it, proven like the first: with
+the same stages, and with weights that lie where training keeps them. That of evaluation runs forwards alone, and brings
+what the model returns to every device; a batch is cut only if what comes of its parts can be joined again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from weft.capture.example import split_example
+from weft.cost.links import Links
+from weft.errors import PlanError
+from weft.ir.graph import Graph, Op
+from weft.ir.schedule import Pipeline
+from weft.lower.check import check
+from weft.lower.pipeline import Pipelined
+from weft.order import make_schedule
+from weft.plan.plan import Plan
+from weft.plan.select import select
+from weft.plan.staging import StageLine
+from weft.runtime.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
+from weft.verify.alike import lower_alike
+from weft.verify.model_file import Subject
+from weft.verify.pieces import InPieces, as_example, at_other_size, batch_dims
+
+LOSS = -1
+"""In place of a dim along which parts are laid end to end: they are weighed and added up."""
+
+Capture = Callable[[Subject], Graph]
+Make = Callable[[Graph], Plan]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A pipeline of forwards.
+
+    Args:
+        returns: tensors that every device gets.
+        joins: for each the dim along which micro-batches are joined, or LOSS; None: the batch is not cut.
+    """
+
+    pieces: InPieces
+    returns: tuple[str, ...]
+    joins: tuple[int, ...] | None
+
+    def files(self, about: dict[str, Any]) -> dict[str, bytes]:
+        return self.pieces.files({**about, "joins": self.joins}, self.returns)
+
+
+def at_size(
+    made: InPieces, subject: Subject, rows: int, capture: Capture, make: Make, *, evaluation: bool = False
+) -> InPieces:
+    """The same pieces for micro-batches of so many rows."""
+    example = _with_rows(made.examples[0], _dims(made.dims, made.whole), rows)
+    graph = capture(replace(subject, example=as_example(example)))
+    graph = _only_read(graph) if evaluation else graph
+    found = at_other_size(made.sizes[0], made.plan, graph, make, None)
+    _check(found)
+    return replace(made, sizes=(found,), size_of=(0,), examples=(example,))
+
+
+def for_evaluation(
+    trained: InPieces,
+    subject: Subject,
+    whole: Graph,
+    capture: Capture,
+    make: Make,
+    *,
+    returns: Sequence[str],
+    links: Links | None = None,
+) -> Evaluation:
+    """The pipeline of forwards of a model in evaluation mode.
+
+    Args:
+        trained: where the weights lie.
+        subject: gives a whole batch as its example, whose graph is `whole`.
+        returns: tensors of it that are wanted.
+    """
+    count = trained.plan.microbatches
+    told = batch_dims(subject, whole)
+    dims = _dims(told if told is None or len(told) == len(whole.inputs) else None, whole)
+    examples = _cut(split_example(subject.example), dims, count)
+    graphs: dict[str, Graph] = {}
+    keys = [str([tuple(leaf.shape) for leaf in _tensors(one)]) for one in examples]
+    for key, one in zip(keys, examples, strict=True):
+        if key not in graphs:
+            graphs[key] = _only_read(capture(replace(subject, example=as_example(one))))
+    joins = _joins(whole, [graphs[key] for key in keys], returns) if count > 1 else None
+    if joins is None and len(examples) > 1:
+        examples, keys, graphs = [split_example(subject.example)], [""], {"": _only_read(whole)}
+    first, *others = graphs.values()
+    plan, lowered = _as_trained(trained, first, make, links)
+    sizes = (lowered, *(at_other_size(lowered, plan, graph, make, links) for graph in others))
+    for size in sizes:
+        _check(size)
+    pipeline = Pipeline(tuple(part.piece.segment for part in lowered.parts), count)
+    schedule = make_schedule("inference", pipeline)
+    size_of = tuple(list(graphs).index(key) for key in keys)
+    free = pipeline.without_gradient()
+    made = InPieces(plan, sizes, size_of, free, schedule, tuple(examples), tuple(dims), whole)
+    return Evaluation(made, tuple(returns), joins)
+
+
+def _only_read(graph: Graph) -> Graph:
+    """The graph without parameters and buffers that nothing reads: a count of batches, in evaluation."""
+    read = {name for op in graph.ops for name in op.inputs} | {name for name in graph.outputs if name is not None}
+    held = {one.tensor for one in graph.parameters} | {one.tensor for one in graph.buffers}
+    idle = held - read
+    idle -= {one.tensor for one in graph.buffers if one.update is not None}
+    return replace(
+        graph,
+        tensors={name: tensor for name, tensor in graph.tensors.items() if name not in idle},
+        parameters=tuple(one for one in graph.parameters if one.tensor not in idle),
+        buffers=tuple(one for one in graph.buffers if one.tensor not in idle),
+    )
+
+
+def _cut(arguments: Arguments, dims: Sequence[BatchDim], count: int) -> list[Arguments]:
+    """In as many parts as there are rows for."""
+    args, kwargs = arguments
+    tensors = _tensors(arguments)
+    try:
+        rows = rows_of(tensors, dims)
+    except TooFewRows:
+        rows = 1
+    return split_arguments(args, dict(kwargs), dims, max(1, min(count, rows)))[0]
+
+
+def _joins(whole: Graph, parts: Sequence[Graph], returns: Sequence[str]) -> tuple[int, ...] | None:
+    """For each tensor the one dim in which the parts add up to the whole; None if one has no such dim."""
+    found = []
+    for name in returns:
+        sizes = whole.tensors[name].sizes
+        if name == whole.loss:
+            found.append(LOSS)
+            continue
+        mine = [part.tensors[name].sizes for part in parts if name in part.tensors]
+        if len(mine) < len(parts) or len(parts) < 2 or any(len(one) != len(sizes) for one in mine):
+            return None
+        differing = [dim for dim, size in enumerate(sizes) if any(one[dim] != size for one in mine)]
+        if len(differing) != 1 or sum(one[differing[0]] for one in mine) != sizes[differing[0]]:
+            return None
+        found.append(differing[0])
+    return tuple(found)
+
+
+def _as_trained(trained: InPieces, graph: Graph, make: Make, links: Links | None) -> tuple[Plan, Pipelined]:
+    """A plan for a graph whose weights lie where training has them."""
+    homes = _homes(trained.sizes[0])
+    return lower_alike(
+        trained.plan,
+        graph,
+        make,
+        stages=stages_like(trained.plan, graph),
+        keeps=lambda pipelined: _homes(pipelined) <= homes,
+        refusal=PlanError(
+            "evaluation would keep its weights in other places than training does",
+            remedy="evaluate a saved model under a plan without stages",
+        ),
+        links=links,
+    )
+
+
+def stages_like(plan: Plan, graph: Graph) -> tuple[StageLine, ...]:
+    """The stages of a plan, said of another graph of the same model.
+
+    An op that both graphs have is where it was. One that only this graph has is where other ops of its module are, else
+    where what it reads is made, else where it is read.
+    """
+    paths: dict[str, str] = {}
+    for op in plan.graph.ops:
+        if op.name in plan.stages:
+            paths.setdefault(op.path, plan.stages[op.name].name)
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        known = plan.graph.by_name.get(op.name)
+        if known is not None and known.target == op.target:
+            if op.name in plan.stages:
+                found[op.name] = plan.stages[op.name].name
+        elif stage := paths.get(op.path) or _stage_before(graph, op, found):
+            found[op.name] = stage
+    lines = [line for line in plan.lines if isinstance(line, StageLine)]
+    placed = ((line, [name for name, stage in found.items() if stage == line.name]) for line in lines)
+    return tuple(replace(line, ops=select(graph, names)) for line, names in placed if names)
+
+
+def _stage_before(graph: Graph, op: Op, found: Mapping[str, str]) -> str | None:
+    makers = [graph.producers[name].name for name in op.inputs if name in graph.producers]
+    return next((found[name] for name in reversed(makers) if name in found), None)
+
+
+def _homes(pipelined: Pipelined) -> frozenset[Any]:
+    """What is kept from step to step, on which devices, how."""
+    found = set()
+    for part in pipelined.parts:
+        graph = part.program.graph
+        for name in (*graph.parameter_tensors, *(one.tensor for one in graph.buffers)):
+            found.add((name, part.piece.segment.devices, part.program.stored[name]))
+    return frozenset(found)
+
+
+def _check(pipelined: Pipelined) -> None:
+    for part in pipelined.parts:
+        check(part.program)
+
+
+def _dims(told: Sequence[BatchDim] | None, whole: Graph) -> tuple[BatchDim, ...]:
+    return tuple(dims_of([whole.tensors[one.tensor].sizes for one in whole.inputs]) if told is None else told)
+
+
+def _with_rows(arguments: Any, dims: Sequence[BatchDim], rows: int) -> Any:
+    """Arguments with so many rows: only their sizes matter."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for number, dim in zip(at, dims, strict=True):
+        if dim is not None:
+            leaf = leaves[number]
+            leaves[number] = leaf.index_select(dim, torch.arange(rows, device=leaf.device) % leaf.shape[dim])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
