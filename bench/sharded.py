@@ -61,7 +61,7 @@ def fsdp2(batch: Any, *, hollow: bool) -> Step:
     if hollow:
         made.to_empty(device="cpu")
         for parameter in made.parameters():
-            nn.init.normal_(parameter, std=0.02)
+            nn.init.normal_(parameter.to_local(), std=0.02)
     return averaged(stepper(made, share(batch)), dist.get_world_size())
 
 

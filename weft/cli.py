@@ -215,6 +215,9 @@ def _add_train(commands: Commands) -> argparse.ArgumentParser:
     train.add_argument("--save-every", type=_positive, metavar="K", help="and every K steps")
     train.add_argument("--resume", metavar="DIR", help="go on from what --save has written, under this plan or another")
     train.add_argument("--tensorboard", metavar="DIR", help="write events there")
+    train.add_argument(
+        "--memory-limit", metavar="SIZE", help="refuse a plan whose ranks will hold more in tensors: 2GiB, 500MB"
+    )
     train.add_argument("--cache", default=".weft", metavar="DIR", help="where programs are kept (default .weft)")
     train.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
     return train

@@ -11,29 +11,30 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.acceptance.test_pipelines import subject_of as sized
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.verify.compare import Sample, compare
 from weft.verify.door import capture_subject
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject, load_model_file
+from weft.verify.model_file import Subject
 from weft.verify.pieces import compile_pieces
 from weft.verify.pipelined import written
 from weft.verify.processes import emitted, one_thread
 from weft.verify.reference import run_reference
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = ("gpt.py", *(f"models/{name}.py" for name in ("llama", "vit", "mixtral")))
 PLANS = ("dp=2", "dp=3", "dp=4", "dp=2,tp=2")
 PIPELINES = ("dp=2,pp=2", "dp=2,tp=2,pp=2", "dp=2")
 STAGES = (1, 2, 3)
+ROWS = 10
+"""Of a batch: four micro-batches of different sizes, each of which two replicas can share."""
 
 
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -54,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 @cache
 def subject_of(file: str, optimizer: str) -> Subject:
-    return replace(load_model_file(str(EXAMPLES / file)), optimizer=OPTIMIZERS[optimizer])
+    return replace(sized(file, ROWS), optimizer=OPTIMIZERS[optimizer])
 
 
 @cache

@@ -52,7 +52,7 @@ def test_recipe_that_recomputes_nothing_says_where() -> None:
         ("tp=-1", "tp=-1 is no degree", "at least 1"),
         ("dp=2,", "a setting is empty", "available: dp, tp"),
         ("cp=2", "cp is not available in this version", "available: dp, tp"),
-        ("dp=2,zero=1", "zero=1 is not available in this version", "zero=3"),
+        ("dp=2,zero=4", "zero=4 is no stage", "zero=1, zero=2 or zero=3"),
         ("dp=2,zero=4", "zero=4 is no stage", "zero=3"),
         ("dp=2,zero", "zero has no value", "zero=..."),
         ("zero=3", "there is no dp", "dp=2,zero=3"),
@@ -169,7 +169,9 @@ def everything() -> Plan:
     plan = plan.assign(plan.match(op="linear"), [[0, 1], [2, 3]])
     plan = plan.trans(plan.match("**") - plan.match("layers.*.fc"), copy(2, "dp"), recompute())
     plan = plan.trans(["layers.0.fc/linear", "layers.1.fc"], recompute())
-    plan = plan.store("layers.[01].**", cut(0, 2, "dp"), state=[copy(2, "dp")]).store("layers.2.*.*", copy(2, "dp"))
+    rows = cut(0, 2, "dp")
+    plan = plan.store("layers.0.**", state=[rows]).store("layers.1.**", grad=rows, state=rows)
+    plan = plan.store("layers.2.*.*", copy(2, "dp"))
     plan = plan.block("a", "layers.0.** | layers.1/relu").block("b b", "layers.2.**")
     return plan.order(before(f("a", m + 2), b("a", m)), before(f("a", 3), f("b b", 3)))
 

@@ -365,7 +365,9 @@ def test_impossible_arguments(make: Callable[[], object]) -> None:
 
 def test_asking_changes_nothing() -> None:
     assert PLAN.can_trans(FC, cut("n", 2, "tp")) and TOLD.can_assign(FC, [3, 0]) and BLOCK.can_block("b", "layers.1")
-    assert PLAN.can_store("layers.**", cut(0, 2, "tp"), state=cut(1, 2, "tp"))
+    assert PLAN.can_store("layers.**", cut(0, 2, "tp")) and PLAN.can_store("layers.**", state=cut(1, 2, "tp"))
+    assert not PLAN.can_store("layers.**", cut(0, 2, "tp"), state=cut(1, 2, "tp"))
+    assert not PLAN.can_store("layers.**", grad=cut(0, 2, "tp"), state=cut(1, 2, "tp"))
     assert BLOCK.can_order(before(f("a", m + 2), b("a", m)), before(b("a", 0), w("a", 0)))
     assert not PLAN.lines
 
@@ -380,15 +382,16 @@ def test_devices_may_be_any_nesting() -> None:
 
 
 def test_stores_blocks_orders() -> None:
-    plan = PLAN.store("layers.*.fc.weight", cut(-2, 4, axis="dp"), state=[cut(1, 2, "tp"), copy(2, "x")])
+    plan = PLAN.store("layers.*.fc.weight", cut(-2, 4, axis="dp"))
     store = plan.stores["w1"]
-    assert store.uses == (AxisUse("dp", 4, Cut("0", (1, 1, 1, 1), (8,), 8)),)
-    assert store.state is not None and [one.axis for one in store.state] == ["tp", "x"]
+    assert store.uses == store.updated == (AxisUse("dp", 4, Cut("0", (1, 1, 1, 1), (8,), 8)),) and not store.kept
     plan = plan.block("a", "layers.0.**").order(before(f("a", m + 2), b("a", m)))
     assert isinstance(plan.blocks["a"], Selection) and len(plan.blocks["a"]) == 2
     assert str(plan.orders[0]) == "f(a, m+2) before b(a, m)"
-    only_state = PLAN.store("layers.**", state=cut(0, 2, "dp"))
-    assert only_state.stores["w0"].uses == ()
+    only_state = PLAN.store("layers.**", state=[cut(0, 2, "dp"), copy(2, "x")]).stores["w0"]
+    assert only_state.uses == () and only_state.kept and not only_state.reduced
+    assert [one.axis for one in only_state.updated] == ["dp", "x"]
+    assert PLAN.store("layers.**", grad=cut(0, 2, "dp"), state=cut(0, 2, "dp")).stores["w0"].reduced
 
 
 def test_prints_folded_by_layer() -> None:

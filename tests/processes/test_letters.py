@@ -108,12 +108,16 @@ def test_sample(ways: Pools) -> None:
     equal_to_one_device("gpt.py", "pp=2", "1f1b", 4, ways)
 
 
+def test_sample_on_four_ranks(pools: Pools) -> None:
+    equal_to_one_device("gpt.py", "pp=2,tp=2", "zb-h1", 4, pools)
+
+
 FILES = ("gpt.py", "models/t5.py", "models/unet.py", "models/mixtral.py")
 PLANS = ("pp=2", "pp=4", "pp=2,tp=2", "dp=2,pp=2")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("file", "plan"), list(itertools.product(FILES, PLANS)))
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "zb-v"])
 def test_matrix(file: str, plan: str, schedule: str, pools: Pools) -> None:
     equal_to_one_device(file, plan, schedule, 4, pools)

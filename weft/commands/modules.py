@@ -20,7 +20,7 @@ from weft.lower.script import script
 from weft.plan.select import fold
 from weft.runtime.groups import flat
 from weft.runtime.script import Peers, Run
-from weft.train.limit import shown
+from weft.train.amounts import shown
 
 INPUTS, MODEL = "(inputs)", "(model)"
 SOME = 3

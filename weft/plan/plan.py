@@ -254,7 +254,7 @@ class Plan:
         if not transforms and state is None:
             raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp'), on= or state=")
         states = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
-        if grad is not None and (grad if isinstance(grad, Sequence) else (grad,)) != states:
+        if grad is not None and (tuple(grad) if isinstance(grad, Sequence) else (grad,)) != states:
             raise PlanError(
                 "gradients are added up where the optimizer's state lies, or as they arise",
                 remedy="give grad= what state= says, or leave it out",

@@ -212,7 +212,10 @@ class Guard:
         if len(known) < len(optimizers):
             return  # whoever writes an optimizer of another kind knows what it holds
         trained = [(name, one) for rank in self.ranks for name, one in rank.trained if one.requires_grad]
-        seen = (len(trained), *((id(one), sum(len(group["params"]) for group in one.param_groups)) for one in known))
+        seen = (
+            len(trained),
+            *((weakref.ref(one), sum(len(group["params"]) for group in one.param_groups)) for one in known),
+        )
         if seen == self._seen:
             return
         held = {id(one) for each in known for group in each.param_groups for one in group["params"]}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.runtime.calls import resolve
+from weft.runtime.end_sync import separate
 from weft.runtime.gives import Gives, take_part
 from weft.runtime.random import Draw, Stream
 from weft.runtime.regions import Body, Work, backward, run_recomputed_loop, run_region
@@ -103,7 +104,7 @@ class Rank:
             if gradient is not None:
                 found[sync.parameter] = gradient
         self._transport.doing = Doing()
-        return _separate(found)
+        return separate(found)
 
     def updates(self) -> dict[str, Tensor]:
         """New contents of the buffers that the last forward updated: this rank's parts."""
@@ -307,13 +308,3 @@ class _Tie(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients[:-1]
-
-
-def _separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """No two gradients on one memory (autograd may make them so): whoever scales one in place must not scale both."""
-    seen: set[int] = set()
-    for name, gradient in gradients.items():
-        address = gradient.untyped_storage().data_ptr()
-        gradients[name] = gradient.clone() if address in seen else gradient
-        seen.add(address)
-    return gradients

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-NUM_TENSORS, NUM_ELEMENTS = 8, 32
+NUM_TENSORS, NUM_ELEMENTS = 4, 32
 """How much is remembered: elements of so many gradients."""
 
 

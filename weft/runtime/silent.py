@@ -36,7 +36,8 @@ class Silent:
 
     def lend(self, sizes: Iterable[int]) -> None:
         """Have memory for sums of these bytes, as after the first step."""
-        self._lent = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes if size >= LARGE]
+        boxes = [_aligned(size) for size in sizes if size >= LARGE]
+        self._lent = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in boxes]
         self._free = sorted(self._lent, key=Tensor.numel)
 
     def memory(self) -> list[Tensor]:
@@ -104,7 +105,7 @@ class Silent:
     @property
     def num_bytes(self) -> int:
         """A box for the largest message of each group, or for a piece of it."""
-        return sum(-(-min(size, PIECE) // ALIGNED) * ALIGNED + ALIGNED for size in self._largest.values())
+        return sum(_aligned(min(size, PIECE)) + ALIGNED for size in self._largest.values())
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Done:
 
     def wait(self) -> Tensor:
         return self.total
+
+
+def _aligned(size: int) -> int:
+    """Bytes of the memory that is taken for so many."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _like(tensor: Tensor) -> Tensor:

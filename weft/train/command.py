@@ -28,6 +28,8 @@ from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.launch import Pool
 from weft.train.data import Choice, Source, check_file, make_source
+from weft.train.expected import alike_ranks
+from weft.train.limit import check_limit
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.opened import Wanted, cut_trained
 from weft.train.programs import Programs
@@ -99,6 +101,9 @@ def train_file(
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
     check_on_parts(chosen, cut_trained(compiled.files))
+    if settings.memory_limit is not None:
+        say("foreseeing memory")
+        check_limit(compiled.files, chosen, settings.memory_limit, ranks=alike_ranks(compiled), tell=tell)
     num_ranks = _num_ranks(compiled.devices, settings.devices)
     choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
     source = make_source(subject, choice)

@@ -41,6 +41,7 @@ from weft.runtime.reduction import BadReduction, How, Reduction
 from weft.runtime.transport import Transport
 from weft.train.emulated import Emulated, EmulatedPipeline
 from weft.train.generating import Generate, generates
+from weft.train.limit import check_limit
 from weft.train.opened import AnyParallel, Content, MakeFiles, is_pipeline, num_devices, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.weights import Replayed, Values, Weights, sample_hash
@@ -62,13 +63,14 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     weights: Weights | None = None,
     outputs: Literal["loss", "all"] | None = None,
     reduction: How = "mean",
+    memory_limit: str | int | None = None,
 ) -> nn.Module:
     """Draw a module across devices.
 
     Args:
         model: a module whose forward returns a scalar loss, or tensors (a part of an eager model that runs the same on
-            every rank), or a function that makes it: then no rank ever holds more
-            than its own parts and one whole parameter, unless the construction looks at its values. It trains in the
+            every rank), or a function that makes it: then no rank ever holds more than its own parts and one whole
+            parameter, unless the construction looks at its values. It trains in the
             mode that it is in; `eval()` of the result is a program of its own, made when it is first called.
         example: a batch of one optimizer step; every batch has its form.
         plan: a recipe string (`dp=2,tp=2`), a plan file, `path.py:function`, a Plan, or a function of the Graph.
@@ -83,6 +85,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
             flow back to inputs that require one in the example. An output without a gradient counts as zeros.
         reduction: how losses of micro-batches, and of replicas, become that of a step in `train_step`: "mean" by their
             rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
+        memory_limit: `2GiB`: a plan that needs more for a rank's tensors, with AdamW, is refused before it starts.
     """
     if outputs not in (None, "loss", "all"):
         raise RunError(f"outputs is {outputs!r}", remedy='"loss", "all", or leave it out')
@@ -99,26 +102,40 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         cache=cache,
         outputs="any" if outputs is None else outputs,
     )
-    if emulate:
+
+    def trained() -> Content:
         files = programs.training(start.module)
-        once = Once(programs)
-        kind = EmulatedPipeline if is_pipeline(files) else Emulated
-        made: nn.Module = kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once)
-    elif not is_launched():
-        files = programs.training(start.module)
-        refuse_processes(num_devices(files))
-        made = opened.rank(files, Alone(), programs)
-    else:
-        job = connect()
-        refuse_different(job.transport, start)
-        files = job.share(lambda: programs.training(start.module))
-        refuse_size(num_devices(files), job.transport.num_ranks)
-        made = opened.rank(files, job.transport, lambda wanted: job.share(lambda: programs(wanted)))
+        if memory_limit is not None:
+            known = Subject(start.module, example, reduction=opened.reduction)
+            check_limit(files, known, memory_limit, tell=lambda text: warnings.warn(text, stacklevel=4))
+        return files
+
+    made = _emulated(trained(), opened, programs) if emulate else _launched(trained, start, opened, programs)
     if isinstance(model, nn.Module):
         mark_replaced(model.parameters(), refusal)
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _emulated(files: Content, opened: _Opening, programs: Programs) -> nn.Module:
+    """All ranks as threads of this process."""
+    once = Once(programs)
+    kind = EmulatedPipeline if is_pipeline(files) else Emulated
+    return kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once)
+
+
+def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, programs: Programs) -> nn.Module:
+    """The rank that this process is."""
+    if not is_launched():
+        files = trained()
+        refuse_processes(num_devices(files))
+        return opened.rank(files, Alone(), programs)
+    job = connect()
+    refuse_different(job.transport, start)
+    files = job.share(trained)
+    refuse_size(num_devices(files), job.transport.num_ranks)
+    return opened.rank(files, job.transport, lambda wanted: job.share(lambda: programs(wanted)))
 
 
 class _Opening:
@@ -127,7 +144,7 @@ class _Opening:
     Only what the values need of the module is kept: a hollow one goes."""
 
     def __init__(self, start: Start, weights: Weights | None, seed: int, reduction: Reduction) -> None:
-        self._reduction = reduction
+        self.reduction = reduction
         own: Values = start.module if start.record is None else Replayed(start.record)
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
         self._known = frozenset(module_tensors(start.module))
@@ -141,7 +158,7 @@ class _Opening:
             otherwise=self._own,
             known=self._known,
             make_files=make_files,
-            reduction=self._reduction,
+            reduction=self.reduction,
         )
 
 

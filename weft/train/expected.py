@@ -143,7 +143,14 @@ def _sums(module: AnyParallel) -> Iterator[int]:
 def _opened(files: Content, transport: Replica, subject: Subject) -> AnyParallel:
     if is_pipeline(files):
         return open_pipeline(files, transport, Pieces.join_copies, seed=0, make_files=None, reduction=subject.reduction)
-    return Parallel(open_program(files, transport), reduction=subject.reduction, refusal=refusal)
+    runnable = open_program(files, transport)
+    if runnable.returns is not None:
+        raise Unforeseen(
+            "the memory of a step cannot be foreseen: the module returns no loss",
+            place=subject.place,
+            remedy="a forward that returns a scalar loss",
+        )
+    return Parallel(runnable, reduction=subject.reduction, refusal=refusal)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import RunError
+from weft.train.amounts import read_bytes
 from weft.train.schedule import Schedule
 
 
@@ -31,6 +32,7 @@ class Settings:
         resume: where it is read from.
         tensorboard: where events are written.
         cache: where programs are kept; None keeps none.
+        memory_limit: bytes of tensors that a rank may hold, as `2GiB`; a plan that needs more is not started.
         show: draw a progress bar.
     """
 
@@ -47,11 +49,14 @@ class Settings:
     save_every: int | None = None
     resume: str | None = None
     tensorboard: str | None = None
+    memory_limit: str | None = None
     show: bool = False
     cache: str | Path | None = None
 
     def __post_init__(self) -> None:
         _ = self.rates
+        if self.memory_limit is not None:
+            read_bytes(self.memory_limit)
         if self.clip is not None and not self.clip > 0:
             raise RunError(f"--clip {self.clip} leaves nothing of a gradient", remedy="a bound above 0")
         if self.lr is not None and not (self.lr >= 0 and math.isfinite(self.lr)):
