@@ -83,6 +83,8 @@ def test_parameters_in_parts() -> None:
     assert {use.size for store in plan.stores.values() for use in store.uses} == {4}
     with pytest.raises(PlanError, match="no op is cut along 'dp'"):
         zero(tp(Plan(graph, 2), 2))
-    with pytest.raises(PlanError, match="zero=1 is not available") as caught:
-        zero(dp(Plan(graph, 2), 2), 1)
-    assert "zero=3" in caught.value.remedy
+    for stage, reduced in ((1, False), (2, True)):
+        stores = zero(dp(Plan(graph, 2), 2), stage).stores.values()
+        assert all(one.kept and one.reduced == reduced and not one.uses for one in stores)
+    with pytest.raises(PlanError, match="zero=4 is no stage"):
+        zero(dp(Plan(graph, 2), 2), 4)

@@ -103,3 +103,49 @@ def test_losses_are_reduced_as_the_model_file_says(tmp_path, reduction: str) -> 
     assert found == ([1.0, 1.0, 1.0] if "sum" in reduction else [4 / 14, 2 / 14, 8 / 14])
     by_rows = run_reference(replace(subject, reduction=Reduction()), seed=0, wide=True, microbatches=3)
     assert run_reference(subject, seed=0, wide=True, microbatches=3).losses[0] != by_rows.losses[0]
+
+
+class Masked(nn.Module):
+    """As many positions as rows: only what is done with them tells the mask from a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        mixed = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2) + mask, -1) @ x
+        return nn.functional.cross_entropy(self.head(mixed)[:, 0], y, weight, reduction="sum")
+
+
+def masked() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(6, 6, 6), torch.randn(6, 6), torch.randint(6, (6,)), torch.rand(6)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_what_is_no_batch_is_not_cut(count: int) -> None:
+    batch = masked()
+    eager, plan = Masked(), f"pp=2,microbatches={count}"
+    parallel = weft.parallelize(eager, batch, plan, emulate=True, cache=None, reduction="sum")
+    assert torch.isclose(parallel.forward_backward(batch), eager(*batch), rtol=1e-5)
+
+
+class Recurrent(nn.Module):
+    """Time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x[0]
+        for number in range(1, x.shape[0]):
+            state = torch.tanh(self.step(state) + x[number])
+        return self.head(state).mean()
+
+
+def test_rows_that_are_taken_apart_are_told_of() -> None:
+    example = (torch.randn(4, 6, 4),)
+    with pytest.warns(UserWarning, match=r"takes rows of the batch apart .* name it \(batch_dims\)"):
+        weft.parallelize(Recurrent(), example, "pp=2,microbatches=2", emulate=True, cache=None)
+    weft.parallelize(Recurrent(), example, "pp=2,microbatches=2", emulate=True, cache=None, batch_dims=(1,))

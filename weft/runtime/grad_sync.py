@@ -251,7 +251,7 @@ class BucketSync:
             if name in used:
                 total.add(used[name])
             held = module.part(name)
-            if total.total is None and not tapes and held is not None:
+            if total.total is None and not tapes and held is not None and name not in self._place:
                 # no batch came by here, and other replicas wait for their mean
                 total.add(torch.zeros(held.shape, dtype=held.dtype, device=module.device))
             if total.total is not None:

@@ -32,6 +32,7 @@ from torch import nn
 
 from weft.cache import DEFAULT
 from weft.errors import PlanError, RunError
+from weft.plan.recipes import BatchDims
 from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
@@ -63,6 +64,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     weights: Weights | None = None,
     outputs: Literal["loss", "all"] | None = None,
     reduction: How = "mean",
+    batch_dims: BatchDims | None = None,
     memory_limit: str | int | None = None,
 ) -> nn.Module:
     """Draw a module across devices.
@@ -85,6 +87,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
             flow back to inputs that require one in the example. An output without a gradient counts as zeros.
         reduction: how losses of micro-batches, and of replicas, become that of a step in `train_step`: "mean" by their
             rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
+        batch_dims: the batch dim of each tensor of a batch, in order or by name, None for one without; else dim 0.
         memory_limit: `2GiB`: a plan that needs more for a rank's tensors, with AdamW, is refused before it starts.
     """
     if outputs not in (None, "loss", "all"):
@@ -96,7 +99,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
     programs = Programs(
-        lambda module: Subject(original() if module is None else module, example),
+        lambda module: Subject(original() if module is None else module, example, batch_dims=batch_dims),
         plan,
         devices,
         cache=cache,

@@ -6,6 +6,7 @@ piece by piece, the schedule, proven too, and the files of the pipeline.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +24,12 @@ from weft.ir.layout import Layout
 from weft.ir.schedule import Pipeline, Schedule
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
+from weft.ops.book import RuleBook
 from weft.order.stage_names import said_schedule
+from weft.plan.batch import batch_dims_of, mixing_ops
 from weft.plan.plan import Plan
 from weft.plan.staging import StageLine
-from weft.runtime.microbatches import BatchDim, TooFewRows, split_arguments
+from weft.runtime.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
 from weft.verify.alike import lower_alike
 from weft.verify.model_file import Subject
 
@@ -111,6 +114,8 @@ def prepare_pieces(
 ) -> Prepared:
     """Cut the example, capture a micro-batch of each size, and plan it."""
     dims = batch_dims(subject, plan.graph)
+    if plan.microbatches > 1 and subject.batch_dims is None:
+        _warn_of_mixing(plan, dims)
     args, kwargs = split_example(subject.example)
     try:
         examples, _ = split_arguments(args, dict(kwargs), dims, plan.microbatches)
@@ -133,6 +138,18 @@ def prepare_pieces(
         examples=tuple(examples),
         dims=dims,
     )
+
+
+def _warn_of_mixing(plan: Plan, dims: Sequence[BatchDim] | None) -> None:
+    """Say it where micro-batches are not what the user may take them for."""
+    sizes = [plan.graph.tensors[one.tensor].sizes for one in plan.graph.inputs]
+    mixing = mixing_ops(plan.graph, plan.rules, dims_of(sizes) if dims is None else dims)
+    if mixing:
+        warnings.warn(
+            f"{mixing[0].name} ({mixing[0].place}) takes rows of the batch apart or together: on micro-batches it "
+            "gives other numbers than on the whole batch; if dim 0 of an input is not the batch, name it (batch_dims)",
+            stacklevel=2,
+        )
 
 
 def lower_prepared(found: Prepared, *, links: Links | None = None) -> InPieces:
@@ -218,10 +235,11 @@ def _stages(pipelined: Pipelined) -> dict[str, tuple[str, ...]]:
 
 
 def batch_dims(subject: Subject, graph: Graph) -> tuple[BatchDim, ...] | None:
-    """The batch dim of each tensor of the example; None if nobody said."""
+    """The batch dim of each tensor of the example; None if nobody said and sizes tell."""
     told = subject.batch_dims
     if told is None:
-        return None
+        found = batch_dims_of(graph, RuleBook(graph))
+        return None if list(found) == dims_of([graph.tensors[one.tensor].sizes for one in graph.inputs]) else found
     if isinstance(told, Mapping):
         return tuple(told.get(one.where) for one in graph.inputs)
     return tuple(told)
