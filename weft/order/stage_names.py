@@ -34,10 +34,7 @@ def said_schedule(
     wanted = segment_relations(pipeline, relations, stages)
     if said == "" and wanted:
         return complete(pipeline, wanted, seconds=seconds).schedule
-    if isinstance(said, str):
-        schedule = make_schedule(said or ("1f1b" if len(pipeline.segments) > 1 else "gpipe"), pipeline)
-    else:
-        schedule = _read(pipeline, said, stages)
+    schedule = make_schedule(said or "1f1b", pipeline) if isinstance(said, str) else _read(pipeline, said, stages)
     check_kept(pipeline, schedule, wanted)
     return schedule
 

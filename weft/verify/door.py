@@ -133,7 +133,7 @@ def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
             "the forward gives no loss to train: "
             + ("it returns no scalar" if graph.loss is None else "its loss depends on no trained parameter"),
             place=subject.place,
-            remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
+            remedy="return a scalar loss that depends on a trained parameter, or a dict or model output that has one",
         )
     return graph
 

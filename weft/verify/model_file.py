@@ -156,7 +156,7 @@ def check_loss(output: Any, place: str) -> torch.Tensor:
         f"the forward gives no loss to train: it returned {_a(output)}{shape}"
         + (" whose loss depends on no trained parameter" if loss is not None else ""),
         place=place,
-        remedy="return a scalar loss that depends on a trained parameter, or an object with .loss",
+        remedy="return a scalar loss that depends on a trained parameter, or a dict or model output that has one",
     )
 
 
