@@ -213,7 +213,7 @@ CASES = (
     Case("a stage list of another length", plan="pp=3,microbatches=2,stages=down", says=("3 stages",)),
     Case("fewer rows than micro-batches", plan="pp=2,microbatches=5", says=("4 rows", "5 micro-batches")),
     Case("no micro-batches", plan="pp=2,microbatches=0", says=("0",)),
-    Case("training without backward", plan="pp=2,microbatches=2,schedule=inference", says=("never runs",)),
+    Case("training without backward", plan="pp=2,microbatches=2,schedule=inference", says=("forwards alone",)),
     Case(
         "an order that shuffles what a buffer becomes",
         model=MODEL.replace("nn.Linear(6, 8),", "nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)),"),

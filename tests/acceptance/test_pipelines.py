@@ -166,7 +166,10 @@ def test_recomputed(file: str, schedule: str, runs: Counter[tuple[object, ...]])
     once_more(runs)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [one if one in ("1f1b", "zb-h1") else pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES],
+)
 def test_recomputed_once_for_each_block_and_micro_batch(schedule: str, runs: Counter[tuple[object, ...]]) -> None:
     equal_to_one_device("gpt.py", "pp=2,recompute", schedule, 4)
     once_more(runs)

@@ -38,7 +38,7 @@ from weft.runtime.random import Stream
 from weft.runtime.replicas import Replica
 from weft.runtime.transport import Transport
 
-QUICK, FULL, SHARDS = 60, 3000, 10
+QUICK, FULL, SHARDS = 40, 3000, 10
 SEED, STEP = 7, 3
 
 

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from weft.compile import Compiled
-from weft.errors import WeftError
+from weft.errors import RunError
 from weft.ir.program import Program
 from weft.runtime.grad_sync import make_buckets, summed_parameters
 from weft.runtime.largest import Largest
@@ -50,7 +50,7 @@ from weft.verify.pieces import InPieces
 NOT_FORESEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-class Unforeseen(WeftError):  # noqa: N818 - says what it is about
+class Unforeseen(RunError):  # noqa: N818 - says what it is about
     """The memory of a program that depends on values."""
 
 
