@@ -61,3 +61,10 @@ def test_nested_stacks_are_recomputed(plan: str) -> None:
     ours, theirs = parallel(x), eager(x)
     torch.testing.assert_close(ours, theirs)
     ours.backward()
+    theirs.backward()
+    wanted = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    for name, parameter in parallel.named_parameters():
+        rank, whole = int(name.split(".")[1]), wanted[name.split(".", 2)[2]]
+        assert whole is not None
+        part = whole if parameter.shape == whole.shape else whole.chunk(2)[rank]
+        torch.testing.assert_close(parameter.grad, part)

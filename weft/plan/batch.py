@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
 from weft.plan.colors import Color, TensorDim, find_colors
-
-BatchDim = int | None
+from weft.runtime.microbatches import BatchDim
 
 
 def batch_dims_of(graph: Graph, rules: RuleBook) -> tuple[BatchDim, ...]:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -169,13 +170,13 @@ def load_file(path: str) -> ModuleType:
     folder = str(Path(path).resolve().parent)
     sys.modules[name] = module
     sys.path.insert(0, folder)
-    try:
+    with ExitStack() as ending:
+        ending.callback(sys.path.remove, folder)
+        unloading = ending.enter_context(ExitStack())
+        unloading.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.remove(folder)
+        # it stays
+        unloading.pop_all()
     return module
 
 

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from weft.runtime.tape import Tape, Used
 from weft.runtime.transfers import execute_all, real_dtype
 from weft.runtime.transport import Doing
-from weft.runtime.values import Gradient
+from weft.runtime.values import Gradient, total_of
 
 if TYPE_CHECKING:
     from weft.runtime.module import ParallelModule
@@ -91,17 +90,10 @@ class EndSync:
             sources.append(([(held.shape, module.sinks.get(name, Gradient()))], transfers, held.dtype))
         sources += [(list(use.leaves), use.transfers, use.dtype) for use in used]
         for leaves, path, dtype in sources:
-            parts = [_gradient(shape, sink, dtype, module.device) for shape, sink in leaves]
+            parts = [total_of(sink, shape, real_dtype(dtype), module.device) for shape, sink in leaves]
             for result in execute_all(path, parts, module.transport, dtype=dtype):
                 total.add(result)
         return total.total
-
-
-def _gradient(shape: torch.Size, sink: Gradient, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if sink.total is None:
-        return torch.zeros(shape, dtype=real_dtype(dtype), device=device)
-    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
-    return sink.total
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ zeros; results do not depend on the buckets, to the bit, where the transport add
 
 When a gradient is complete on this rank cannot be seen (a recomputed function gives its share by itself), so the first
 step counts arrivals and sums at its end; later ones of as many backwards start a bucket when as many have come. What
-comes later still, because somebody used the module otherwise, is summed at the end. Parameters that are not simply
-summed (used in another layout than they are stored in) are brought home at the end, one after the other.
+comes later still, because somebody used the module otherwise, is summed at the end. What is used in another layout than
+it is stored in goes home use by use (`use_sync.py`).
 A parameter as large as a bucket is its own; smaller ones share one flat tensor. Products write the gradients of their
 weights into it (`direct.py`), others are copied there. The gradients are views of it afterwards.
 """
@@ -32,7 +32,7 @@ from weft.runtime.teams import Team
 from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, Transport
 from weft.runtime.use_sync import UseSync
-from weft.runtime.values import Gradient
+from weft.runtime.values import Gradient, total_of
 
 BUCKET = 32 << 20
 """Bytes of a bucket."""
@@ -141,6 +141,8 @@ class BucketSync:
             return nullcontext()
         # from the first step on: products that share a weight arrive one by one, to autograd they are one arrival
         self._prepare(module)
+        if not self._buckets:
+            return nullcontext()
         return Direct(_Slots(self, module), module.anchor)
 
     def _prepare(self, module: ParallelModule) -> None:
@@ -268,7 +270,7 @@ class BucketSync:
         transfers, found = self._apart[name], Gradient()
         if transfers is not None:
             held = module.part(name)
-            part = _total(module.sinks.pop(name, Gradient()), held.shape, held.dtype, module.device)
+            part = total_of(module.sinks.pop(name, Gradient()), held.shape, held.dtype, module.device)
             if not transfers:
                 return Gradient(part)
             module.transport.doing = Doing(f"gradient sync of {name}")
@@ -363,7 +365,7 @@ class _Done:
 def _taken(module: ParallelModule, bucket: Bucket) -> list[Tensor]:
     """The gradients of a bucket as they are now, zeros for those that have none. They are taken out of the sinks."""
     return [
-        _total(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
+        total_of(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
     ]
 
 
@@ -376,10 +378,3 @@ def _filled(module: ParallelModule, bucket: Bucket) -> Tensor:
         elif found.data_ptr() != slot.data_ptr():
             slot.copy_(found)
     return bucket.leave()
-
-
-def _total(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if sink.total is None:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
-    return sink.total

@@ -21,7 +21,7 @@ from weft.runtime.script import Transfer
 from weft.runtime.tape import Tape, Used
 from weft.runtime.transfers import execute_all, real_dtype
 from weft.runtime.transport import Doing, Transport
-from weft.runtime.values import Gradient
+from weft.runtime.values import Gradient, total_of
 
 Way = tuple[str, tuple[Transfer, ...]]
 """A parameter, and how gradients come to where it is stored."""
@@ -68,7 +68,8 @@ class UseSync:
         for name in order:
             for use in left.get(name, ()):
                 self._take(transport, use)
-        for (name, transfers), (total, dtype) in sorted(self._wholes.items(), key=lambda one: order.index(one[0][0])):
+        place = {name: at for at, name in enumerate(order)}
+        for (name, transfers), (total, dtype) in sorted(self._wholes.items(), key=lambda one: place[one[0][0]]):
             assert total.total is not None
             self._bring(transport, name, [total.total], transfers, dtype)
         self._learn(tapes)
@@ -84,7 +85,7 @@ class UseSync:
     def _take(self, transport: Transport, use: Used) -> None:
         """Let the gradient of a use go: home, or to the others of its kind."""
         dtype = real_dtype(use.dtype)
-        parts = [_total(sink, shape, dtype, transport.device) for shape, sink in use.leaves]
+        parts = [total_of(sink, shape, dtype, transport.device) for shape, sink in use.leaves]
         for _, sink in use.leaves:
             sink.clear()
         if use.parameter in self._whole and len(parts) == 1:
@@ -109,10 +110,3 @@ class UseSync:
         counts = [self._arrivals.get(id(tape), Counter()) for tape in tapes]
         if self._expected is None and counts and all(one == counts[0] for one in counts):
             self._expected = counts[0]
-
-
-def _total(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if sink.total is None:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
-    return sink.total

@@ -72,6 +72,14 @@ class Gradient:
             self.add(gradient)
 
 
+def total_of(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What has arrived; zeros if nothing did."""
+    if sink.total is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
+    return sink.total
+
+
 class Told(Gradient):
     """One that says when something has arrived."""
 
