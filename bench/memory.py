@@ -10,19 +10,14 @@ in each of them. Nothing is judged here.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.machine import machine
-from bench.overhead import BATCH, GPT, HEADS, LAYERS, LENGTH, VOCABULARY, WARM_UP, WIDTH, example, model
-from bench.sharded import PEERS, ours, theirs, torch_group
+from bench.overhead import WARM_UP, example, model
+from bench.sharded import PEERS, compare_all, ours, theirs, torch_group
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
@@ -72,31 +67,11 @@ def compare(name: str, ranks: int, batch: int, repeats: int) -> dict[str, Any]:
     return {**medians, "ratio": medians["ours"] / medians["theirs"], "all": found, **more}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--stages", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    size = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY}
-    found: dict[str, Any] = {
-        "machine": machine(),
-        "model": size,
-        "parameters": sum(p.numel() for p in GPT().parameters()),
-        "batch": options.batch,
-    }
-    for ranks in options.ranks:
-        for name in options.stages:
-            result = found[f"{name} on {ranks}"] = compare(name, ranks, options.batch, options.repeats)
-            mine, other = (result[side] / MEBI for side in ("ours", "theirs"))
-            told = f"ours {mine:.0f} MiB, {PEERS[name]} {other:.0f} MiB, ratio {result['ratio']:.3f}"
-            print(f"{name} on {ranks} ranks: {told}", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+def say(name: str, ranks: int, found: dict[str, Any]) -> None:
+    mine, other = (found[side] / MEBI for side in ("ours", "theirs"))
+    told = f"ours {mine:.0f} MiB, {PEERS[name]} {other:.0f} MiB, ratio {found['ratio']:.3f}"
+    print(f"{name} on {ranks} ranks: {told}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    compare_all(__doc__, RESULT, 3, compare, say)

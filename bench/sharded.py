@@ -8,6 +8,8 @@ All train the GPT of `bench/overhead.py` with fused AdamW, one thread per proces
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.overhead import GPT, SETTLE, Step, averaged, model, stepper
+from bench.machine import machine
+from bench.overhead import (
+    BATCH,
+    GPT,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    SETTLE,
+    VOCABULARY,
+    WIDTH,
+    Step,
+    averaged,
+    model,
+    stepper,
+)
 from weft.runtime.initialise import begin
 from weft.runtime.processes import ProcessTransport
 from weft.train.opened import open_rank
@@ -93,3 +109,33 @@ def theirs(name: str, batch: Any, *, hollow: bool) -> Step:
 def share(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The rank's rows."""
     return tuple(tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in batch)
+
+
+Compare = Callable[[str, int, int, int], dict[str, Any]]
+"""From a stage, ranks, rows and repeats to what was found."""
+
+
+def compare_all(
+    about: str | None, result: Path, repeats: int, compare: Compare, say: Callable[[str, int, dict[str, Any]], None]
+) -> None:
+    """The command of a bench: every stage on every number of ranks, told and written down."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--stages", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--out", type=Path, default=result)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "model": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY},
+        "parameters": sum(p.numel() for p in GPT().parameters()),
+        "batch": options.batch,
+    }
+    for ranks in options.ranks:
+        for name in options.stages:
+            found[f"{name} on {ranks}"] = compare(name, ranks, options.batch, options.repeats)
+            say(name, ranks, found[f"{name} on {ranks}"])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")

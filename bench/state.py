@@ -8,31 +8,20 @@ ratio are told, below 1 where Weft is faster. Nothing is judged here, except tha
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from bench.machine import machine
 from bench.overhead import (
-    BATCH,
-    GPT,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
     alternate,
     example,
     model,
     tell,
 )
-from bench.sharded import PEERS, ours, theirs, torch_group
+from bench.sharded import PEERS, compare_all, ours, theirs, torch_group
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
@@ -63,29 +52,9 @@ def compare(name: str, ranks: int, batch: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--stages", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    size = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY}
-    found: dict[str, Any] = {
-        "machine": machine(),
-        "model": size,
-        "parameters": sum(p.numel() for p in GPT().parameters()),
-        "batch": options.batch,
-    }
-    for ranks in options.ranks:
-        for name in options.stages:
-            result = found[f"{name} on {ranks}"] = compare(name, ranks, options.batch, options.repeats)
-            tell(f"{name} on {ranks} ranks, theirs {PEERS[name]}", result)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+def say(name: str, ranks: int, found: dict[str, Any]) -> None:
+    tell(f"{name} on {ranks} ranks, theirs {PEERS[name]}", found)
 
 
 if __name__ == "__main__":
-    main()
+    compare_all(__doc__, RESULT, 15, compare, say)
