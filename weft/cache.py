@@ -2,9 +2,9 @@
 
 In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them, or the
 `pipeline.json` of a program in pieces, tells the key and the hash of the files. Promised: what is found under a key was
-made from the same graph, plan, torch and weft, sources included (of a program in pieces: at every size of
-micro-batches); a program that somebody has edited, or that is incomplete, is recognised as such and neither replaced
-nor used without a word; a directory appears whole or not at all, whatever else is writing there.
+made from the same graph, plan, rules of the user's, torch and weft, sources included (of a program in pieces: at every
+size of micro-batches); a program that somebody has edited, or that is incomplete, is recognised as such and neither
+replaced nor used without a word; a directory appears whole or not at all, whatever else is writing there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
+from weft.ops.registered import told_by_user
 from weft.plan.plan import Plan
 from weft.plan.staging import ScheduleLine
 from weft.runtime.pipeline_files import described, edits, file_names
@@ -61,6 +62,7 @@ def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
 def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
     yield f"torch {torch.__version__}, weft {source_hash()}"
     yield from _told_of(graph)
+    yield from told_by_user(graph)
     yield f"{plan.devices}"
     for line in plan.lines:
         # a function that orders a step is no content: what it makes is told apart from the plan

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import weft
 from tests.train.eager import mlp
 from weft import cache
 from weft.capture import capture
@@ -16,6 +17,7 @@ from weft.errors import RunError
 from weft.ir.graph import Tensor
 from weft.plan import Plan, cut
 from weft.plan.load import load_plan
+from weft.runtime.algorithms import REGISTRY
 from weft.runtime.program_files import META, PARTS, content_hash
 
 
@@ -54,6 +56,21 @@ def test_weft_itself_is_part_of_the_key(graph, monkeypatch: pytest.MonkeyPatch) 
     before = cache.program_key(graph, plan)
     monkeypatch.setattr(cache, "source_hash", lambda: "another weft")
     assert cache.program_key(graph, plan) != before
+
+
+def test_what_a_user_says_of_an_operator_is_part_of_the_key(graph) -> None:
+    plan, keys = load_plan("dp=2", graph), []
+
+    def told(rule: str) -> None:
+        weft.register_algorithm("keyed", op="aten.linear", rule=rule)(lambda x, w, b=None: x)
+
+    keys.append(cache.program_key(graph, plan))
+    for rule in ("b h, f h, f -> b f", "b h+, f h+, f -> b f"):
+        told(rule)
+        keys.append(cache.program_key(graph, plan))
+    REGISTRY.remove("aten.linear", "keyed")
+    assert len(set(keys)) == 3
+    assert cache.program_key(graph, plan) == keys[0]
 
 
 def files_of(key: str = "k") -> dict[str, bytes]:

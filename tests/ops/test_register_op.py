@@ -156,6 +156,8 @@ def test_a_library_operator_is_stated_by_name() -> None:
 def test_what_is_no_operator_is_refused() -> None:
     with pytest.raises(TypeError, match="no operator of a torch library"):
         weft.register_op("b -> b", op=torch.relu)
+    with pytest.raises(TypeError, match="there is no operator nolib::missing"):
+        weft.register_op("b -> b", op="nolib::missing")
     with pytest.raises(TypeError, match="state it"):
         weft.register_op(comm="h")
 

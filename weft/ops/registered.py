@@ -9,15 +9,19 @@ with what was found.
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op
 from weft.ops.arguments import family
 from weft.ops.rule import Rule
-from weft.ops.stated import checked_rule
+from weft.ops.stated import checked_rule, stated
 from weft.ops.table import rule_for
 from weft.runtime.algorithms import OWN, REGISTRY, Algorithm
+from weft.runtime.custom import CustomOp, Stated
 
 
 def registered(op: Op) -> Algorithm | None:
@@ -39,6 +43,32 @@ def registered_rule(op: Op, graph: Graph, name: str = "") -> Rule:
         return rule
     moved = int(found.cost(rule.sizes))
     return replace(rule, algorithms={name: replace(one, bytes=moved) for name, one in rule.algorithms.items()})
+
+
+def told_by_user(graph: Graph) -> Iterator[str]:
+    """All that users have said of the operators of a graph: what else than weft itself its rules come from."""
+    seen: set[str] = set()
+    for op in graph.ops:
+        if op.target in seen:
+            continue
+        seen.add(op.target)
+        said = stated(op)
+        if said is not None:
+            yield f"{op.target} {_content(said, getattr(op.function, 'cls', op.function))}"
+        for name in REGISTRY.names(family(op)):
+            found = REGISTRY.find(family(op), name)
+            if found is not None and found.stated is not None:
+                yield f"{op.target} {name} {found.default} {found.exchanges} {_content(found.stated, found.stated.run)}"
+
+
+def _content(said: Stated, function: Any) -> str:
+    """A statement and the source of the function that it is about: a rule was tried with this one."""
+    function = function.function if isinstance(function, CustomOp) else function
+    try:
+        source = "" if function is None else inspect.getsource(function)
+    except (OSError, TypeError):
+        source = repr(function)
+    return f"{said.rule} {said.comm} {said.indices} {said.sizes} {source}"
 
 
 def unknown(name: str, operator: str = "", place: str = "") -> RuleError:

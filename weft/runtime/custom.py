@@ -222,7 +222,9 @@ def _overloads(op: Any) -> list[Any]:
         library, _, name = op.replace("::", ".").partition(".")
         found: Any = getattr(torch.ops, library)
         for word in name.split("."):
-            found = getattr(found, word)
+            found = getattr(found, word, None)
+        if found is None:
+            raise TypeError(f"there is no operator {op} in any torch library: import the module that defines it first")
         op = found
     op = getattr(op, "_opoverload", op)  # what `torch.library.custom_op` makes
     if isinstance(op, torch._ops.OpOverloadPacket):
