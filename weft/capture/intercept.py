@@ -32,12 +32,12 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.capture.expect import define, expected_here
-from weft.capture.opaque import Called, called, is_nested
+from weft.capture.opaque import Opaque, applied, called, is_nested, original_apply
 from weft.capture.refuse import READS, Looping, Reading
 from weft.capture.source import place_here
 from weft.capture.stable import stable_form
 from weft.errors import CaptureError
-from weft.runtime.custom import CustomOp, tensors_in
+from weft.runtime.custom import CustomOp
 
 UNMARKED = (
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -49,54 +49,11 @@ UNMARKED = (
 FUNCTION, ENTER, LEAVE = "weft.function.default", "weft.enter.default", "weft.leave.default"
 
 
-@dataclass(frozen=True)
-class Applied:
-    """One call of an `autograd.Function`: the class, and how its arguments nest.
-
-    Called with the flattened arguments it applies the function, its own backward intact, and returns the tensors among
-    the outputs: one as itself, several as a tuple.
-    """
-
-    cls: type
-    leaves: tuple[Any, ...]
-    """Flattened arguments; None where a tensor stands."""
-    tensors: tuple[int, ...]
-    """Positions of the tensors among the leaves."""
-    spec: pytree.TreeSpec
-    nested: bool = False
-    """The outputs are more than a tensor, or a flat list of tensors."""
-
-    def __call__(self, *leaves: Any) -> Any:
-        return tensors_in(self.outputs(leaves))
-
-    def outputs(self, leaves: Sequence[Any]) -> Any:
-        """What the function returns."""
-        return original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
-
-    def arguments(self, tensors: Sequence[Any]) -> list[Any]:
-        """The flattened arguments with these tensors put in their places."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[position] = tensor
-        return leaves
-
-    @property
-    def name(self) -> str:
-        return self.cls.__qualname__.replace("<locals>.", "")
-
-    @property
-    def what(self) -> str:
-        return f"the autograd.Function {self.name}"
-
-    def __str__(self) -> str:
-        return self.what
-
-
 @dataclass
 class Interception:
     """What the markers of one trace stand for."""
 
-    functions: list[Applied | Called] = field(default_factory=list)
+    functions: list[Opaque] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     """For each function call, its outputs' tree with True where a tensor stands."""
     regions: int = 0
@@ -111,10 +68,7 @@ class Interception:
             run, _, *rest = args
             with self.region(reentrant=True, tensors=tensors_of(rest)):
                 return run(*rest)
-        leaves, spec = pytree.tree_flatten(args)
-        positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
-        return self.mark(Applied(cls, fixed, positions, spec), [leaves[i] for i in positions])
+        return self.mark(*applied(cls, args))
 
     def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands in for the call of a registered function while tracing."""
@@ -122,7 +76,7 @@ class Interception:
             return op.function(*args, **kwargs)
         return self.mark(*called(op, args, kwargs))
 
-    def mark(self, function: Applied | Called, tensors: list[torch.Tensor]) -> Any:
+    def mark(self, function: Opaque, tensors: list[torch.Tensor]) -> Any:
         """Leave a marker for one call; what the function returns, with the marker's tensors in it."""
         key = len(self.functions)
         self.functions.append(function)
@@ -133,10 +87,10 @@ class Interception:
 
     def infer(self, key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Shapes and dtypes of an opaque function's outputs; refuses one that writes into its inputs."""
-        applied = self.functions[key]
-        with torch.no_grad(), Whole(applied.what, tensors):
-            outputs = applied.outputs(applied.arguments(tensors))
-        self.functions[key] = replace(applied, nested=is_nested(outputs))
+        function = self.functions[key]
+        with torch.no_grad(), Whole(function.what, tensors):
+            outputs = function.outputs(function.arguments(tensors))
+        self.functions[key] = replace(function, nested=is_nested(outputs))
         flat, spec = pytree.tree_flatten(outputs)
         kinds = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         self.outputs[key] = pytree.tree_unflatten(kinds, spec)
@@ -171,11 +125,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def is_tracing() -> bool:
     """Whether the user's own code runs, not the inside of an operator."""
     return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def original_apply(cls: type, *args: Any) -> Any:
-    """`cls.apply`, going round the interception."""
-    return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
 
 
 class Listener(TorchFunctionMode):

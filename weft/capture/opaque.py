@@ -1,30 +1,32 @@
 """Opaque calls: what an op keeps of a function that is not looked into.
 
-Enters: the arguments of one call of a registered function (`weft.register_op`). Leaves: a Called, which takes the flat
-leaves of those arguments, calls the function and gives back the tensors among its results.
+Enters: the arguments of one call of a registered function (`weft.register_op`) or of an `autograd.Function`. Leaves: an
+Opaque, which takes the flat leaves of those arguments, calls the function and gives back the tensors among its results.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
 from weft.runtime.custom import CustomOp, tensors_in
 
 
 @dataclass(frozen=True)
-class Called:
-    """One call of a registered function: the function, and how its arguments nest.
+class Opaque:
+    """One call of something that is not looked into, and how its arguments nest.
 
-    Called with the flattened arguments it calls the function and returns the tensors among the results: one as itself,
-    several as a tuple. Keyword arguments are what a cell is given besides: communicators and indices.
+    Called with the flattened arguments it runs and returns the tensors among the results: one as itself, several as a
+    tuple.
     """
 
-    cls: CustomOp
+    cls: Any
     leaves: tuple[Any, ...]
     """Flattened arguments; None where a tensor stands."""
     tensors: tuple[int, ...]
@@ -33,13 +35,14 @@ class Called:
     nested: bool = False
     """The results are more than a tensor, or a flat list of tensors."""
 
+    kind: ClassVar[str] = ""
+
     def __call__(self, *leaves: Any, **given: Any) -> Any:
         return tensors_in(self.outputs(leaves, given))
 
+    @abstractmethod
     def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
-        """What the function returns."""
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.cls.function(*args, **kwargs, **(given or {}))
+        """What it returns. `given`: what a cell is given besides, communicators and indices."""
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """The flattened arguments with these tensors put in their places."""
@@ -50,22 +53,60 @@ class Called:
 
     @property
     def name(self) -> str:
-        return self.cls.__qualname__.replace("<locals>.", "")
+        found: str = self.cls.__qualname__
+        return found.replace("<locals>.", "")
 
     @property
     def what(self) -> str:
-        return f"the function {self.name}"
+        return f"the {self.kind} {self.name}"
 
     def __str__(self) -> str:
         return self.what
 
 
+@dataclass(frozen=True)
+class Called(Opaque):
+    """One call of a registered function (`weft.register_op`)."""
+
+    kind: ClassVar[str] = "function"
+
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.cls.function(*args, **kwargs, **(given or {}))
+
+
+@dataclass(frozen=True)
+class Applied(Opaque):
+    """One call of an `autograd.Function`, its own backward intact."""
+
+    kind: ClassVar[str] = "autograd.Function"
+
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        return original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
+
+
+def original_apply(cls: type, *args: Any) -> Any:
+    """`cls.apply`, going round what stands in for it while a trace runs."""
+    return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+
+
+def applied(cls: type, args: tuple[Any, ...]) -> tuple[Applied, list[torch.Tensor]]:
+    """A call of an `autograd.Function` taken apart: what stays fixed, and the tensors."""
+    spec, fixed, positions, tensors = _apart(args)
+    return Applied(cls, fixed, positions, spec), tensors
+
+
 def called(op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Called, list[torch.Tensor]]:
-    """A call taken apart: what stays fixed, and the tensors."""
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    """The same of a registered function."""
+    spec, fixed, positions, tensors = _apart((args, dict(kwargs)))
+    return Called(op, fixed, positions, spec), tensors
+
+
+def _apart(tree: Any) -> tuple[pytree.TreeSpec, tuple[Any, ...], tuple[int, ...], list[torch.Tensor]]:
+    leaves, spec = pytree.tree_flatten(tree)
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
-    return Called(op, fixed, positions, spec), [leaves[i] for i in positions]
+    return spec, fixed, positions, [leaves[i] for i in positions]
 
 
 def is_nested(outputs: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
+from weft.lower.script import outputs_of
 
 INPUT = "input:"
 
@@ -59,21 +60,7 @@ def reads_of(step: Step | Stack, program: Program) -> list[str]:
 
 def makes_of(step: Step | Stack) -> tuple[str, ...]:
     """Values that a step makes, those inside of it not included."""
-    match step:
-        case Use():
-            return (step.value,)
-        case Compute():
-            return step.outputs
-        case Take() | Reshard() | Give():
-            return (step.target,)
-        case Chunks():
-            return tuple(inner.target for inner in step.body if isinstance(inner, Give))
-        case Recompute():
-            return tuple(name for inner in step.body for name in makes_of(inner))
-        case Stack():
-            return step.made
-        case Sync():
-            return ()
+    return step.made if isinstance(step, Stack) else outputs_of(step)
 
 
 def last_reads(steps: Sequence[Step | Stack], program: Program, kept: Sequence[str]) -> dict[str, int]:

@@ -63,8 +63,8 @@ class Owner(Protocol):
         """True if a parameter stays as it is used."""
         ...
 
-    def used(self, tape: Tape, number: int) -> None:
-        """A gradient has arrived for a use."""
+    def used(self, tape: Tape, number: int, last: bool) -> None:
+        """A gradient has arrived for a use; `last`: no more will come."""
         ...
 
 
@@ -164,7 +164,7 @@ class Collectives:
 
     def reached(self, *results: Tensor) -> Any:
         """What an operator that talks has made, so that backward reaches it on every rank, used or not."""
-        tied = tie(results, self._owner.tape)
+        tied = tie(results, self._owner.tape.tokens)
         return tied[0] if len(tied) == 1 else tuple(tied)
 
     def _run(self, step: script.Reshard, sources: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.runtime.calls import resolve
 from weft.runtime.end_sync import separate
@@ -37,6 +36,7 @@ from weft.runtime.script import (
     Sync,
     Take,
 )
+from weft.runtime.tape import tie
 from weft.runtime.transfers import execute_all, real_dtype, size
 from weft.runtime.transport import Doing, GroupComm, Transport
 from weft.runtime.values import Gradient, Scope, Tape, make_leaf
@@ -215,7 +215,7 @@ class _Machine:
         results = [result] if isinstance(result, Tensor) else list(result)
         assert len(results) == len(step.outputs), f"{step.op} made {len(results)} tensors, planned {len(step.outputs)}"
         if bound.talks:
-            results = _tie(results, tape)
+            results = tie(results, tape.tokens)
         for index, (local, tensor) in enumerate(zip(step.outputs, results, strict=True)):
             scope.set(local, tensor)
             if self._trace is not None and not again:
@@ -285,26 +285,3 @@ def _autocast(step: Run) -> torch.autocast | nullcontext[None]:
         return nullcontext()
     device, dtype, enabled = step.autocast
     return torch.autocast(device, dtype=dtype, enabled=enabled)
-
-
-def _tie(results: list[Tensor], tape: Tape) -> list[Tensor]:
-    """Make backward reach an op that talks, on every rank, even where its results go unused."""
-    chosen = [i for i, tensor in enumerate(results) if tensor.requires_grad]
-    if not torch.is_grad_enabled() or not chosen:
-        return results
-    *tied, token = _Tie.apply(*(results[i] for i in chosen))
-    tape.tokens.append(token)
-    for i, tensor in zip(chosen, tied, strict=True):
-        results[i] = tensor
-    return results
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (*(tensor.detach() for tensor in tensors), tensors[0].new_zeros(()))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients[:-1]

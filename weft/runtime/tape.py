@@ -34,7 +34,8 @@ class Used:
     dtype: torch.dtype
 
 
-Tell = Callable[["Tape", int], None]
+Tell = Callable[["Tape", int, bool], None]
+"""Hears of a tape and the number of a use that a gradient has arrived for it, or (True) that no more will come."""
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Tape:
     inputs: set[int] = field(default_factory=set)
     """Leaves, by identity, that stand for what a recomputed function reads: no parameters."""
     gathered: Gathered = field(default_factory=Gathered)
+    uses: dict[int, tuple[weakref.ref[Tensor], Use]] = field(default_factory=dict)
+    """Leaves, by identity, that were gathered, and how to gather them again."""
     relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
     """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
     spent: bool = False
@@ -86,35 +89,47 @@ class Tape:
     ) -> list[Tensor]:
         """Leaves in place of the parts of a parameter; their gradients go home by these transfers.
 
-        `tell`: is called with the tape and the number of the use when a gradient has arrived for it."""
+        `tell`: is called when a gradient has arrived for it."""
         pairs = [self.leaf(part, self._sink(tell if len(parts) == 1 else None)) for part in parts]
         self.used.append(Used(parameter, tuple((leaf.shape, sink) for leaf, sink in pairs), transfers, dtype))
         return [leaf for leaf, _ in pairs]
 
     def _sink(self, tell: Tell | None) -> Gradient:
         number = len(self.used)
-        return Gradient() if tell is None else Told(lambda: tell(self, number))
+        return Gradient() if tell is None else Told(lambda: tell(self, number, False))
+
+    def edge(
+        self, use: Use, whole: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None
+    ) -> Tensor:
+        """What a use has gathered, as a leaf that dies with it."""
+        leaf = as_edge(whole, anchor, sink, done)
+        self.sinks[id(leaf)], self.uses[id(leaf)] = (weakref.ref(leaf), sink), (weakref.ref(leaf), use)
+        return leaf
+
+    def use_of(self, leaf: Tensor) -> Use | None:
+        """How a leaf was gathered; None if it was not."""
+        found = self.uses.get(id(leaf))
+        return None if found is None or found[0]() is not leaf else found[1]
 
     def gather(self, use: Use, stored: Tensor, sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell) -> Tensor:
         """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        whole, sink = use.whole(), self._sink(tell)
+        whole, sink, number = use.whole(), self._sink(tell), len(self.used)
         if whole.untyped_storage()._cdata == stored.untyped_storage()._cdata:
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
             whole = whole.clone()
         self.gathered.add(use, whole)
-        leaf = as_edge(whole, anchor, sink)
-        self.sinks[id(leaf)] = weakref.ref(leaf), sink
+        leaf = self.edge(use, whole, anchor, sink, lambda: tell(self, number, True))
         self.used.append(Used(use.name, ((leaf.shape, sink),), sync, stored.dtype))
         return leaf
 
 
-def tie(results: Sequence[Tensor], tape: Tape) -> list[Tensor]:
-    """The results of an operator that talks, tied to a token: backward reaches it even where they go unused."""
+def tie(results: Sequence[Tensor], tokens: list[Tensor]) -> list[Tensor]:
+    """The results of an operator that talks, tied to a new token: backward reaches it even where they go unused."""
     out = list(results)
     chosen = [i for i, tensor in enumerate(out) if tensor.requires_grad]
     if torch.is_grad_enabled() and chosen:
         *tied, token = _Tie.apply(*(out[i] for i in chosen))
-        tape.tokens.append(token)
+        tokens.append(token)
         for i, tensor in zip(chosen, tied, strict=True):
             out[i] = tensor
     return out
