@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -75,6 +76,12 @@ def _next(pipe: Connection) -> Job | None:
     return job
 
 
+def _tell(pipe: Connection, word: Any) -> None:
+    """Say something to the launcher. One that has gone (it was interrupted, say) needs no answer."""
+    with suppress(OSError):
+        pipe.send(word)
+
+
 def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection) -> None:
     """Run one job and tell the launcher."""
     transport = ProcessTransport(
@@ -93,7 +100,7 @@ def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection
         result = resolve(job.entry)(transport, payload)
         torch.save(result, job.result)
     transport.close()
-    pipe.send("done")
+    _tell(pipe, "done")
 
 
 def resolve(entry: str) -> Callable[[ProcessTransport, Any], Any]:
@@ -119,7 +126,7 @@ class _Reported:
         if error is None:
             return
         failure = self._transport.fail(error)
-        self._pipe.send(failure.to_json())
+        _tell(self._pipe, failure.to_json())
         sys.stdout.flush()
         sys.stderr.flush()
         # not by an exception: the backend's threads may hang in a call whose members are gone

@@ -1,0 +1,30 @@
+"""A worker whose launcher has gone ends without a word."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import Pipe
+
+import pytest
+
+from weft.runtime import worker
+
+
+class Failing:
+    """Stands for the transport of a rank that fails."""
+
+    def fail(self, error: BaseException) -> Failing:
+        return self
+
+    def to_json(self) -> str:
+        return "{}"
+
+
+def test_a_failure_that_nobody_hears_of_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    here, there = Pipe()
+    there.close()
+    with pytest.raises(ValueError, match="the first"), worker._Reported(Failing(), here):  # type: ignore[arg-type]
+        raise ValueError("the first")
+    assert codes == [worker.FAILED]
