@@ -1,4 +1,4 @@
-"""The last step: dead ops out, constants marked, final names given.
+"""The last step: dead ops out, constants marked, masks looked at, final names given.
 
 Enters: the builder's ops under working names. Leaves: the Graph. Names are `path@call/operator`, numbered where an
 operator repeats, so that they stay when other modules change.
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.capture.builder import Builder
+from weft.capture.causal import with_plain_masks
 from weft.capture.example import Example, Output
 from weft.capture.names import Names
 from weft.capture.state import Constant, State, Stored
@@ -29,6 +30,8 @@ def assemble(
     outputs = tuple(next(returned) if is_tensor else None for is_tensor in output.tensors)
     wanted = {*results, *updates.values()}
     ops = mark_constants(live(builder.ops, wanted), state, updates)
+    baked = {constant.name: constant.value for constant in state.constants}
+    ops = live(with_plain_masks(ops, builder.tensors, baked), wanted)
     used = wanted | {name for op in ops for name in op.inputs}
     constants = [constant for constant in state.constants if constant.name in used]
     named_ops, names = final_names(ops, state, example, constants)

@@ -22,9 +22,13 @@ from weft.ir.graph import Op, Ref, Size
 from weft.ir.program import Compute
 from weft.ir.ranges import whole
 from weft.lower.script import peers
+from weft.lower.shared_heads import GROUPED, shares_heads
 from weft.ops.arguments import overload
 from weft.ops.rule import Group
 from weft.runtime.calls import FUNCTIONS
+
+LOSSES = ("weft.entropy", "weft.cross_entropy")
+"""Losses that may write over their scores."""
 
 
 def say_compute(frame: Frame, step: Compute) -> None:
@@ -113,6 +117,10 @@ class _Call:
         args = [self._bind(value, pattern, "size") for value in pattern.args]
         plain = [(name, value) for name, value in pattern.kwargs if not isinstance(value, DrawPattern)]
         kwargs = {name: self._bind(value, pattern, name) for name, value in plain}
+        if shares_heads(self.frame.program, self.op, self.step):
+            kwargs[GROUPED] = True
+        if pattern.target in LOSSES and not kwargs.get("classes") and self.step.inputs[0] in sheet.spent:
+            kwargs["reuse"] = True
         draws = [self._draw(value, pattern) for _, value in pattern.kwargs if isinstance(value, DrawPattern)]
         if pattern.target == self.op.target and self.op.function is not None:
             return opaque(sheet, self.op, args, kwargs, show)

@@ -22,6 +22,7 @@ from weft.codegen.sheet import Sheet, input_names
 from weft.codegen.spread import Spreads, Team, main_grid, teams
 from weft.codegen.tables import Tables
 from weft.ir.program import Program
+from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
 from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash, file_hash
@@ -61,6 +62,7 @@ def generate(
     Args:
         inputs: what arguments of forward are to be called, by input tensor; after the tensor if not given.
     """
+    program = with_shared_heads(program)
     called = input_names(program, inputs)
     grid = main_grid(program)
     spreads = Spreads(grid, program.devices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.ir.merge import merge
 from weft.ir.oplayout import OpLayout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
 from weft.ir.ranges import overlap
+from weft.lower.shared_heads import GROUPED, shares_heads, with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.arguments import numbered
 from weft.ops.book import RuleBook
@@ -84,6 +86,8 @@ class Writer:
         else:
             view = cell_view(rule, step.layout, cell, self.book.inputs(op), self.book.outputs(op))
             call = rule.local(op, view)
+        if shares_heads(self.program, op, step):
+            call = replace(call, kwargs=(*(one for one in call.kwargs if one[0] != GROUPED), (GROUPED, True)))
         keys = [rt.Local(name, self._slot(name, slot)) for name in step.inputs]
 
         def bind(arg: Any) -> Any:
@@ -205,6 +209,7 @@ def scripts(program: Program) -> tuple[rt.Script, ...]:
 
 def script(program: Program, rank: int, book: RuleBook | None = None, shared: Transfers | None = None) -> rt.Script:
     """Everything one rank needs to run its share of the program; `scripts` makes all at once."""
+    program = with_shared_heads(program)
     writer = Writer(program, rank, book or RuleBook(program.graph), shared or Transfers())
     instructions = writer.steps(program.steps)
     syncs = tuple(made for step in program.syncs if (made := writer.sync(step)) is not None)

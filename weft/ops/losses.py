@@ -102,7 +102,7 @@ def _hard_local(args: Mapping[str, Any], sizes: tuple[int, ...], rows: tuple[str
         classes = groups(cell, ("c",))
         counted = groups(cell, rows) if args["reduction"] == MEAN else ()
         if not classes and not counted and not is_empty(cell):
-            return own_call(op)
+            return _whole(op, args, sizes, normalised)
         return call(
             "weft.cross_entropy",
             Ref("0"),
@@ -119,6 +119,15 @@ def _hard_local(args: Mapping[str, Any], sizes: tuple[int, ...], rows: tuple[str
         )
 
     return local
+
+
+def _whole(op: Op, args: Mapping[str, Any], sizes: tuple[int, ...], normalised: bool) -> Call:
+    """The loss of whole rows, all of them here."""
+    plain = args["weight"] is None and args.get("label_smoothing", 0.0) == 0 and args["reduction"] != NONE
+    if normalised or not plain or len(sizes) != 2:
+        return own_call(op)
+    options = {"reduction": int(args["reduction"]), "ignore_index": int(args["ignore_index"])}
+    return call("weft.entropy", Ref("0"), Ref("1"), **options)
 
 
 def _soft_local(args: Mapping[str, Any], sizes: tuple[int, ...]) -> Local:

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
+from weft.runtime.entropy import MEAN, PLAIN, SUM, entropy
 from weft.runtime.indices import Intervals, locate
 from weft.runtime.softmax import scores_and_total
-
-MEAN, SUM = 1, 2
-"""ATen's numbers for `reduction`."""
-PLAIN = (torch.float32, torch.float64)
-"""Dtypes in which a sum over many rows keeps its precision."""
 
 
 def loss_part(target: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
@@ -43,13 +39,22 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
     num_classes: int,
     rows: Comms = (),
     classes: Comms = (),
+    reuse: bool = False,
 ) -> Tensor:
-    """Cross entropy with class indices. `log_probabilities`: x is normalised already (the nll loss)."""
+    """Cross entropy with class indices. `log_probabilities`: x is normalised already (the nll loss). `reuse`: x may be
+    written over."""
     valid = target != ignore_index
     known = ((target >= 0) & (target < num_classes)) | ~valid
     torch._assert_async(known.all(), f"a target is neither a class (0 to {num_classes - 1}) nor the ignored index")
     if not classes and tuple(map(tuple, ranges)) == ((0, num_classes),) and x.dtype in PLAIN:
-        return _over_whole_classes(x, target, weight, reduction, ignore_index, label_smoothing, log_probabilities, rows)
+        part = SUM if reduction == MEAN else reduction
+        if log_probabilities:
+            loss: Tensor = torch.ops.aten.nll_loss_nd.default(x, target, weight, part, ignore_index)
+        elif weight is None and label_smoothing == 0 and part == SUM:
+            loss = entropy(x, target, reduction=part, ignore_index=ignore_index, reuse=reuse)
+        else:
+            loss = torch.ops.aten.cross_entropy_loss.default(x, target, weight, part, ignore_index, label_smoothing)
+        return loss / _denominator(x.dtype, target, weight, ignore_index, rows) if reduction == MEAN else loss
     class_dim = 0 if x.ndim == 1 else 1
     values = wide(x)
     plain = (values, values.new_zeros(()))
@@ -67,27 +72,11 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
     return (loss.sum() if reduction == SUM else loss).to(x.dtype)
 
 
-def _over_whole_classes(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    log_probabilities: bool,
-    rows: Comms,
-) -> Tensor:
-    """The operator itself, which costs half of its parts; a mean over all rows is a sum over a common denominator."""
-    part = SUM if reduction == MEAN else reduction
-    if log_probabilities:
-        loss: Tensor = torch.ops.aten.nll_loss_nd.default(x, target, weight, part, ignore_index)
-    else:
-        loss = torch.ops.aten.cross_entropy_loss.default(x, target, weight, part, ignore_index, label_smoothing)
-    if reduction != MEAN:
-        return loss
+def _denominator(dtype: torch.dtype, target: Tensor, weight: Tensor | None, ignore_index: int, rows: Comms) -> Tensor:
+    """What a mean over all rows divides by."""
     valid = target != ignore_index
     share = valid if weight is None else torch.where(valid, weight.detach()[target.where(valid, 0)], 0)
-    return loss / reduce(share.sum(dtype=x.dtype), rows)
+    return reduce(share.sum(dtype=dtype), rows)
 
 
 def _pick(scores: Tensor, positions: Tensor, here: Tensor, class_dim: int) -> Tensor:

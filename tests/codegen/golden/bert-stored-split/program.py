@@ -115,6 +115,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             ranges=((0, 32),),
             num_classes=32,
             rows=(self.comm.along("dp"),),
+            reuse=True,
         )  # ()
         masked_lm_loss = self.comm.reached(masked_lm_loss)
         masked_lm_loss_1 = self.comm.all_reduce(masked_lm_loss, over="dp", grad=False)  # ()

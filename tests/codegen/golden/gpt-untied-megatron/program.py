@@ -6,6 +6,7 @@ from torch import Tensor
 
 from weft.runtime.attention import attention
 from weft.runtime.cuts import Cut
+from weft.runtime.entropy import entropy
 from weft.runtime.module import Container, ParallelModule, Part
 from weft.runtime.moves import first
 from weft.runtime.random import dropout
@@ -54,7 +55,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         # models.py:134  return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         view = logits.reshape(48, 32)  # (48, 32)
         view_1 = targets.reshape(48)  # (48,)
-        loss = F.cross_entropy(view, view_1, ignore_index=-1)  # ()
+        loss = entropy(view, view_1, ignore_index=-1, reuse=True)  # ()
         return self.finish(loss, loss)
 
     def block(self, layer: Container, draw: int, x: Tensor) -> Tensor:

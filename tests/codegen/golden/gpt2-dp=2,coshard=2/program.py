@@ -83,6 +83,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
             ranges=((0, 32),),
             num_classes=32,
             rows=(self.comm.along("dp"),),
+            reuse=True,
         )  # ()
         loss = self.comm.reached(loss)
         loss_1 = self.comm.all_reduce(loss, over="dp", grad=False)  # ()

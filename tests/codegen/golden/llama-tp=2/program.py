@@ -145,15 +145,14 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         mul = cat * sin  # (6, 1, 8, 4)
         k_embed = k_embed + mul  # (6, 1, 8, 4)
         # sdpa_attention.py:174  attn_output = torch.nn.functional.scaled_dot_product_attention(
-        repeat_interleave = k_embed.repeat_interleave(2, -3)  # (6, 2, 8, 4)
-        repeat_interleave_1 = value_states.repeat_interleave(2, -3)  # (6, 2, 8, 4)
         attn_output = attention(
             q_embed,
-            repeat_interleave,
-            repeat_interleave_1,
+            k_embed,
+            value_states,
             None,
             is_causal=True,
             scale=0.5,
+            enable_gqa=True,
             dropout_p=0.1,
             **self.draw(draw, (6, 4, 8, 8), {1: "tp"}),
         )  # (6, 2, 8, 4)

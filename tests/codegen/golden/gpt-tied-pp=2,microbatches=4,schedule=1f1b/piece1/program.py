@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.runtime.attention import attention
+from weft.runtime.entropy import entropy
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.random import dropout
 
@@ -72,7 +73,7 @@ class GPT_transformer_h_1__lm_head(ParallelModule, grid=GRID, parameters=PARAMET
         # models.py:134  return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         view = logits.reshape(16, 32)  # (16, 32)
         view_1 = targets.reshape(16)  # (16,)
-        loss = F.cross_entropy(view, view_1, ignore_index=-1)  # ()
+        loss = entropy(view, view_1, ignore_index=-1, reuse=True)  # ()
         return self.outputs(loss)
 
 
