@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 import weft
 from tests.models import GPT, GPTConfig, gpt_example
 from weft.runtime.initialise import begin, build, module_tensors, part_of
-from weft.runtime.recording import At, Unrecordable, record_module
+from weft.runtime.record import At
+from weft.runtime.recording import Unrecordable, record_module
 from weft.runtime.replaying import replay
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.recording import Record, Unrecordable, record_module
+from weft.runtime.record import Record
+from weft.runtime.recording import Unrecordable, record_module
 from weft.runtime.replaying import fill_strays, replay
 from weft.runtime.script import Index
 from weft.runtime.transfers import size, take
@@ -25,6 +26,11 @@ class Whole(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None if torch does not have it."""
+        ...
 
     def read(self, index: Index) -> Tensor:
         """The part at `index`, in memory of its own."""
@@ -84,9 +90,17 @@ class Start:
 def begin(factory: Callable[[], nn.Module], seed: int) -> Start:
     """The module of a function without the values of its parameters, or whole where that is impossible."""
     try:
-        recorded = record_module(factory, seed)
+        return begin_hollow(factory, seed)
     except Unrecordable as error:
         return Start(build(factory, seed), reason=str(error))
+
+
+def begin_hollow(factory: Callable[[], nn.Module], seed: int) -> Start:
+    """The module of a function without the values of its parameters.
+
+    Raises:
+        Unrecordable: that is impossible."""
+    recorded = record_module(factory, seed)
     fill_strays(recorded)
     return Start(recorded.module, recorded.record)
 

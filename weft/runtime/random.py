@@ -83,7 +83,13 @@ def _start(stream: Stream, number: int, lane: int) -> int:
 def uniform(stream: Stream, draw: Draw, *, lane: int = 0, device: Device = None) -> Tensor:
     """Float64 numbers in [0, 1) in the part's shape. Lanes of one draw are independent."""
     index = linear_index(draw.shape, draw.at, device.device if isinstance(device, Tensor) else device)
-    bits = _mix_all(index.mul_(_signed(_STEP)).add_(_signed(_start(stream, draw.number, lane))))
+    return uniform_at(stream, draw.number, index, lane=lane)
+
+
+@torch.no_grad()
+def uniform_at(stream: Stream, number: int, index: Tensor, *, lane: int = 0) -> Tensor:
+    """Float64 numbers in [0, 1) of the elements of these row-major indices, which are overwritten."""
+    bits = _mix_all(index.mul_(_signed(_STEP)).add_(_signed(_start(stream, number, lane))))
     return (bits >> 11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 

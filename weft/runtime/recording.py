@@ -1,9 +1,5 @@
 """Recording: a module is built without its values; what would have made them is written down, to be run later.
 
-    Record := Entry ...                        in the order of the constructor
-    Entry  := operator, arguments (At for a hollow tensor), what it makes
-    At     := storage, geometry, dtype         of a tensor in a storage
-
 In: a function that makes a module, a seed. Out: the module with *hollow* parameters (ordinary CPU tensors on memory
 that was never touched, which costs nothing) and the Record. Small tensors that depend on no random number are computed
 at once, so that constructors may look at them; everything else is written down by storage, so views, `.data` and ties
@@ -15,11 +11,12 @@ back, are kept.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from weft.runtime.record import At, Entry, Record
 
 SMALL = 1 << 16
 """Elements up to which a tensor that depends on no random number is computed at once."""
@@ -49,82 +48,12 @@ LOOKS = frozenset(
 )
 """Methods that reach for the memory of a tensor, past every operator."""
 
+WHOLE_FUNCTIONS = {"_no_grad_trunc_normal_": ("tensor", "mean", "std", "a", "b")}
+"""Functions of torch's `nn.init` that look at what they draw, and their arguments: each is recorded as one operator."""
+
 
 class Unrecordable(Exception):  # noqa: N818 - says what is the matter
     """The construction cannot be written down."""
-
-
-@dataclass(frozen=True)
-class At:
-    """A tensor in a hollow storage."""
-
-    storage: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One operator to be run."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    makes: tuple[At | None, ...]
-    """What the results are in new storages; None for those that are not."""
-    writes: frozenset[int] = frozenset()
-    covers: frozenset[int] = frozenset()
-    """Storages of which it overwrites all and reads nothing."""
-    draws: bool = False
-    state: Tensor | int | None = None
-    """What the generator is set to before: a state, or the one after so many draws."""
-    default_dtype: torch.dtype = torch.float32
-
-    @property
-    def touches(self) -> frozenset[int]:
-        """All storages that it reads, writes or makes."""
-        found: set[int] = set()
-        tree_map(lambda one: found.add(one.storage) if isinstance(one, At) else None, (self.args, self.kwargs))
-        return frozenset(found | {one.storage for one in self.makes if one is not None})
-
-
-@dataclass(frozen=True)
-class Record:
-    """How the values of a module come about."""
-
-    entries: tuple[Entry, ...]
-    sizes: tuple[int, ...]
-    """Bytes of each storage."""
-    tensors: dict[str, At | Tensor]
-    """Parameters and buffers by every name; those that have their values already as they are."""
-    seed: int
-
-    def digest(self) -> str:
-        """Equal on ranks that would come to the same values."""
-        found = hashlib.sha256(str(self.seed).encode())
-        for entry in self.entries:
-            found.update(f"{_name(entry.function)} {_text(entry.args)} {_text(entry.kwargs)} {entry.makes}".encode())
-            found.update(_text(entry.state).encode())
-        for name, tensor in self.tensors.items():
-            found.update(f"{name} {_text(tensor)}".encode())
-        return found.hexdigest()
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(function) if isinstance(function, torch._ops.OpOverload) else function.__qualname__
-
-
-def _text(value: Any) -> str:
-    """An argument in words that do not depend on the process."""
-    if isinstance(value, Tensor):
-        plain = value.detach().reshape(-1)
-        step = max(1, plain.numel() // 64)
-        return f"{value.dtype} {tuple(value.shape)} {plain[::step].tolist()}"
-    if isinstance(value, dict):
-        return str({key: _text(one) for key, one in value.items()})
-    return str([_text(one) for one in value]) if isinstance(value, tuple | list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -156,6 +85,7 @@ def record_module(factory: Callable[[], nn.Module], seed: int) -> Recorded:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         tensors = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
         found = {name: recorder.reference(tensor) for name, tensor in tensors.items()}
+        raw = frozenset(name for name, tensor in tensors.items() if tensor.numel() and recorder.is_raw(tensor))
     own = {at.storage for name, at in found.items() if name in parameters and isinstance(at, At)}
     strays = {
         number: storage
@@ -163,7 +93,7 @@ def record_module(factory: Callable[[], nn.Module], seed: int) -> Recorded:
         if number not in own and torch._C._storage_Use_Count(storage._cdata) > 1
     }
     sizes = tuple(storage.nbytes() for storage in recorder.storages)
-    return Recorded(module, Record(tuple(recorder.entries), sizes, found, seed), strays)
+    return Recorded(module, Record(tuple(recorder.entries), sizes, found, seed, raw), strays)
 
 
 class _Undone:
@@ -185,7 +115,7 @@ class _Undone:
 @contextlib.contextmanager
 def _whole_functions(recorder: Recorder) -> Iterator[None]:
     """Initialisers that look at what they draw are one operator each."""
-    room, name = nn.init, "_no_grad_trunc_normal_"
+    room, (name,) = nn.init, WHOLE_FUNCTIONS
     original = getattr(room, name)
 
     def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -223,21 +153,22 @@ class _Seen:
 
     generator: torch.Generator
     draws: int = 0
-    states: list[Tensor] = field(default_factory=list)
+    last: Tensor | None = None
 
     def mark(self) -> None:
         """Note that all draws up to here are known."""
         self.generator.manual_seed(SENTINEL + self.draws)
-        self.states.append(self.generator.get_state())
+        self.last = self.generator.get_state()
 
     def changed(self) -> Tensor | int | None:
         """What somebody has set the generator to since the last mark; None if nobody has."""
+        assert self.last is not None, "the first mark is made before anything is drawn"
         now = self.generator.get_state()
-        if torch.equal(now, self.states[-1]):
+        if torch.equal(now, self.last):
             return None
-        seed = self.generator.initial_seed() - SENTINEL
-        if 0 <= seed < len(self.states) and torch.equal(now, self.states[seed]):
-            return seed
+        draws = self.generator.initial_seed() - SENTINEL
+        if 0 <= draws <= self.draws and torch.equal(now, torch.Generator().manual_seed(SENTINEL + draws).get_state()):
+            return draws
         return now
 
 
@@ -251,6 +182,7 @@ class Recorder(TorchDispatchMode):
         self.reason = ""
         self._numbers: dict[int, int] = {}
         self._made: dict[int, torch.UntypedStorage] = {}
+        self._raw: set[int] = set()
         self._seen = _Seen(torch.default_generator)
 
     def begin(self) -> None:
@@ -291,18 +223,26 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         sizes = _sizes(func, args, kwargs)
         if not hollow and not draws and (sizes is None or all(one.numel() <= SMALL for one in sizes)):
-            return self._known(func(*args, **kwargs))
+            for one in _written(func, args, kwargs).values():
+                self._raw.discard(one.untyped_storage()._cdata)
+            return self._known(func(*args, **kwargs), raw=func._schema.name in EMPTY)
         if sizes is None:
             self.refuse(f"it calls {func} on a value that is not there yet")
         return self._write_call(func, args, kwargs, sizes, draws)
 
-    def _known(self, results: Any) -> Any:
-        """Results that have their values."""
+    def _known(self, results: Any, *, raw: bool) -> Any:
+        """Results that have their values, or (raw) memory in which anything may stand."""
         for one in _tensors(results):
             if one.layout is torch.strided:
                 storage = one.untyped_storage()
                 self._made[storage._cdata] = storage
+                if raw:
+                    self._raw.add(storage._cdata)
         return results
+
+    def is_raw(self, tensor: Tensor) -> bool:
+        """True if nothing has been written where the tensor lies."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._raw
 
     def _write_call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[Tensor] | None, draws: bool
@@ -361,7 +301,7 @@ class Recorder(TorchDispatchMode):
         writes = frozenset(self._numbers[one.untyped_storage()._cdata] for one in written)
         dtype = torch.get_default_dtype()
         self.entries.append(
-            Entry(function, args, kwargs, makes, writes, frozenset(covers), draws, state, dtype)  # type: ignore[arg-type]
+            Entry(function, args, kwargs, makes, writes, frozenset(covers), draws, state, dtype, _line())  # type: ignore[arg-type]
         )
         if draws:
             self._seen.draws += 1
@@ -372,6 +312,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
             return self._numbers[storage._cdata]
+        self._raw.discard(storage._cdata)
         if storage._cdata not in self._made:
             self.refuse("it changes a tensor that was there before")
         content = torch.empty(0, dtype=torch.uint8).set_(storage).clone() if keep else None
@@ -384,15 +325,29 @@ class Recorder(TorchDispatchMode):
         return number
 
 
+def _line() -> str:
+    """The innermost line that runs now and is neither torch's nor ours."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _kept(value: Any) -> Any:
     """A tensor that has its values may lose them: a copy of it as it is now."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda one: found.append(one) if isinstance(one, Tensor) else None, tree)
-    return found
+    """Arguments are plain lists, tuples and dicts: a walk of our own is many times as fast as torch's."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [found for one in tree for found in _tensors(one)]
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from weft.runtime.recording import At, Entry, Record, Recorded
+from weft.runtime.record import At, Entry, Record
+from weft.runtime.recording import Recorded
 
 Receive = Callable[[str, Tensor], None]
 
@@ -35,14 +36,17 @@ def replay(record: Record, wanted: Collection[str], receive: Receive) -> None:
             receive(name, tensor)
     needed = needed_entries(record, frozenset(finals))
     last = {storage: number for number in needed for storage in record.entries[number].touches}
+    ending: dict[int, set[int]] = {}
+    for storage, number in last.items():
+        ending.setdefault(number, set()).add(storage)
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(record.seed)
         run = _Run(record, finals, receive, {entry.state for entry in record.entries if isinstance(entry.state, int)})
         run.note()
         try:
-            for number, following in needed.items():
-                run.step(record.entries[number], following, {s for s, n in last.items() if n == number})
+            for number, dropped in needed.items():
+                run.step(record.entries[number], dropped, ending.get(number, set()))
         finally:
             torch.set_default_dtype(before)
     for storage in [storage for storage in finals if storage not in last]:
@@ -50,7 +54,7 @@ def replay(record: Record, wanted: Collection[str], receive: Receive) -> None:
 
 
 def needed_entries(record: Record, finals: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The entries to be run, in order, each with the storages whose values are needed after it.
+    """The entries to be run, in order, each with those of its storages whose values nobody needs after it.
 
     Backwards: an entry is needed if somebody reads what it writes, or if it draws and a needed one draws later."""
     live, draws = set(finals), False
@@ -60,7 +64,7 @@ def needed_entries(record: Record, finals: frozenset[int]) -> dict[int, frozense
         results = entry.writes | {one.storage for one in entry.makes if one is not None}
         if live.isdisjoint(results) and not (entry.draws and draws):
             continue
-        found[number] = frozenset(live)
+        found[number] = entry.touches - live
         draws = draws or entry.draws
         made = {one.storage for one in entry.makes if one is not None}
         live -= made | entry.covers
@@ -81,7 +85,7 @@ class _Run:
     draws: int = 0
     states: dict[int, Tensor] = field(default_factory=dict)
 
-    def step(self, entry: Entry, live: frozenset[int], ending: set[int]) -> None:
+    def step(self, entry: Entry, dropped: frozenset[int], ending: set[int]) -> None:
         """Run an entry; drop what is not needed after it, hand over what it completes."""
         if entry.draws:
             self._seed(entry)
@@ -101,7 +105,7 @@ class _Run:
         for storage in entry.touches:
             if storage in ending and storage in self.finals:
                 self.complete(storage)
-            elif storage not in live:
+            elif storage in dropped:
                 self.storages.pop(storage, None)
 
     def _seed(self, entry: Entry) -> None:

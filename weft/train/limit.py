@@ -2,20 +2,27 @@
 
 In: the files of a program, its model, a limit as `2GiB`. Out: nothing, or a RunError with the bytes of the fullest rank
 by kind and what would take less. The limit is one of tensors: what is expected at the peak of a step
-(`train/expected.py`). A program that cannot be foreseen is not refused; that is told.
+(`train/expected.py`). A program that cannot be foreseen is not refused; that is told. Without a limit, processes that
+will need more than this machine has free are told of before they are started.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from weft.compile import Compiled
 from weft.errors import RunError
+from weft.ir.graph import Graph
 from weft.runtime.ledger import KINDS, Bytes
 from weft.train.amounts import read_bytes, shown
-from weft.train.expected import Alike, Unforeseen, expect_memory
+from weft.train.expected import Alike, Unforeseen, alike_ranks, expect_memory
 from weft.train.opened import Content, num_devices
 from weft.verify.model_file import Subject
 
+PROCESS = 200 << 20
+"""Bytes of Python and torch in every process."""
 NAMES = {"kept": "kept weights", "optimizer": "optimizer state", "activations": "saved activations"}
 
 
@@ -47,6 +54,40 @@ def check_limit(
             place=subject.place,
             remedy=remedy(fullest.bytes, num_devices(files)),
         )
+
+
+def tell_scarce(compiled: Compiled, subject: Subject, num_ranks: int, tell: Callable[[str], None]) -> None:
+    """Tell of processes that will not fit into what this machine has free. Small models are not looked at."""
+    there, replicas = available(), num_ranks // compiled.devices
+    if there is None or (_at_most(compiled.graph) + PROCESS) * num_ranks <= there // 2:
+        return
+    try:
+        found = expect_memory(compiled.files, subject, alike_ranks(compiled))
+    except Unforeseen:
+        return
+    needed = replicas * sum(len(one.ranks) * (one.bytes.peak + PROCESS) for one in found)
+    if needed > there:
+        fullest = max(found, key=lambda one: one.bytes.peak)
+        tell(
+            f"warning: {num_ranks} processes will need some {shown(needed)} at the peak of a step, and {shown(there)} "
+            f"are free on this machine; rank {fullest.ranks[0]} will hold {shown(fullest.bytes.peak)}: "
+            f"{breakdown(fullest)}; try: {remedy(fullest.bytes, num_ranks)}"
+        )
+
+
+def _at_most(graph: Graph) -> int:
+    """Bytes of everything that a step makes of a model on one device: its values twice, and AdamW's state."""
+    held = {one.tensor for one in graph.parameters}
+    sizes = {name: math.prod(one.sizes) * one.dtype.itemsize for name, one in graph.tensors.items()}
+    return 2 * sum(sizes.values()) + 2 * sum(sizes[name] for name in held)
+
+
+def available() -> int | None:
+    """Bytes that processes of this machine can still have; None if the system does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found[1]) * 1024
 
 
 def breakdown(found: Alike) -> str:

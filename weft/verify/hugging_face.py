@@ -23,6 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelFileError, WeftError
+from weft.runtime.initialise import Start, begin
+from weft.runtime.record import Record
+from weft.verify.hf_shards import has_all_of
 
 PREFIX = "hf:"
 SEED = 0
@@ -36,28 +39,35 @@ OWN_FILE = "write a model file: model() returns the module, example() a batch wi
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its batch; `origin` loads the same anywhere on this machine."""
+    """A model and its batch; `origin` loads the same anywhere on this machine; `weights`: where a hollow one has its
+    values."""
 
     model: nn.Module
     example: dict[str, Tensor]
     origin: str
+    record: Record | None = None
+    weights: str | None = None
 
 
-def load_hugging_face(text: str) -> Loaded:
-    """The model that `hf:...` names."""
+def load_hugging_face(text: str, *, hollow: bool = False) -> Loaded:
+    """The model that `hf:...` names.
+
+    Args:
+        hollow: weights are neither made nor read where that can be; `record` and `weights` say where they come from.
+    """
     library, named = _library(text), text.removeprefix(PREFIX).strip()
     folder = Path(named)
     if not named:
         raise ModelFileError(f"{text!r} names no model", remedy=FORMS)
     if folder.is_dir():
-        return _from_folder(library, folder)
+        return _from_folder(library, folder, hollow)
     if folder.suffix == ".json" and folder.is_file():
         raise ModelFileError(f"{named!r} is a file", remedy=f"give its folder: {PREFIX}{folder.parent}")
     name, settings = _parse(text, named)
     if name is not None:
         with _Told(text, name, "settings that the configuration class knows, with values that fit each other"):
             config = _configured(_config_class(library, name, text), settings, text)
-        return _made(library, config, text, None)
+        return _made(library, config, text, None, hollow)
     return _from_cache(library, named, text)
 
 
@@ -116,7 +126,7 @@ def _configured(cls: Any, settings: dict[str, Any], text: str) -> Any:
     return cls(**settings)
 
 
-def _from_folder(library: ModuleType, folder: Path) -> Loaded:
+def _from_folder(library: ModuleType, folder: Path, hollow: bool) -> Loaded:
     origin = f"{PREFIX}{folder.resolve()}"
     if not (folder / "config.json").is_file():
         raise ModelFileError(
@@ -125,7 +135,7 @@ def _from_folder(library: ModuleType, folder: Path) -> Loaded:
     with _Told(origin, "config.json", "give the folder of a model that this version of transformers knows"):
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
-    return _made(library, config, origin, str(folder.resolve()) if weights else None)
+    return _made(library, config, origin, str(folder.resolve()) if weights else None, hollow)
 
 
 def _from_cache(library: ModuleType, name: str, text: str) -> Loaded:
@@ -136,7 +146,7 @@ def _from_cache(library: ModuleType, name: str, text: str) -> Loaded:
         raise ModelFileError(
             f"no folder {name!r}, and no model of that name on this machine; nothing is downloaded", remedy=remedy
         ) from None
-    return _made(library, config, text, name)
+    return _made(library, config, text, name, hollow=False)
 
 
 @dataclass(frozen=True)
@@ -179,7 +189,7 @@ TASKS = (
 """Tried in this order where a configuration does not name its architecture."""
 
 
-def _made(library: ModuleType, config: Any, origin: str, weights: str | None) -> Loaded:
+def _made(library: ModuleType, config: Any, origin: str, weights: str | None, hollow: bool) -> Loaded:
     """The module of a configuration, with weights or with values made under the seed."""
     if getattr(config, "use_cache", None):
         config.use_cache = False
@@ -187,13 +197,17 @@ def _made(library: ModuleType, config: Any, origin: str, weights: str | None) ->
     what = f"making {architecture.__name__}"
     with torch.random.fork_rng(devices=[]), _Told(origin, what, "settings that fit each other, or whole files"):
         torch.manual_seed(SEED)
-        if weights is None:
-            model = architecture._from_config(config)
-        else:
-            model = architecture.from_pretrained(weights, config=config, local_files_only=True)
+        start, files = Start(nn.Module()), None
+        if hollow:
+            start = begin(lambda: architecture._from_config(config), SEED)
+            files = weights if weights is not None and has_all_of(Path(weights), start.module) else None
+        if weights is not None and files is None:
+            start = Start(architecture.from_pretrained(weights, config=config, local_files_only=True))
+        elif not hollow:
+            start = Start(architecture._from_config(config))
     with _Told(origin, "making a batch", OWN_FILE):
         example = task.batch(config, origin)
-    return Loaded(model.train(), example, origin)
+    return Loaded(start.module.train(), example, origin, start.record, files)
 
 
 def _choose(library: ModuleType, config: Any, place: str) -> tuple[_Task, Any]:
