@@ -32,6 +32,8 @@ FILES = tuple(sorted(path.stem for path in FOLDER.glob("*.py")))
 PLANS = ("dp=2", "tp=2", "tp=3", "dp=2,tp=2", "coshard=2")
 EXPERTS = ("mixtral", "deepseek_v3")
 """Their routers choose: less of the work is divided."""
+ELSEWHERE = ("bert", "deepseek_v3", "graph", "llama", "mixtral", "qwen3", "state_space")
+"""Samples of test_recipes.py and test_experts.py have them."""
 
 
 @cache
@@ -61,7 +63,15 @@ def equal_to_one_device(name: str, recipe: str, pools: Pools | None = None) -> N
         assert worst.value < 1e-9, worst
 
 
-@pytest.mark.parametrize(("name", "recipe"), [(name, PLANS[i % len(PLANS)]) for i, name in enumerate(FILES)])
+def sample() -> list[object]:
+    """A plan for each file, in turn."""
+    return [
+        pytest.param(name, PLANS[i % len(PLANS)], marks=pytest.mark.full if name in ELSEWHERE else ())
+        for i, name in enumerate(FILES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "recipe"), sample())
 def test_sample(name: str, recipe: str) -> None:
     equal_to_one_device(name, recipe)
 

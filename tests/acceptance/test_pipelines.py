@@ -116,7 +116,7 @@ SAMPLE = (
     ("models/llama.py", "pp=2,tp=2", "interleaved", 4),
     ("models/t5.py", "pp=4", "zb-h1", 1),
     ("models/unet.py", "dp=2,pp=2", "1f1b", 1),
-    ("models/mixtral.py", "pp=2", "gpipe", 1),
+    pytest.param("models/mixtral.py", "pp=2", "gpipe", 1, marks=pytest.mark.full),
 )
 
 

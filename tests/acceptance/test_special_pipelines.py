@@ -33,6 +33,7 @@ from weft.verify.pieces import InPieces, compile_pieces
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, CLASSES, ROWS = 12, 10, 8
 m = Micro()
+full = partial(pytest.param, marks=pytest.mark.full)
 
 
 class Block(nn.Module):
@@ -120,7 +121,7 @@ def two_stages(graph: Graph, *, first: tuple[int, ...] = (0,), second: tuple[int
 # --- interlaced -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["pp=4", "pp=2,tp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("plan", [full("pp=4"), "pp=2,tp=2", full("pp=2,dp=2")])
 def test_vocabulary_on_all_devices_interlaced(plan: str) -> None:
     result = verify(*words(), plan=f"{plan},schedule=interlaced,microbatches=4")
     assert result.equal, result
@@ -170,8 +171,15 @@ def test_interlaced_without_a_vocabulary_is_refused() -> None:
 # --- recycling ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["pp=4", "pp=2,tp=2", "pp=2,stages=blocks.1"])
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    ("prepared", "plan"),
+    [
+        (False, "pp=2,tp=2"),
+        (True, "pp=4"),
+        *(full(False, plan) for plan in ("pp=4", "pp=2,stages=blocks.1")),
+        *(full(True, plan) for plan in ("pp=2,tp=2", "pp=2,stages=blocks.1")),
+    ],
+)
 def test_recycling_passes_under_nf1b(plan: str, prepared: bool) -> None:
     model, example = rows(partial(Recycled, prepared=prepared))
     result = verify(model, example, plan=f"{plan},schedule=nf1b,microbatches=4")

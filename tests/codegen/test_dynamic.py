@@ -108,7 +108,10 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "size", "others"), PLANS, ids=[plan for plan, _, _ in PLANS])
+@pytest.mark.parametrize(
+    ("plan", "size", "others"),
+    [pytest.param(*one, id=one[0], marks=pytest.mark.full if one[0] == "dp=3" else ()) for one in PLANS],
+)
 def test_one_program_is_equal_to_one_device_at_other_sizes(
     plan: str, size: int, others: tuple[tuple[int, int], ...], folder: Path
 ) -> None:

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_demo(tmp_path: Path) -> None:
     weft = tmp_path / "weft"
     weft.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft.cli "$@"\n')

@@ -38,6 +38,7 @@ def test_two_processes_train_as_one_and_evaluate(tmp_path: Path) -> None:
     assert evaluated == pytest.approx(module.eval()(**batch).item(), rel=1e-12)
 
 
+@pytest.mark.full
 def test_modules_that_differ_are_refused(tmp_path: Path) -> None:
     done = launch(tmp_path / "result", "different")
     assert done.returncode != 0 and "the modules of ranks" in done.stderr

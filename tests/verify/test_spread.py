@@ -65,6 +65,17 @@ def test_equal(tmp_path: Path, optimizer: str, plan: str) -> None:
     assert result.equal, result.differences
 
 
+@pytest.mark.parametrize("plan", ["pp=2,dp=2,zero=2,stages=down,spread=matrices", "pp=2,dp=2,stages=down,spread"])
+def test_a_weight_of_two_stages(tmp_path: Path, plan: str) -> None:
+    """Each of them has it whole on one of its devices; the others hold nothing of it."""
+    path = write(tmp_path, MUON)
+    text = path.read_text().replace("self.down(nn", "nn.functional.linear(self.down(nn")
+    path.write_text(text.replace("(self.norm(x)))), y)", "(self.norm(x)))), self.up.weight)[..., :6], y)"))
+    assert "self.up.weight)[" in path.read_text()
+    result = verify(path, plan=plan)
+    assert result.equal, result.differences
+
+
 def test_the_way_out_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"Adafactor mixes the elements.*\n(.|\n)*spread"):
         verify(write(tmp_path, ADAFACTOR), plan="tp=2")

@@ -8,6 +8,7 @@ devices, another order): its numbers then stand in tables by rank. Also: how a d
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,19 @@ def main_grid(program: Program) -> GridOf:
                 votes[axes] += len(axes) > 0
     if program.devices == 1:
         return ()
-    return votes.most_common(1)[0][0] if votes else (("all", program.devices),)
+    return _finest(votes.most_common(1)[0][0] if votes else (("all", program.devices),), program)
+
+
+def _finest(grid: GridOf, program: Program) -> GridOf:
+    """The grid with an axis as several, where parameters are stored in groups of its cells."""
+    every, sizes = tuple(range(program.devices)), [size for _, size in grid]
+    votes: Counter[GridOf] = Counter()
+    for layout in program.stored.values():
+        axes = tuple((axis.name, axis.size) for axis in layout.grid.axes)
+        points = set(itertools.accumulate((size for _, size in axes), operator.mul))
+        if layout.grid.devices == every and points > set(itertools.accumulate(sizes, operator.mul)):
+            votes[axes] += 1
+    return votes.most_common(1)[0][0] if votes else grid
 
 
 def teams(program: Program) -> tuple[Team, ...]:

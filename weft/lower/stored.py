@@ -85,7 +85,7 @@ def _store_axis(layout: Layout, one: AxisUse, parameter: Parameter, place: str) 
         raise PlanError(
             f"{name} lies over {layout.grid.axes[axis]} where it is used, but is to be stored in {one.size} parts",
             place=place,
-            remedy=f"store it in {layout.grid.axes[axis].size} parts along {one.axis!r}",
+            remedy=f"store it in {layout.grid.axes[axis].size} parts along {one.axis!r}, copies counted",
         )
     if layout.roles[axis].kind == "split":
         raise PlanError(
@@ -95,6 +95,8 @@ def _store_axis(layout: Layout, one: AxisUse, parameter: Parameter, place: str) 
         )
     if not isinstance(one.use, Cut):
         return layout
+    if one.copies > 1:
+        layout, axis = _grouped(layout, axis, one.copies), axis + 1
     dim = int(one.use.name)
     old = layout.ranges[dim] or (((0, layout.shape[dim]),) if layout.shape[dim] else (),)
     return layout.with_role(axis, split(dim), {dim: _nested(layout, axis, dim, old, one.use.shares)})
@@ -111,6 +113,14 @@ def _with_axis(layout: Layout, one: AxisUse, name: str, place: str) -> tuple[Lay
         )
     axes = tuple(Axis(one.axis, axis.size) if i == copies[0] else axis for i, axis in enumerate(layout.grid.axes))
     return replace(layout, grid=Grid(axes, layout.grid.devices)), copies[0]
+
+
+def _grouped(layout: Layout, axis: int, groups: int) -> Layout:
+    """The layout with an axis of copies as two: groups of cells, and the cells of a group."""
+    axes, old = layout.grid.axes, layout.grid.axes[axis]
+    two = Axis(f"{old.name}_groups", groups), Axis(f"{old.name}_parts", old.size // groups)
+    grid = Grid((*axes[:axis], *two, *axes[axis + 1 :]), layout.grid.devices)
+    return Layout(layout.shape, grid, (*layout.roles[:axis], COPY, *layout.roles[axis:]), layout.ranges)
 
 
 def _nested(

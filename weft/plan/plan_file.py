@@ -185,13 +185,15 @@ def _transform_data(transform: Transform) -> dict[str, Any] | str:
             return "recompute"
         case CopyOver(parts, axis):
             return {"copy": parts, "axis": axis}
-        case CutBy(name, shares, axis, groups, units, kind):
+        case CutBy(name, shares, axis, groups, units, kind, copies):
             sizes: int | list[int] = len(shares) if set(shares) == {1} else list(shares)
             data: dict[str, Any] = {"cut": name, "parts": sizes, "axis": axis}
             if groups != 1:
                 data["groups"] = groups if isinstance(groups, int) else list(groups)
             if units is not None:
                 data["units"] = units
+            if copies != 1:
+                data["copies"] = copies
             return {**data, "algorithm": kind} if kind else data
 
 
@@ -267,7 +269,8 @@ def _transform(data: Any, place: str) -> Transform:
         case {"cut": name, "parts": parts, "axis": axis, "algorithm": kind}:
             return algorithm(kind, name, parts, axis)
         case {"cut": name, "parts": parts, "axis": axis}:
-            return cut(name, parts, axis, groups=data.get("groups", 1), units=data.get("units"))
+            more = {key: data[key] for key in ("groups", "units", "copies") if key in data}
+            return cut(name, parts, axis, **more)
     raise PlanError(f"{data!r} is no transform", place=place, remedy="write {cut: n, parts: 2, axis: tp}")
 
 

@@ -1,6 +1,6 @@
 """Transforms: what `Plan.trans` and `Plan.store` may do, as data, and what they mean for one op.
 
-    Transform := CutBy(name, shares, axis, groups, units, algorithm) | CopyOver(parts, axis) | RecomputeMark
+    Transform := CutBy(name, shares, axis, groups, units, algorithm, copies) | CopyOver(parts, axis) | RecomputeMark
 
 In: a Transform, an op and its Rule. Out: an `AxisUse`, one axis of the op's grid and what it does to the op
 (`Cut`, `Copied` of ir/oplayout), or a PlanError that says which argument does not fit and what would. Every
@@ -32,15 +32,18 @@ class CutBy:
     groups: int | tuple[int, ...] = 1
     units: int | None = None
     algorithm: str = ""
+    copies: int = 1
+    """Of a stored parameter: in how many groups of cells along the axis each part lies."""
 
     @property
     def size(self) -> int:
-        return len(self.shares)
+        return len(self.shares) * self.copies
 
     def __str__(self) -> str:
-        parts = str(self.size) if len(set(self.shares)) == 1 else str(list(self.shares))
+        parts = str(len(self.shares)) if len(set(self.shares)) == 1 else str(list(self.shares))
         more = "" if self.groups == 1 else f" groups {self.groups}"
         more += "" if self.units is None else f" units {self.units}"
+        more += "" if self.copies == 1 else f" copies {self.copies}"
         return f"{self.algorithm or 'cut'} {self.name} {parts}{more} ({self.axis})"
 
 
@@ -77,6 +80,7 @@ def cut(
     *,
     groups: int | Sequence[int] = 1,
     units: int | None = None,
+    copies: int = 1,
 ) -> CutBy:
     """Cut an op along a name of its rule.
 
@@ -89,12 +93,17 @@ def cut(
         groups: the name's indices are so many groups laid end to end (or the size of each), and every part takes
             its share of each group: 3 for a fused query-key-value projection.
         units: each group consists of so many units that stay whole (heads).
+        copies: in `store` alone: each part lies so many times. The axis has parts * copies cells; the first `parts` of
+            them hold the parameter once, the next ones once more, and so on.
 
     >>> print(cut("n", [3, 1], "tp"))
     cut n [3, 1] (tp)
     """
     sizes = groups if isinstance(groups, int) else tuple(groups)
-    return CutBy(name, _shares(parts, f"cut({name!r}, {parts!r})"), _axis(axis), sizes, units)
+    place = f"cut({name!r}, {parts!r})"
+    if not is_count(copies):
+        raise PlanError(f"cannot make {copies!r} copies", place=place, remedy="give a whole number of at least 1")
+    return CutBy(name, _shares(parts, place), _axis(axis), sizes, units, copies=copies)
 
 
 def copy(parts: int, axis: str = "") -> CopyOver:
@@ -168,7 +177,14 @@ class AxisUse:
     size: int
     use: Use
 
+    @property
+    def copies(self) -> int:
+        """In how many groups of the axis' cells each part lies."""
+        return self.size // len(self.use.shares) if isinstance(self.use, Cut) else self.size
+
     def __str__(self) -> str:
+        if isinstance(self.use, Cut):
+            return f"{self.use}{f' copies {self.copies}' if self.copies > 1 else ''} ({self.axis})"
         return f"{self.use}{' ' + str(self.size) if isinstance(self.use, Copied) else ''} ({self.axis})"
 
 
@@ -183,6 +199,12 @@ def resolve(transform: CutBy | CopyOver, op: Op, rule: Rule, before: tuple[AxisU
             )
     if isinstance(transform, CopyOver):
         return AxisUse(transform.axis, transform.size, Copied())
+    if transform.copies > 1:
+        raise PlanError(
+            f"{transform} has copies, which are for stored parameters",
+            place=op.place,
+            remedy=f"copies are an axis of their own here: copy({transform.copies}), cut(...)",
+        )
     name = _name_of(transform, op, rule)
     use = cut_of_size(transform, name, rule.sizes[name], op.place)
     _check_nested(use, op, before)

@@ -3,6 +3,7 @@
     setting := degree "=" number | "sp" | "megatron" | "zero=" (1 | 2 | 3) | "recompute" ["=" PATTERN]
              | "spread" ["=" "all" | "matrices" | PATTERN]
              | "schedule" "=" name | "stages" "=" MODULE ("+" MODULE)*
+             | "zero_groups" "=" number | "zero_parameters" "=" PATTERN
     degree  := "dp" | "tp" | "megatron" | "coshard" | "pp" | "microbatches" | "virtual"
                                                              `megatron=4` is `tp=4,megatron`
 
@@ -13,20 +14,24 @@ impossible settings, and combinations that mean nothing, are refused with the ne
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from weft.errors import PlanError
 from weft.plan.megatron import megatron
 from weft.plan.pipelines import pp
 from weft.plan.plan import Plan
-from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp, zero
+from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp
 from weft.plan.sequence import sp
 from weft.plan.spread import ALL, spread
+from weft.plan.zero import check_groups, zero
 
-DEGREES = ("dp", "tp", "coshard", "pp", "microbatches", "virtual")
+DEGREES = ("dp", "tp", "coshard", "zero_groups", "pp", "microbatches", "virtual")
 FLAGS = ("megatron", "sp")
 PIPELINE = ("pp", "microbatches", "schedule", "virtual", "stages")
-KEYS = ("dp", "tp", "megatron", "sp", "coshard", "zero", "spread", "recompute", *PIPELINE)
+ZERO = ("zero", "zero_groups", "zero_parameters")
+KEYS = ("dp", "tp", "megatron", "sp", "coshard", *ZERO, "spread", "recompute", *PIPELINE)
 LATER = ("cp", "ep", "cp_kind")
 """Settings of the full language that this version does not have."""
 LATER_RECOMPUTE = ("selective",)
@@ -42,6 +47,8 @@ class Recipe:
     megatron: bool = False
     sp: bool = False
     zero: int = 0
+    zero_groups: int = 1
+    zero_parameters: str = "**"
     recompute: str = ""
     pp: int = 1
     microbatches: int = 0
@@ -82,22 +89,28 @@ class Recipe:
             plan = sp(plan)
         if self.coshard > 1:
             plan = coshard(plan, self.coshard)
-        return self._recomputed(plan) if self.recompute else plan
+        if not self.recompute:
+            return plan
+        return _placed(f"recompute={self.recompute}", partial(recompute, plan, self.recompute))
 
     def _stored(self, plan: Plan) -> Plan:
         """Where parameters lie. What is spread lies whole on one device, whatever zero says of the others."""
         if self.spread:
-            plan = spread(plan, self.spread)
+            plan = _placed(f"spread={self.spread}", partial(spread, plan, self.spread))
         if self.zero and self.dp > 1:
-            plan = zero(plan, self.zero)
+            groups, names = self.zero_groups, self.zero_parameters
+            place = f"zero={self.zero},zero_groups={groups},zero_parameters={names}"
+            plan = _placed(place, partial(zero, plan, self.zero, groups=groups, parameters=names))
         return plan
 
-    def _recomputed(self, plan: Plan) -> Plan:
-        try:
-            return recompute(plan, self.recompute)
-        except PlanError as error:
-            place = error.place or f"recipe setting recompute={self.recompute}"
-            raise PlanError(error.message, place=place, remedy=error.remedy) from None
+
+def _placed(setting: str, write: Callable[[], Plan]) -> Plan:
+    """What a recipe writes; an error that has no place has that of the setting."""
+    try:
+        return write()
+    except PlanError as error:
+        place = error.place or f"recipe setting {setting}"
+        raise PlanError(error.message, place=place, remedy=error.remedy) from None
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -117,6 +130,7 @@ def parse_recipe(text: str) -> Recipe:
             raise PlanError(f"{key} has no value", place=f"recipe {text!r}", remedy=f"write {key}=...")
         values[key] = value if equals else None
     _check_together(values, text)
+    _check_zero(values, text)
     return _recipe(values, text)
 
 
@@ -131,6 +145,7 @@ def _recipe(values: dict[str, str | None], text: str) -> Recipe:
         megatron="megatron" in values,
         sp="sp" in values,
         zero=_stage(values["zero"], text) if "zero" in values else 0,
+        zero_parameters=values.get("zero_parameters") or "**",
         recompute="full" if pattern is None else _pattern(pattern, text),
         spread=ALL if spreads is None else spreads,
         schedule=values.get("schedule") or "",
@@ -159,17 +174,29 @@ def _check_together(values: dict[str, str | None], text: str) -> None:
             place=place,
             remedy="write tp=2,sp or megatron=2,sp",
         )
+    alone = [key for key in ("schedule", "virtual", "stages") if key in values and "pp" not in values]
+    if alone:
+        raise PlanError(
+            f"{alone[0]} says how a pipeline runs, but there is no pp", place=place, remedy=f"write pp=2,{alone[0]}=..."
+        )
+
+
+def _check_zero(values: dict[str, str | None], text: str) -> None:
+    """Parts need replicas to lie on, and groups of them several each."""
+    place = f"recipe {text!r}"
+    alone = [key for key in ZERO[1:] if key in values and "zero" not in values]
+    if alone:
+        remedy = f"write dp=4,zero=2,{alone[0]}={values[alone[0]]}"
+        raise PlanError(f"{alone[0]} says what zero stores in parts, but there is no zero", place=place, remedy=remedy)
     if "zero" in values and "dp" not in values:
         raise PlanError(
             "zero stores parameters in parts over the replicas of dp, but there is no dp",
             place=place,
             remedy=f"write dp=2,zero={values['zero']}",
         )
-    alone = [key for key in ("schedule", "virtual", "stages") if key in values and "pp" not in values]
-    if alone:
-        raise PlanError(
-            f"{alone[0]} says how a pipeline runs, but there is no pp", place=place, remedy=f"write pp=2,{alone[0]}=..."
-        )
+    groups, replicas = values.get("zero_groups"), values.get("dp")
+    if groups is not None and replicas is not None:
+        check_groups(_degree("zero_groups", groups, text), _degree("dp", replicas, text), place)
 
 
 def _check_key(key: str, text: str) -> None:

@@ -3,11 +3,10 @@
     dp       cut the batch: the color of dim 0 of the inputs, on every op that has it; copy the others
     tp       cut heads, hidden dims, vocabulary: colors that divide many multiplications and move few bytes
     coshard  the colors of tp, all parts of a device on that device, one after the other and recomputed
-    zero     store parameters in parts over the replicas, gather them at use
     recompute   run modules again in backward
 
-In: a Plan. Out: the Plan with more lines. They compose in this order; an op's axes then are (dp, tp, co). `megatron`
-and `sp` have files of their own.
+In: a Plan. Out: the Plan with more lines. They compose in this order; an op's axes then are (dp, tp, co). `megatron`,
+`sp`, `zero` and `spread` have files of their own.
 """
 
 from __future__ import annotations
@@ -233,38 +232,3 @@ def _recompute_together(plan: Plan, ops: Selection) -> Plan:
     if not free:
         return plan
     return plan.trans(ops if len(free) == len(ops) else free, primitives.recompute())
-
-
-STAGES = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
-
-
-def zero(plan: Plan, stage: int = 3, *, axis: str = "dp") -> Plan:
-    """Store in parts along the data-parallel axis: optimizer state (1), gradients too (2), parameters too (3).
-
-    A parameter is cut along its first dim that is long enough; one that has none stays whole.
-    """
-    if stage not in STAGES:
-        raise PlanError(f"zero={stage} is no stage", remedy="1, 2 or 3")
-    parts = plan.axes.get(axis, 1)
-    if parts < 2:
-        raise PlanError(
-            f"zero={stage} stores {STAGES[stage]} in parts over the replicas, but no op is cut along {axis!r}",
-            remedy=f"cut the batch first: dp=2,zero={stage}",
-        )
-    lines: dict[int, list[str]] = {}
-    for parameter in plan.graph.parameters:
-        sizes = plan.graph.tensors[parameter.tensor].sizes
-        dim = next((dim for dim, size in enumerate(sizes) if size >= parts), None)
-        if parameter.tensor in plan.stores:
-            continue
-        if dim is not None and parameter.trainable and plan.graph.consumers[parameter.tensor]:
-            lines.setdefault(dim, []).append(parameter.names[0])
-    for dim, names in lines.items():
-        cut = primitives.cut(dim, parts, axis)
-        if stage == 1:
-            plan = plan.store(names, state=cut)
-        elif stage == 2:
-            plan = plan.store(names, grad=cut, state=cut)
-        else:
-            plan = plan.store(names, cut)
-    return plan

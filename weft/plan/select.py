@@ -337,6 +337,17 @@ def match_parameters(graph: Graph, parameters: ParametersLike) -> ParameterSelec
     return ParameterSelection(tensors, " | ".join(terms))
 
 
+def parameters_of(graph: Graph, pattern: str) -> list[Parameter]:
+    """Parameters by a pattern of their names, or of modules that hold them (`layers.*`, everything inside included)."""
+    inside = [f"{term.strip().removesuffix('.**')}.**" if term.strip() != "**" else term for term in pattern.split("|")]
+    try:
+        found = match_parameters(graph, " | ".join(inside))
+    except PlanError:
+        # the error is to show the pattern as it was written
+        found = match_parameters(graph, pattern)
+    return [graph.parameter_tensors[tensor] for tensor in found.tensors]
+
+
 def _parameter_terms(item: str | Parameter) -> list[str]:
     if isinstance(item, Parameter):
         return [glob.escape(item.names[0])]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from weft.errors import PlanError
 from weft.ir.graph import Parameter
 from weft.plan.plan import Plan
-from weft.plan.select import match_parameters
+from weft.plan.select import parameters_of
 
 ALL = "all"
 MATRICES = "matrices"
@@ -24,7 +24,7 @@ def spread(plan: Plan, pattern: str = ALL) -> Plan:
     rewrite: parameter stored as it is used  ->  stored whole on one device, brought to its uses
 
     Args:
-        pattern: "all", "matrices" (those of two dims and more), or a pattern of parameter names.
+        pattern: "all", "matrices" (those of two dims and more), or a pattern of names of parameters, or of modules.
     """
     chosen = [one for one in _chosen(plan, pattern) if one.trainable and plan.graph.consumers[one.tensor]]
     if not chosen:
@@ -50,8 +50,7 @@ def _chosen(plan: Plan, pattern: str) -> list[Parameter]:
         return list(plan.graph.parameters)
     if pattern == MATRICES:
         return [one for one in plan.graph.parameters if len(plan.graph.tensors[one.tensor].sizes) > 1]
-    found = match_parameters(plan.graph, pattern).tensors
-    return [plan.graph.parameter_tensors[tensor] for tensor in found]
+    return parameters_of(plan.graph, pattern)
 
 
 def _homes(plan: Plan, parameter: Parameter) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ import inspect
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +150,7 @@ class Guard:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once."""
+        self._refuse_twice([optimizer])
         for group in optimizer.param_groups:
             mine = [one for one in group["params"] if guard_of(one) is self]
             dims = {one.dim() for one in mine if id(one) in self._cut}
@@ -178,6 +180,17 @@ class Guard:
                 f"{kind} could not be tried on small parameters: if it mixes elements of a parameter, training on "
                 "parts gives other numbers than on one device; weft verify tells",
                 stacklevel=2,
+            )
+
+    def _refuse_twice(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """A parameter that stands in two groups, or two optimizers, would be updated twice in a step."""
+        held = Counter(id(one) for each in optimizers for one in _all(each))
+        twice = [name for rank in self.ranks for name, one in rank.trained if held[id(one)] > 1]
+        if twice:
+            raise self.refuse(
+                f"{twice[0]} stands more than once among the parameters of the optimizer{'s' * (len(optimizers) > 1)}: "
+                "a step would update it as often",
+                "put each parameter into one group of one optimizer",
             )
 
     def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -218,7 +231,8 @@ class Guard:
         )
         if seen == self._seen:
             return
-        held = {id(one) for each in known for group in each.param_groups for one in group["params"]}
+        self._refuse_twice(known)
+        held = {id(one) for each in known for one in _all(each)}
         missing = [name for name, one in trained if id(one) not in held]
         if missing and len(missing) == len(trained):
             gone = any(_is_replaced(one) for each in known for one in _all(each))

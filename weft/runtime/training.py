@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,19 @@ class Optimizer(Protocol):
 
 Optimizers = Optimizer | Sequence[Optimizer]
 """One, or several that update parameters of their own."""
+
+
+class Scaler(Protocol):
+    """What a step needs of a GradScaler."""
+
+    def scale(self, outputs: Tensor) -> Any: ...
+
+    def unscale_(self, optimizer: Any) -> None: ...
+
+    def step(self, optimizer: Any) -> Any: ...
+
+    def update(self) -> None: ...
+
 
 Prepare = Callable[[], Any]
 """What is done with complete gradients before the update."""
@@ -50,14 +64,23 @@ def loss_of(module: Callable[..., Any], batch: Any) -> Tensor:
 
 
 def step_of(
-    forward_backward: Callable[[Any], Tensor], batch: Any, optimizer: Optimizers, prepare: Prepare | None = None
+    forward_backward: Callable[[Any, float], Tensor],
+    batch: Any,
+    optimizer: Optimizers,
+    prepare: Prepare | None = None,
+    scaler: Scaler | None = None,
 ) -> Tensor:
     """Gradients, update; the loss before it. Gradients stay to be looked at until the next step."""
     for one in all_of(optimizer):
         one.zero_grad(set_to_none=True)
-    loss = forward_backward(batch)
+    loss = forward_backward(batch, 1.0 if scaler is None else float(scaler.scale(torch.ones(()))))
+    if scaler is not None:
+        for one in all_of(optimizer):
+            scaler.unscale_(one)
     if prepare is not None:
         prepare()
     for one in all_of(optimizer):
-        one.step()
+        one.step() if scaler is None else scaler.step(one)
+    if scaler is not None:
+        scaler.update()
     return loss

@@ -18,7 +18,9 @@ def read_bytes(text: str | int) -> int:
     """
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", str(text).lower())
     if found is None or found[2] not in UNITS or float(found[1]) <= 0:
-        raise RunError(f"{text!r} is no amount of memory", remedy="a number and a unit: 2GiB, 500MB")
+        raise RunError(
+            f"{text!r} is no amount of memory", place="the memory limit", remedy="a number and a unit: 2GiB, 500MB"
+        )
     return int(float(found[1]) * UNITS[found[2]])
 
 

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from weft.errors import ModelFileError, RunError
+from weft.errors import RunError
 from weft.runtime.backend import PrefixStore, peak_memory
 from weft.runtime.clip import Clip
 from weft.runtime.connect import Job
-from weft.runtime.initialise import module_tensors
+from weft.runtime.initialise import Start, module_tensors
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.scaling import GradScaler
 from weft.runtime.training import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
@@ -31,6 +32,8 @@ from weft.train.programs import Programs
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings
+from weft.train.starting import values_of
+from weft.verify.door import in_precision
 from weft.verify.model_file import Optimizer, Subject, load_model_file
 from weft.verify.optimizer import make_optimizer
 
@@ -74,14 +77,14 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
     # every rank makes the model and the data for itself: with the same numbers, also in files that set no seed
     torch.manual_seed(order.settings.seed)
     random.seed(order.settings.seed)
-    subject = load_model_file(order.origin)
+    subject = in_precision(load_model_file(order.origin, hollow=order.settings.seed), order.settings.precision)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, order.settings))
     module = _open(transport, order, subject)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = own_optimizer(chosen, parameters) if parameters else Nothing()
+    optimizer = make_optimizer(chosen, parameters) if parameters else Nothing()
     if order.saved is not None:
         restore(order.saved, module, optimizer)
-    run = Run(order, module, optimizer, make_source(subject, order.choice))
+    run = Run(order, module, optimizer, make_source(subject, order.choice), scaler_of(subject, transport, order.saved))
     with Shown(order.settings, transport.rank, order.start) as shown:
         return run.train(shown)
 
@@ -97,23 +100,28 @@ def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyPar
             return order.eval_files
         return job.share(lambda: programs(wanted))
 
+    own = values_of(Start(subject.model, subject.record), order.settings.init)
+    weights = order.settings.weights or subject.weights or own
     return open_rank(
         order.files,
         transport,
-        subject.model if order.saved is None else order.saved.model,
+        weights if order.saved is None else order.saved.model,
         seed=order.settings.seed,
-        otherwise=subject.model,
+        otherwise=own,
         known=frozenset(module_tensors(subject.model)),
         make_files=make_files,
         reduction=subject.reduction,
+        mixed=subject.mixed,
     )
 
 
 class Run:
     """One rank's run."""
 
-    def __init__(self, order: Order, module: AnyParallel, optimizer: Any, source: Source) -> None:
-        self._order, self._settings = order, order.settings
+    def __init__(
+        self, order: Order, module: AnyParallel, optimizer: Any, source: Source, scaler: GradScaler | None = None
+    ) -> None:
+        self._order, self._settings, self._scaler = order, order.settings, scaler
         self._module, self._optimizer, self._source = module, optimizer, source
         self._rates = Rates(optimizer, order.settings.rates)
         self._clip = None if order.settings.clip is None else Clip(module)
@@ -146,7 +154,7 @@ class Run:
             if self._clip is not None:
                 numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
 
-        loss = self._module.train_step(batch, self._optimizer, prepare=clip)
+        loss = self._module.train_step(batch, self._optimizer, prepare=clip, scaler=self._scaler)
         found = self._module.over_replicas(loss).item()
         if not math.isfinite(found):
             raise RunError(f"the loss is {found} in step {step}", remedy="a smaller --lr, --clip 1.0, or other data")
@@ -165,7 +173,14 @@ class Run:
                 settings.save,
                 self._module,
                 self._optimizer,
-                Progress(done, settings.seed, kind, self._source.alphabet, str(settings.rates)),
+                Progress(
+                    done,
+                    settings.seed,
+                    kind,
+                    self._source.alphabet,
+                    str(settings.rates),
+                    scaler={} if self._scaler is None else self._scaler.state_dict(),
+                ),
             )
 
     @torch.no_grad()
@@ -180,25 +195,19 @@ class Run:
         return torch.stack(losses).mean().item()
 
 
+def scaler_of(subject: Subject, transport: ProcessTransport, saved: Saved | None) -> GradScaler | None:
+    """float16 has a small range: losses are scaled."""
+    if subject.precision is None or subject.precision.compute is not torch.float16:
+        return None
+    scaler = GradScaler(transport.device.type)
+    if saved is not None and saved.progress.scaler:
+        scaler.load_state_dict(dict(saved.progress.scaler))
+    return scaler
+
+
 def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
     """That of the file, or the one that was asked for."""
     return subject.optimizer if settings.lr is None else _adamw(settings.lr)
-
-
-def own_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer over this rank's parameters, and over no other tensor."""
-    made = make_optimizer(subject, parameters)
-    own = {id(parameter) for parameter in parameters}
-    given = [parameter for group in made.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in given if id(parameter) not in own]
-    if strange:
-        raise ModelFileError(
-            f"optimizer(parameters) updates {len(strange)} tensors that are not among the parameters it was given, the "
-            f"first of shape {list(strange[0].shape)}",
-            place=subject.place,
-            remedy="make it over `parameters`: a model made in the file is not the one that is trained",
-        )
-    return made
 
 
 class Nothing:

@@ -42,7 +42,21 @@ def make_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.op
             place=subject.place,
             remedy="use an optimizer whose step() needs no argument, such as AdamW or SGD",
         )
+    _refuse_strangers(subject, made, parameters)
     return made
+
+
+def _refuse_strangers(subject: Subject, made: torch.optim.Optimizer, given: list[nn.Parameter]) -> None:
+    """An optimizer over other parameters trains nothing, on one device and in parallel alike."""
+    known = set(map(id, given))
+    strange = [one for group in made.param_groups for one in group["params"] if id(one) not in known]
+    if strange:
+        raise ModelFileError(
+            f"optimizer(parameters) updates {len(strange)} tensors that are not among the parameters it was given, the "
+            f"first of shape {list(strange[0].shape)}",
+            place=subject.place,
+            remedy="make it over `parameters`: a model made in the file is not the one that is trained",
+        )
 
 
 def needs_closure(made: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,96 @@
+"""ZeRO as a recipe: optimizer state, gradients and parameters in parts over the replicas.
+
+In: a Plan whose ops are cut along the data-parallel axis. Out: the Plan with a `store` line for each dim along which
+parameters are cut. Each is cut along its first dim that is long enough to be shared out evenly; one that has none stays
+whole, and what has a `store` line already is left as it is. In groups, parts lie inside each group of replicas and are
+copied between them: fewer ranks take part in a gather, and each holds more. Promised: the same plan for the same graph.
+Written with public primitives alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from weft.errors import PlanError
+from weft.ir.graph import Parameter
+from weft.plan import primitives
+from weft.plan.plan import Plan
+from weft.plan.select import parameters_of
+
+STAGES = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
+
+UNEVEN = 1 / 8
+"""By how much the largest part of a dim may be above an even share before another dim is looked at: parts of the first
+dim are contiguous in the whole, those of others are copied, but one of 4 experts too many is half a layer."""
+
+
+def zero(plan: Plan, stage: int = 3, *, axis: str = "dp", groups: int = 1, parameters: str = "**") -> Plan:
+    """Store in parts along the data-parallel axis: optimizer state (1), gradients too (2), parameters too (3).
+
+    rewrite: parameter stored as it is used  ->  its state, gradient or all of it cut along the axis
+
+    Args:
+        plan: what was decided so far.
+        stage: 1, 2 or 3.
+        axis: along which replicas lie.
+        groups: how many groups of replicas each hold all parts; it divides the number of replicas.
+        parameters: a pattern of names of parameters, or of modules that hold them; the others are left to later lines,
+            or stored as they are used.
+    """
+    place = f"zero(plan, {stage}, axis={axis!r}, groups={groups})"
+    if stage not in STAGES:
+        raise PlanError(f"zero={stage} is no stage", place=place, remedy="1, 2 or 3")
+    replicas = plan.axes.get(axis, 1)
+    if replicas < 2:
+        raise PlanError(
+            f"zero={stage} stores {STAGES[stage]} in parts over the replicas, but no op is cut along {axis!r}",
+            place=place,
+            remedy=f"cut the batch first: dp=2,zero={stage}",
+        )
+    parts = replicas // check_groups(groups, replicas, place, axis)
+    lines: dict[int, list[str]] = {}
+    for parameter in _chosen(plan, parameters):
+        sizes = plan.graph.tensors[parameter.tensor].sizes
+        dim = _dim(sizes, parts)
+        if dim is not None:
+            lines.setdefault(dim, []).append(parameter.names[0])
+    for dim, names in lines.items():
+        cut = primitives.cut(dim, parts, axis, copies=groups)
+        if stage == 1:
+            plan = plan.store(names, state=cut)
+        elif stage == 2:
+            plan = plan.store(names, grad=cut, state=cut)
+        else:
+            plan = plan.store(names, cut)
+    return plan
+
+
+def _dim(sizes: tuple[int, ...], parts: int) -> int | None:
+    """The first dim whose largest part is near an even share; where none is, the one that comes nearest."""
+    excess = {dim: math.ceil(size / parts) * parts / size - 1 for dim, size in enumerate(sizes) if size >= parts}
+    if not excess:
+        return None
+    return next((dim for dim, more in excess.items() if more <= UNEVEN), min(excess, key=lambda dim: excess[dim]))
+
+
+def check_groups(groups: int, replicas: int, place: str, axis: str = "dp") -> int:
+    """The number of groups, if so many replicas form them and each has several."""
+    if primitives.is_count(groups) and (groups == 1 or (replicas % groups == 0 and groups < replicas)):
+        return groups
+    options = [str(n) for n in range(1, max(replicas, 2)) if replicas % n == 0]
+    raise PlanError(
+        f"zero_groups={groups}: {axis}={replicas} replicas do not form {groups} groups of several",
+        place=place,
+        remedy=f"write zero_groups={' or '.join(options)}: the number of groups, each of which holds all parts",
+    )
+
+
+def _chosen(plan: Plan, pattern: str) -> list[Parameter]:
+    """The parameters of a pattern that are trained, used, and not stored by another line."""
+    found = parameters_of(plan.graph, pattern)
+    trained = [one for one in found if one.trainable and plan.graph.consumers[one.tensor]]
+    if not trained:
+        raise PlanError(
+            f"zero_parameters={pattern} names no trained parameter", remedy="name one, or leave out the pattern"
+        )
+    return [one for one in trained if one.tensor not in plan.stores]
