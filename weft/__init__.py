@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weft.runtime.algorithms import Exchange as Exchange
     from weft.runtime.algorithms import register_algorithm as register_algorithm
     from weft.runtime.custom import register_op as register_op
+    from weft.runtime.precision import Precision as Precision
     from weft.runtime.reduction import per_token as per_token
     from weft.runtime.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
@@ -58,6 +59,7 @@ _HOMES = {
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.algorithms"),
     "register_op": "weft.runtime.custom",
     "per_token": "weft.runtime.reduction",
+    "Precision": "weft.runtime.precision",
 }
 _ROOMS = ("capture", "verify", "errors")
 
@@ -66,6 +68,7 @@ __all__ = [
     "parallelize",
     "clip_grad_norm_",
     "GradScaler",
+    "Precision",
     "per_token",
     "dynamic",
     "register_op",

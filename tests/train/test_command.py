@@ -125,7 +125,11 @@ def test_a_loss_that_is_no_number_is_an_error(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.full),
+    ],
 )
 def test_signals_end_all(number: signal.Signals, code: int, word: str, tmp_path: Path) -> None:
     mark = tmp_path / "running"
@@ -147,6 +151,7 @@ def test_signals_end_all(number: signal.Signals, code: int, word: str, tmp_path:
     assert "Traceback" not in err and "c10d" not in err, err
 
 
+@pytest.mark.full
 def test_an_optimizer_that_mixes_elements_is_refused_on_cut_parameters(tmp_path: Path) -> None:
     more = "\ndef optimizer(parameters):\n    return torch.optim.Adafactor(parameters, lr=0.1)\n"
     path = write(tmp_path, more)
@@ -158,6 +163,7 @@ def test_an_optimizer_that_mixes_elements_is_refused_on_cut_parameters(tmp_path:
     train_file(path, "tp=2", Settings(steps=1, lr=0.1))
 
 
+@pytest.mark.full
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path: Path) -> None:
     more = "\ndef optimizer(parameters):\n    return torch.optim.SGD(Net().parameters(), lr=0.1)\n"
     with pytest.raises(WeftError, match=r"updates 2 tensors that are not among"):

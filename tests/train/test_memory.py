@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def check_promise(found: Bytes, stage: int, ranks: int, whole: int) -> None:
     live = found.as_json()
     live["parameters"] += live["kept"]
     for kind, size in promised(stage, ranks, whole).items():
-        assert live[kind] == pytest.approx(size, rel=NEAR), (stage, ranks, kind, found)
+        # what other processes see too comes in whole pages
+        assert live[kind] == pytest.approx(size, rel=NEAR, abs=mmap.PAGESIZE), (stage, ranks, kind, found)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
@@ -89,17 +91,17 @@ def example():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stage_of_twenty_million(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_stage_of_twenty_million(stage: int, ranks: int, groups: int, tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(LARGE_GPT)
     subject = load_model_file(path)
     whole = sum(parameter.nbytes for parameter in subject.model.parameters())
     assert 19e6 < whole / 4 < 22e6
-    compiled = compile_subject(subject, f"dp={ranks},zero={stage}")
+    compiled = compile_subject(subject, f"dp={ranks},zero={stage},zero_groups={groups}")
     for found in measure(str(path), compiled.files):
-        check_promise(found, stage, ranks, whole)
+        check_promise(found, stage, ranks // groups, whole)
 
 
 class Layers(nn.Module):

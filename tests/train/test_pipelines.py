@@ -62,6 +62,7 @@ def test_the_emulator_trains_as_one_device(plan: str) -> None:
     check_same((losses, parallel.state_dict()), train_eager(module, batch, count))
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one_and_evaluate(tmp_path: Path) -> None:
     done = launch(tmp_path / "result", "pieces")
     assert done.returncode == 0, done.stderr

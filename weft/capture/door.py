@@ -25,10 +25,17 @@ from weft.capture.watch import Watch
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
+from weft.runtime.precision import BadPrecision, Precision, precision_of
 
 
 @known_shapes()
-def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int, ...]] | None = None) -> Graph:
+def capture(
+    module: nn.Module,
+    example: Any,
+    *,
+    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    precision: Precision | str | None = None,
+) -> Graph:
     """The forward of `module` as a Graph.
 
     Args:
@@ -36,6 +43,7 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
         example: a tuple of positional arguments, a dict of keyword arguments, or one tensor.
         dynamic: dims whose size may vary: input name or position -> dims; those marked with `weft.dynamic` if not
             given. Other sizes are fixed to the example's.
+        precision: in which the forward is to compute (`runtime/precision.py`); its own if not given.
 
     Raises:
         CaptureError: forward does something that the Graph could not hold faithfully.
@@ -46,7 +54,7 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
         ['aten.linear.default']
     """
     refuse_modules(module)
-    flat = flatten_example(module, example)
+    flat = replace(flatten_example(module, example), precision=checked(precision, module))
     dynamic = marked(flat) if dynamic is None else dynamic
     watch = Watch(module)
     try:
@@ -55,6 +63,17 @@ def capture(module: nn.Module, example: Any, *, dynamic: Mapping[str, tuple[int,
         watch.restore_objects()
     verify_graph(graph)
     return graph
+
+
+def checked(given: Precision | str | None, module: nn.Module) -> Precision | None:
+    """The precision that was asked for; refuses one that does not fit the module."""
+    try:
+        precision = precision_of(given)
+        if precision is not None:
+            precision.masters(module)
+    except BadPrecision as error:
+        raise CaptureError(str(error), remedy="weft.Precision(torch.bfloat16), narrower than the weights") from None
+    return precision
 
 
 def captured(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, ...]], watch: Watch) -> Graph:

@@ -18,17 +18,21 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, relative
 from weft.errors import CaptureError
+from weft.runtime.precision import Precision
 
 
 @dataclass(frozen=True)
 class Example:
-    """The flattened example. `tensors` are positions among the leaves; `wheres` and `names` go with them."""
+    """The flattened example. `tensors` are positions among the leaves; `wheres` and `names` go with them.
+
+    `precision`: in which the forward is to compute, if not in its own."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     tensors: tuple[int, ...]
     wheres: tuple[str, ...]
     names: tuple[str, ...]
+    precision: Precision | None = None
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of forward with these tensors in place of the example's."""

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from weft.capture.refuse import Translating
 from weft.capture.running import forward_of_batch_norm
 from weft.capture.source import is_users, keep_users_frame
 from weft.capture.watch import Watch
+from weft.runtime.precision import Precision, Rules
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,20 @@ class Traced(nn.Module):
         self.shapes = shapes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.example.arguments(tensors)
+        precision = self.example.precision
+        args, kwargs = self.example.arguments(tensors if precision is None else precision.inputs(tensors))
+
+        def run() -> Any:
+            with nullcontext() if precision is None else Rules(precision):
+                return self.module(*args, **kwargs)
+
         watch = Watch(self.module, tolerant=self.tolerant)
         try:
             # translated here already: torch prints the whole graph beside an error of its own
             with Translating(self.module), Listener(self.found):
-                result = self.module(*args, **kwargs)
+                result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
-            watch.refuse_changes(lambda: self.module(*args, **kwargs))
+            watch.refuse_changes(run)
             for old, new in watch.updates():
                 with torch.no_grad():
                     old.copy_(new)
@@ -117,7 +124,7 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
         stack.callback(Watch(module).restore)
-        move_to_fake(module)
+        move_to_fake(module, example.precision)
         warnings.simplefilter("ignore")
         stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
@@ -172,18 +179,25 @@ def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
     )
 
 
-def move_to_fake(module: nn.Module) -> None:
-    """Put fake CPU tensors in the place of parameters and buffers that lie on another device, or nowhere (meta)."""
+def move_to_fake(module: nn.Module, precision: Precision | None = None) -> None:
+    """Put fake CPU tensors in the place of parameters and buffers that lie on another device, or nowhere (meta), and of
+    parameters that are computed with in another precision."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    lowered = set[int]()
+    if precision is not None:
+        masters = precision.masters(module)
+        named = module.named_parameters(remove_duplicate=False)
+        lowered = {id(one) for name, one in named if name in masters and one.dtype != precision.compute}
     made: dict[int, torch.Tensor] = {}
     for sub in module.modules():
         for stored in (vars(sub)["_parameters"], vars(sub)["_buffers"]):
             for name, value in stored.items():
-                if value is None or value.device.type == "cpu":
+                if value is None or (value.device.type == "cpu" and id(value) not in lowered):
                     continue
                 if id(value) not in made:
                     with mode:
-                        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                        dtype = precision.compute if precision is not None and id(value) in lowered else value.dtype
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
                     is_parameter = isinstance(value, nn.Parameter)
                     made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
                 stored[name] = made[id(value)]

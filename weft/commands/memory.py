@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -22,6 +21,7 @@ from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.runtime.ledger import KINDS, Bytes
 from weft.train.expected import Unforeseen, alike_ranks, expect_rank
+from weft.train.limit import available
 from weft.train.measured import measure
 from weft.verify.model_file import Subject
 
@@ -86,7 +86,7 @@ def memory_of(compiled: Compiled, subject: Subject, *, say: Say = lambda text: N
         notes.append(f"not measured: the processes would need {show_bytes(needed)}, {show_bytes(there)} are free here")
     else:
         say("memory: measuring")
-        measured = measure(subject.origin, compiled.files)
+        measured = measure(subject.origin, compiled.files, precision=subject.precision)
     rows = [
         Row(group, one, max((measured[rank] for rank in group), key=lambda each: each.peak) if measured else None)
         for group, one in zip(groups, expected, strict=True)
@@ -95,19 +95,12 @@ def memory_of(compiled: Compiled, subject: Subject, *, say: Say = lambda text: N
 
 
 def _needed(groups: Sequence[Sequence[int]], expected: Sequence[Bytes | None], subject: Subject) -> int:
-    """Bytes of all processes together: each makes the model whole before it takes its parts."""
-    whole = sum(one.nbytes for one in (*subject.model.parameters(), *subject.model.buffers()))
+    """Bytes of all processes together: each makes one tensor after the other whole, or all if they are not recorded."""
+    tensors = [one.nbytes for one in (*subject.model.parameters(), *subject.model.buffers())]
+    whole = sum(tensors) if subject.record is None else max(tensors, default=0)
     return sum(
         len(group) * (whole + (0 if one is None else one.peak)) for group, one in zip(groups, expected, strict=True)
     )
-
-
-def available() -> int | None:
-    """Bytes that processes of this machine can still have; None if the system does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
-    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else int(found[1]) * 1024
 
 
 def show_memory(memory: Memory, title: str) -> None:

@@ -32,6 +32,7 @@ from weft.ir.program import Program
 from weft.ir.show_program import show_program
 from weft.runtime.pipeline_files import PIPELINE, is_pipeline, pipeline_changes, read_pipeline
 from weft.runtime.program_files import CONSTANTS, META, changes
+from weft.verify.door import in_precision
 from weft.verify.model_file import load_model_file
 from weft.verify.pieces import InPieces
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise WeftError("--json tells code, program and schedule too", remedy="leave out all others, or --json")
     # what the user's code prints is not what was asked for
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
-        subject = load_model_file(options.file)
+        subject = in_precision(load_model_file(options.file, hollow=0), options.precision)
         compiled = compile_subject(
             subject,
             options.plan,

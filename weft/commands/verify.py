@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
                 links=options.links,
                 seed=options.seed,
                 processes=options.processes,
+                precision=options.precision,
                 say=status.update,
             )
         else:
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
                 devices=options.devices,
                 seed=options.seed,
                 processes=options.processes,
+                precision=options.precision,
                 say=status.update,
                 tell=Console(highlight=False, soft_wrap=True, markup=False).print,
             )
@@ -80,7 +82,9 @@ def show_result(result: Result, *, title: str) -> None:
     if result.silenced:
         some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
         console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
-    if result.rounding:
+    if result.rounded is not None:
+        console.print(str(result.rounded), markup=False)
+    elif result.rounding:
         rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
         console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
     if result.processes is not None:

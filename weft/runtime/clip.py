@@ -23,9 +23,9 @@ class Clip:
 
     def __init__(self, module: Parallel | ParallelPipeline) -> None:
         self._module = module
-        holdings: Holdings = exchange(module.program)
+        holdings: Holdings = exchange(module.masters)
         rank = module.program.transport.rank
-        self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.program.trained()}
+        self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
 
     @torch.no_grad()
     def __call__(self, max_norm: float) -> Tensor:
@@ -43,7 +43,7 @@ class Clip:
         """Of all gradients of the model, the same on every rank."""
         transport = self._module.program.transport
         total = torch.zeros((), dtype=torch.float64, device=transport.device)
-        for name, parameter in self._module.program.trained():
+        for name, parameter in self._module.masters.trained():
             mine = self._mine[name]
             if parameter.grad is not None and mine is not False:
                 squares = parameter.grad.detach().abs().double().square()

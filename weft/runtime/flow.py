@@ -134,7 +134,7 @@ def flow_of(told: Mapping[str, Any], rank: Rank, batch: Batch | None = None) -> 
 
 
 @torch.no_grad()
-def lend(pieces: Pieces, flow: Flow) -> None:
+def lend(pieces: Pieces[ParallelModule], flow: Flow) -> None:
     """Let a program for evaluation read the parameters and buffers that training has."""
     for module in flow.modules:
         for name, index in module.stored.items():
@@ -147,7 +147,7 @@ def lend(pieces: Pieces, flow: Flow) -> None:
                 module.update(name, held)
 
 
-def take_back(pieces: Pieces, flow: Flow) -> None:
+def take_back(pieces: Pieces[ParallelModule], flow: Flow) -> None:
     """Let training know what forwards of evaluation have made of buffers."""
     for module in flow.rank.modules:
         for owner in pieces.modules:

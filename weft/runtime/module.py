@@ -27,14 +27,15 @@ from weft.runtime.gathered import changed_since
 from weft.runtime.gives import take_part
 from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce
+from weft.runtime.precision import NO_SUMS
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
-from weft.runtime.stored import NO_TABLES, Container, Holds, Part, Table, Tables, expand
+from weft.runtime.stored import NO_TABLES, Behind, Container, Holds, Part, Table, Tables, expand
 from weft.runtime.tape import Tape
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
-from weft.runtime.values import Gradient
+from weft.runtime.values import Gradient, give_gradient
 
 __all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
 
@@ -94,6 +95,8 @@ class ParallelModule(Container):
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
         self.grad_sync: GradSync = grad_sync or EndSync()
         self.kept, self.ahead, self.ahead_back = Kept(), Ahead(), Ahead()
+        self.masters: Behind | None = None
+        self.sums = NO_SUMS
         self.sinks: dict[str, Gradient] = {}
         self.stored: dict[str, Index] = {}
         """What this rank holds of each parameter and buffer, by every name."""
@@ -207,12 +210,18 @@ class ParallelModule(Container):
         tape = self.tape = Tape()
         self.ahead.begin()
         if self.rerun_mode is None:
-            self.kept.begin()
+            self._begin_turn()
         try:
             with self.grad_sync.watching(self):
                 return super().__call__(*args, **kwargs)
         finally:
             tape.gathered.close()
+
+    def _begin_turn(self) -> None:
+        """Weights may be others than before."""
+        self.kept.begin()
+        if self.masters is not None:
+            self.masters.refresh()
 
     def draw(self, number: int, shape: tuple[int, ...], at: Cuts | Index | None = None) -> dict[str, Any]:
         """This rank's elements of a random draw: arguments of a random function.
@@ -297,13 +306,14 @@ class ParallelModule(Container):
     def arrived(self, name: str, parameter: Tensor) -> None:
         """Autograd has come to a parameter that is used as it is stored."""
         if self._backward is not None and not self.aside:
-            self.sinks.setdefault(name, Gradient()).collect(parameter)
+            self.sinks.setdefault(name, Gradient(dtype=self.sums.added(parameter.dtype))).collect(parameter)
             self.grad_sync.arrived(self, name)
 
-    def used(self, tape: Tape, number: int) -> None:
-        """A gradient has arrived for a use in another layout."""
-        if self._backward is not None:
-            self.grad_sync.used(self, tape, number)
+    def used(self, tape: Tape, number: int, last: bool) -> None:
+        """A gradient has arrived for a use in another layout; `last`: no more will come."""
+        # where gradients are held back, backward passes a use before they come
+        if self._backward is not None and not (last and self.rerun_mode is not None):
+            self.grad_sync.used(self, tape, number, last=last)
 
     def begin_backward(self, tape: Tape) -> None:
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
@@ -332,7 +342,7 @@ class ParallelModule(Container):
         """
         if self.rerun_mode is None:
             # a step begins
-            self.kept.begin()
+            self._begin_turn()
         self.rerun_mode = mode
 
     def complete_gradients(self, *, anyway: bool = False) -> None:
@@ -361,8 +371,10 @@ class ParallelModule(Container):
                 continue
             if before is not None and gradient is not None:
                 before.add_(gradient)
-            parameter.grad = gradient if before is None else before
+            give_gradient(parameter, gradient if before is None else before)
         self.sinks.clear()
+        if self.masters is not None and self.masters.at_once:
+            self.masters.collect()
         if self.after_backward is not None:
             self.after_backward()
 

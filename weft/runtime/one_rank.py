@@ -21,7 +21,8 @@ from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
 from weft.runtime.several import with_empties
-from weft.runtime.training import Optimizers, Prepare, all_of, step_of
+from weft.runtime.stored import Holds
+from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, step_of
 from weft.runtime.transport import Transport
 
 
@@ -56,9 +57,16 @@ class OneRank(nn.Module):
     def program(self) -> Any:
         """The generated program for training."""
 
+    @property
     @abstractmethod
-    def forward_backward(self, batch: Any) -> Tensor:
-        """Forward and backward; gradients are added to what was there, the loss is returned."""
+    def masters(self) -> Holds:
+        """What holds the parameters that the optimizer updates: the program, or masters behind it."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward; gradients are added to what was there, the loss is returned.
+
+        `scale`: the gradients are so many times what they are."""
 
     @abstractmethod
     def when_complete(self, then: Callable[[], None]) -> None:
@@ -121,17 +129,20 @@ class OneRank(nn.Module):
         assert isinstance(found.transport, Replica)
         return found.transport
 
-    def train_step(self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None) -> Tensor:
+    def train_step(
+        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
+    ) -> Tensor:
         """Forward, backward, update; the loss before the update.
 
         Args:
             batch: the replica's, the same on every rank of it.
             optimizer: over all parameters that are to be trained; several go as a list.
             prepare: is called between the gradients and the update: what clips them, say.
+            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
         """
         if self.guard is not None:
             self.guard.refuse_others(all_of(optimizer))
-        return step_of(self.forward_backward, batch, optimizer, prepare)
+        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss of the last step over the batches of all replicas. All ranks call this together."""

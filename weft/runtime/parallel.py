@@ -24,11 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.batch import BatchMismatch, Form, OtherForm
+from weft.runtime.masters import Masters
 from weft.runtime.module import ParallelModule, Refusal
 from weft.runtime.one_rank import OneRank
 from weft.runtime.random import Stream
 from weft.runtime.reduction import Reduction
 from weft.runtime.returns import Returns
+from weft.runtime.stored import Holds
 from weft.runtime.training import arguments_of, loss_of
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -81,12 +83,14 @@ class Parallel(OneRank):
         reduction: what the batches of replicas count, in `forward_backward` and `train_step`; a backward that the user
             starts averages them.
         refusal: makes the error for a wrong call.
+        masters: of the program's parameters, if it computes in another precision.
     """
 
     def __init__(
         self,
         runnable: Runnable,
         *,
+        masters: Masters | None = None,
         seed: int = 0,
         make_eval: MakeEval | None = None,
         reduction: Reduction | None = None,
@@ -96,9 +100,10 @@ class Parallel(OneRank):
         self._make_eval = make_eval
         program = runnable.program
         # Not as sub-modules: names are to be the original ones. What the program holds is shared, not copied.
-        self.__dict__["_training"], self.__dict__["_evaluation"] = runnable, []
-        self._modules, self._parameters, self._buffers = program._modules, program._parameters, program._buffers
-        self._non_persistent_buffers_set = program._non_persistent_buffers_set
+        self.__dict__["_training"], self.__dict__["_evaluation"], self.__dict__["_masters"] = runnable, [], masters
+        shown = program if masters is None else masters.tree
+        self._modules, self._parameters, self._buffers = shown._modules, shown._parameters, shown._buffers
+        self._non_persistent_buffers_set = shown._non_persistent_buffers_set
         if refusal is not None:
             program.refusal = refusal
 
@@ -107,6 +112,11 @@ class Parallel(OneRank):
         """The generated program for training."""
         found: ParallelModule = self.__dict__["_training"].program
         return found
+
+    @property
+    def masters(self) -> Holds:
+        found: Masters | None = self.__dict__["_masters"]
+        return self.program if found is None else found
 
     def when_complete(self, then: Callable[[], None]) -> None:
         self.program.after_backward = then
@@ -151,10 +161,10 @@ class Parallel(OneRank):
         known: list[Runnable] = self.__dict__["_evaluation"]
         return self.training or any(fits(one.form, args, kwargs) for one in known)
 
-    def forward_backward(self, batch: Any) -> Tensor:
-        """Forward and backward; gradients are added to what was there, the loss is returned."""
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward; gradients, `scale` times, are added to what was there, the loss is returned."""
         loss = loss_of(self, batch)
-        count = self._count(*arguments_of(batch))
+        count = self._count(*arguments_of(batch)) * scale
         (loss if count == 1 else loss * count).backward()
         return loss.detach()
 
@@ -215,7 +225,7 @@ def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 @torch.no_grad()
 def share(source: ParallelModule, target: ParallelModule) -> None:
     """Let a program use the weights of another: the very same parameters, so that their gradients are too."""
-    target.kept = source.kept
+    target.kept, target.masters, target.sums = source.kept, source.masters, source.sums
     for name in target.stored:
         held = source.part(name)
         if isinstance(held, nn.Parameter):

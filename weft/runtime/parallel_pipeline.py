@@ -23,8 +23,9 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from weft.runtime.batch import BatchMismatch
 from weft.runtime.flow import Flow, MakeFlow, MakeSize, lend, take_back
+from weft.runtime.masters import Masters
 from weft.runtime.microbatches import Arguments, TooFewRows
-from weft.runtime.module import Refusal
+from weft.runtime.module import ParallelModule, Refusal
 from weft.runtime.one_rank import OneRank
 from weft.runtime.parallel import fits
 from weft.runtime.pieces import Pieces
@@ -44,14 +45,16 @@ class ParallelPipeline(OneRank):
 
     Args:
         make_flow: makes the programs of `eval()`; make_size: more sizes of micro-batches.
+        masters: of the parameters of all pieces, if they compute in another precision.
         refusal: makes the error for a wrong call.
     """
 
     def __init__(
         self,
         flow: Flow,
-        pieces: Pieces,
+        pieces: Pieces[ParallelModule],
         *,
+        masters: Pieces[Masters] | None = None,
         seed: int,
         make_flow: MakeFlow,
         make_size: MakeSize,
@@ -60,16 +63,21 @@ class ParallelPipeline(OneRank):
     ) -> None:
         super().__init__(seed=seed, reduction=reduction or Reduction(), refusal=refusal)
         self._flow, self._pieces, self._make_flow, self._make_size = flow, pieces, make_flow, make_size
+        self._masters = masters
         self._evaluations: list[Flow] = []
         self._losses: tuple[Tensor, ...] = ()
         # so that to(), double() and the like reach them; their names are told by the methods below
-        self.pieces = nn.ModuleList(pieces.modules)
+        self.pieces = nn.ModuleList(pieces.modules if masters is None else [one.tree for one in masters.modules])
         self._then: Callable[[], None] = lambda: None
 
     @property
-    def program(self) -> Pieces:
+    def program(self) -> Pieces[ParallelModule]:
         """The programs of the rank's pieces, as one."""
         return self._pieces
+
+    @property
+    def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
+        return self._pieces if self._masters is None else self._masters
 
     def when_complete(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -96,8 +104,8 @@ class ParallelPipeline(OneRank):
         self._weighed(micros, self._flow.parts(rows))
         return self._flow.missing([rows])
 
-    def forward_backward(self, batch: Any) -> Tensor:
-        """All micro-batches of a step; gradients are added to what was there, the loss is returned.
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """All micro-batches of a step; gradients, `scale` times, are added to what was there, the loss is returned.
 
         Args:
             batch: the replica's, the same on every rank of it; None if there is none for it in this step.
@@ -109,7 +117,7 @@ class ParallelPipeline(OneRank):
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
-        counts = self.reduction.counts(weights, [weight for _, weight in told])
+        counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
         losses = self._accumulate(
@@ -149,6 +157,8 @@ class ParallelPipeline(OneRank):
         for parameter, earlier in zip(held, before, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        for one in () if self._masters is None else self._masters.modules:
+            one.collect()
         self._then()
         return losses
 
@@ -170,6 +180,8 @@ class ParallelPipeline(OneRank):
         told = self._totals(rows)
         number = self._evaluations.index(flow)
         inputs = self._begin(flow, f"evaluation {number}", micros, [int(one) for (one,) in told])
+        for one in () if self._masters is None else self._masters.modules:
+            one.refresh()
         lend(self.program, flow)
         stream = Stream(self.seed, self.step, self.replica * self._flow.count)
         found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
@@ -209,21 +221,21 @@ class ParallelPipeline(OneRank):
 
     def _named(self, prefix: str, *, twice: bool) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
-        for name, held in self.program.held():
-            for each in (name, *(self.program.parts[name].tied if twice else ())):
+        for name, held in self.masters.held():
+            for each in (name, *(self.masters.parts[name].tied if twice else ())):
                 yield f"{start}{each}", held
 
     def _apart(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
-        return ((f"{start}{name}", held) for name, held in self.program.apart())
+        return ((f"{start}{name}", held) for name, held in self.masters.apart())
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """What this rank holds, under the original names."""
         found = {} if destination is None else destination
-        for name, held in self.program.held():
-            part = self.program.parts[name]
+        for name, held in self.masters.held():
+            part = self.masters.parts[name]
             if part.persistent:
                 for each in (name, *part.tied):
                     found[f"{prefix}{each}"] = held if keep_vars else held.detach()
@@ -242,7 +254,7 @@ class ParallelPipeline(OneRank):
             )
         if assign:
             raise self._refused("assign=True would part what pieces share", "load with assign=False")
-        for module in self.program.modules:
+        for module in self.masters.modules:
             mine = {name: value for name, value in state_dict.items() if name in module.stored}
             module.load_state_dict(mine, strict=False)
         return IncompatibleKeys(missing, unexpected)

@@ -10,14 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from weft.runtime.module import ParallelModule
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
 from weft.runtime.stored import Part
+
+
+class HasParts(Protocol):
+    """A piece: its program, or the masters of its parameters."""
+
+    @property
+    def stored(self) -> Mapping[str, Index]: ...
+
+    def part(self, name: str) -> Any: ...
+
+
+P = TypeVar("P", bound=HasParts)
 
 
 @dataclass(frozen=True)
@@ -35,14 +46,14 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Pieces(Generic[P]):
     """The pieces of a rank.
 
     Args:
         parts: parameters and buffers of all pieces of the pipeline, by first name; trainable: those that are trained.
     """
 
-    modules: tuple[ParallelModule, ...]
+    modules: tuple[P, ...]
     transport: Replica
     parts: Mapping[str, Part]
     trainable: Mapping[str, Part]

@@ -34,7 +34,7 @@ from weft.runtime.script import Transfer
 from weft.runtime.totals import Later, add_now, adding
 from weft.runtime.transfers import real_dtype
 from weft.runtime.transport import Doing, Transport
-from weft.runtime.values import Gradient
+from weft.runtime.values import Gradient, give_gradient
 
 F, B, W = "fbw"
 
@@ -343,20 +343,23 @@ class Rank:
         for tie in self.ties:
             self.transport.doing = Doing(f"gradient of {tie.parameter}")
             pieces = self.sizes[0].pieces
-            here = [at for at, name in enumerate(tie.holders) if name in pieces]
-            held = {at: pieces[tie.holders[at]].module.part(tie.parameter) for at in here}
-            for at in here:
+            modules = {at: pieces[name].module for at, name in enumerate(tie.holders) if name in pieces}
+            # a parameter that lies whole on one device of a piece is not on the others
+            found = {at: module.part(tie.parameter) for at, module in modules.items()}
+            held = {at: part for at, part in found.items() if part is not None}
+            sent = {at: modules[at].sums.sent(part.dtype) for at, part in held.items()}
+            for at, part in held.items():
                 for into, moves in enumerate(tie.moves):
                     transfer = moves[at]
                     if transfer is not None and transfer.sends:
-                        self._mail.post(transfer, _tied(tie, at, into), _taken(held[at]))
-            for into in here:
+                        self._mail.post(transfer, _tied(tie, at, into), _taken(part, sent[at]))
+            for into, part in held.items():
                 total: Tensor | None = None
                 for at, transfer in enumerate(tie.moves[into]):
                     assert transfer is not None
-                    came = self._mail.take(transfer, _tied(tie, at, into), held[into].dtype)
+                    came = self._mail.take(transfer, _tied(tie, at, into), sent[into])
                     total = came if total is None else total + came
-                held[into].grad = total
+                give_gradient(part, total)
 
     def _tell_losses(self, count: int) -> list[Tensor]:
         tensor, teller = self.loss
@@ -373,9 +376,9 @@ class Rank:
         return list(self.transport.take(teller, tag, [((count,), dtype)])[0])
 
 
-def _taken(parameter: Tensor) -> Tensor:
+def _taken(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient of a parameter; zeros if none came."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(parameter, dtype=dtype) if parameter.grad is None else parameter.grad.to(dtype)
 
 
 def _tied(tie: Tie, at: int, into: int) -> str:

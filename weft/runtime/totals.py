@@ -51,10 +51,10 @@ class _Totals:
             self.later.append((parameter, make))
             return
         name = self.module.name_of(parameter)
-        sink = self.module.sinks.get(name)
+        sink, dtype = self.module.sinks.get(name), self.module.sums.added(parameter.dtype)
         if sink is None or sink.total is None:
-            self.module.sinks[name] = Gradient(make(None))
-        elif sink.is_writable() and sink.total.is_contiguous():
+            self.module.sinks[name] = Gradient(make(None), dtype=dtype)
+        elif sink.is_writable() and sink.total.is_contiguous() and dtype in (None, parameter.dtype):
             make(sink.total, add=True)
         else:
             sink.add(make(None))

@@ -27,10 +27,11 @@ class Gradient:
 
     Args:
         own: what has arrived so far, in memory that may be written to.
+        dtype: of the sum of several; None: as they arrive. One alone stays as it is.
     """
 
-    def __init__(self, own: Tensor | None = None) -> None:
-        self.total = own
+    def __init__(self, own: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self.total, self._dtype = own, dtype
         self._private, self._given = own is not None, False
 
     def add(self, addend: Tensor) -> None:
@@ -38,6 +39,8 @@ class Gradient:
             self.total = addend
             return
         with torch.no_grad():
+            if self._dtype is not None and self.total.dtype != self._dtype:
+                self.total, self._private = self.total.to(self._dtype), True
             if self.is_writable():
                 self.total.add_(addend)
             else:
@@ -77,7 +80,14 @@ def total_of(sink: Gradient, shape: torch.Size, dtype: torch.dtype, device: torc
     if sink.total is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     assert sink.total.shape == shape, f"a gradient has shape {tuple(sink.total.shape)}, planned {tuple(shape)}"
-    return sink.total
+    return sink.total if sink.total.dtype == dtype else sink.total.to(dtype)
+
+
+def give_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Let a parameter have this gradient, in its own dtype unless any will do (`masters.py`)."""
+    if gradient is not None and gradient.dtype != parameter.dtype and parameter.grad_dtype is not None:
+        gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient
 
 
 class Told(Gradient):
@@ -89,6 +99,11 @@ class Told(Gradient):
 
     def add(self, addend: Tensor) -> None:
         super().add(addend)
+        self._tell()
+
+    def begin(self, own: Tensor) -> None:
+        """The first addend, in memory that may be written to."""
+        self.total, self._private = own, True
         self._tell()
 
 

@@ -26,16 +26,20 @@ from torch import Tensor
 from weft.compile import Compiled, compile_subject
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
+from weft.runtime.initialise import Start
 from weft.runtime.launch import Pool
 from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.expected import alike_ranks
-from weft.train.limit import check_limit
+from weft.train.limit import check_limit, tell_scarce
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.opened import Wanted, cut_trained
 from weft.train.programs import Programs
 from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
+from weft.train.starting import check_start
 from weft.train.text import vocabularies
+from weft.train.weight_files import open_files
+from weft.verify.door import in_precision
 from weft.verify.model_file import Subject, load_model_file
 from weft.verify.optimizer import check_on_parts, make_optimizer
 from weft.verify.parallel import told
@@ -96,7 +100,7 @@ def train_file(
             "that never stopped"
         )
     say("loading the model")
-    subject = load_model_file(path)
+    subject = _load(path, settings)
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
@@ -105,6 +109,8 @@ def train_file(
         say("foreseeing memory")
         check_limit(compiled.files, chosen, settings.memory_limit, ranks=alike_ranks(compiled), tell=tell)
     num_ranks = _num_ranks(compiled.devices, settings.devices)
+    if settings.memory_limit is None:
+        tell_scarce(compiled, chosen, num_ranks, tell)
     choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
     source = make_source(subject, choice)
     order = Order(subject.origin, compiled.files, settings, plan, choice, saved=saved)
@@ -130,6 +136,15 @@ def train_file(
         start=order.start,
         saved=settings.save,
     )
+
+
+def _load(path: str | Path, settings: Settings) -> Subject:
+    """The model of a file, hollow if that can be; refuses one without values, and weights that cannot be read."""
+    if settings.weights is not None:
+        open_files(settings.weights)
+    subject = in_precision(load_model_file(path, hollow=settings.seed), settings.precision)
+    check_start(Start(subject.model, subject.record), settings.init, has_weights=settings.weights is not None)
+    return subject
 
 
 def _tell(compiled: Compiled, path: str | Path, tell: Say) -> None:

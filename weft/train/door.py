@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
 from weft.runtime.guards import mark_replaced
 from weft.runtime.initialise import Start, begin, module_tensors
+from weft.runtime.precision import Precision
 from weft.runtime.reduction import BadReduction, How, Reduction
 from weft.runtime.transport import Transport
 from weft.train.emulated import Emulated, EmulatedPipeline
@@ -45,11 +47,11 @@ from weft.train.generating import Generate, generates
 from weft.train.limit import check_limit
 from weft.train.opened import AnyParallel, Content, MakeFiles, is_pipeline, num_devices, open_rank, refusal
 from weft.train.programs import Once, Programs
-from weft.train.weights import Replayed, Values, Weights, sample_hash
+from weft.train.starting import Init, Model, started, values_of
+from weft.train.weights import Values, Weights, sample_hash
 from weft.verify.door import PlanLike
+from weft.verify.mixed import chosen_precision
 from weft.verify.model_file import Subject
-
-Model = nn.Module | Callable[[], nn.Module]
 
 
 def parallelize(  # noqa: PLR0913 - each is a choice of the user's
@@ -62,17 +64,19 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     cache: str | Path | None = DEFAULT,
     seed: int = 0,
     weights: Weights | None = None,
+    init: Init = "exact",
     outputs: Literal["loss", "all"] | None = None,
     reduction: How = "mean",
     batch_dims: BatchDims | None = None,
     memory_limit: str | int | None = None,
+    precision: Precision | str | None = None,
 ) -> nn.Module:
     """Draw a module across devices.
 
     Args:
         model: a module whose forward returns a scalar loss, or tensors (a part of an eager model that runs the same on
             every rank), or a function that makes it: then no rank ever holds more than its own parts and one whole
-            parameter, unless the construction looks at its values. It trains in the
+            parameter, unless the construction looks at its values. It may lie on the meta device. It trains in the
             mode that it is in; `eval()` of the result is a program of its own, made when it is first called.
         example: a batch of one optimizer step; every batch has its form.
         plan: a recipe string (`dp=2,tp=2`), a plan file, `path.py:function`, a Plan, or a function of the Graph.
@@ -82,6 +86,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         cache: where programs are kept, to be found again, read and edited; None keeps none.
         seed: of the random streams, and of the generator while `model()` is called, if it is a function.
         weights: where the values come from, if not from the module: a state dict, or files of one.
+        init: how a function's values are made: "exact" as on one device, "counter" of the same distributions, each rank
+            its own elements; or a function that gives a module on the meta device its values (docs/state.md).
         outputs: "loss" returns the loss alone, as a forward with a loss does unless told otherwise; "all" returns what
             the forward returns, whole on every rank. Backward then starts from what the caller makes of it: gradients
             flow back to inputs that require one in the example. An output without a gradient counts as zeros.
@@ -89,36 +95,45 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
             rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
         batch_dims: the batch dim of each tensor of a batch, in order or by name, None for one without; else dim 0.
         memory_limit: `2GiB`: a plan that needs more for a rank's tensors, with AdamW, is refused before it starts.
+        precision: "bf16", "fp16" or a `weft.Precision`: compute so, with float32 masters of weights (docs/state.md).
     """
-    if outputs not in (None, "loss", "all"):
-        raise RunError(f"outputs is {outputs!r}", remedy='"loss", "all", or leave it out')
-    start = Start(model) if isinstance(model, nn.Module) else begun(model, seed)
-    opened = _Opening(start, weights, seed, reduction_of(reduction))
+    wanted = _wanted_outputs(outputs)
+    start = started(model, seed, init, weights)
+    chosen = chosen_precision(precision, start.module)
+    opened = _Opening(start, values_of(start, init), weights, seed, reduction_of(reduction), chosen)
 
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
+    about = partial(Subject, example=example, batch_dims=batch_dims, reduction=opened.reduction, precision=chosen)
     programs = Programs(
-        lambda module: Subject(original() if module is None else module, example, batch_dims=batch_dims),
+        lambda module: about(original() if module is None else module),
         plan,
         devices,
         cache=cache,
-        outputs="any" if outputs is None else outputs,
+        outputs=wanted,
     )
-
-    def trained() -> Content:
-        files = programs.training(start.module)
-        if memory_limit is not None:
-            known = Subject(start.module, example, reduction=opened.reduction)
-            check_limit(files, known, memory_limit, tell=lambda text: warnings.warn(text, stacklevel=4))
-        return files
-
+    trained = partial(_trained, programs, about(start.module), memory_limit)
     made = _emulated(trained(), opened, programs) if emulate else _launched(trained, start, opened, programs)
     if isinstance(model, nn.Module):
         mark_replaced(model.parameters(), refusal)
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _wanted_outputs(outputs: str | None) -> str:
+    if outputs not in (None, "loss", "all"):
+        raise RunError(f"outputs is {outputs!r}", remedy='"loss", "all", or leave it out')
+    return outputs or "any"
+
+
+def _trained(programs: Programs, subject: Subject, memory_limit: str | int | None) -> Content:
+    """The program for training, if it keeps within its limit."""
+    files = programs.training(subject.model)
+    if memory_limit is not None:
+        check_limit(files, subject, memory_limit, tell=lambda text: warnings.warn(text, stacklevel=4))
+    return files
 
 
 def _emulated(files: Content, opened: _Opening, programs: Programs) -> nn.Module:
@@ -146,9 +161,16 @@ class _Opening:
 
     Only what the values need of the module is kept: a hollow one goes."""
 
-    def __init__(self, start: Start, weights: Weights | None, seed: int, reduction: Reduction) -> None:
-        self.reduction = reduction
-        own: Values = start.module if start.record is None else Replayed(start.record)
+    def __init__(
+        self,
+        start: Start,
+        own: Values,
+        weights: Weights | None,
+        seed: int,
+        reduction: Reduction,
+        precision: Precision | None,
+    ) -> None:
+        self.reduction, self._mixed = reduction, None if precision is None else precision.mixed(start.module)
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
         self._known = frozenset(module_tensors(start.module))
 
@@ -162,17 +184,8 @@ class _Opening:
             known=self._known,
             make_files=make_files,
             reduction=self.reduction,
+            mixed=self._mixed,
         )
-
-
-def begun(model: Callable[[], nn.Module], seed: int) -> Start:
-    """The module of a function, without its values if that can be; says so if not."""
-    start = begin(model, seed)
-    if start.record is None:
-        warnings.warn(
-            f"the module is built whole on every rank, not one parameter at a time: {start.reason}", stacklevel=3
-        )
-    return start
 
 
 def reduction_of(how: How) -> Reduction:

@@ -29,7 +29,7 @@ from weft.runtime.module import TWICE, shapes_of
 from weft.runtime.parallel import Parallel
 from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
 from weft.runtime.script import Index
-from weft.runtime.training import Optimizers, Prepare, all_of, loss_of, step_of
+from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.train.opened import AnyParallel, MakeFiles, Wanted, refusal
@@ -159,20 +159,24 @@ class Emulated(nn.Module):
         except BatchMismatch as error:
             raise refusal(str(error), "give batches in the form of the example") from None
 
-    def forward_backward(self, batch: Any) -> Tensor:
-        """Forward and backward of all ranks; gradients are added to what was there, the loss is returned."""
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
+        returned."""
         loss = loss_of(self, batch)
-        loss.backward()
+        (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
-    def train_step(self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None) -> Tensor:
+    def train_step(
+        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
+    ) -> Tensor:
         """Forward, backward, update of all ranks; the loss before the update.
 
         Args:
             prepare: is called between the gradients and the update: what clips them, say.
+            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
         """
         self.guard.refuse_others(all_of(optimizer))
-        return step_of(self.forward_backward, batch, optimizer, prepare)
+        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss over the batches of all replicas: there is one."""
@@ -241,14 +245,15 @@ class EmulatedPipeline(Emulated):
                 self._prepare(Wanted(batch=flow.batch, rows=rows))
         return self._crew.each(lambda module: module(*args, **kwargs))[0]
 
-    def forward_backward(self, batch: Any) -> Tensor:
-        """All micro-batches of a step on every rank; gradients are added to what was there, the loss is returned."""
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """All micro-batches of a step on every rank; gradients, `scale` times, are added to what was there, the loss
+        is returned."""
         if not torch.is_grad_enabled():
             raise refusal(*NO_GRADIENT)
         # what is no batch is refused, and what is missing made, here: a rank that fails ends all
         for rows in self._first.looked_at(batch):
             self._prepare(Wanted(evaluation=False, rows=rows))
-        losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch))
+        losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch, scale))
         return losses[0]
 
 

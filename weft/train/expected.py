@@ -37,14 +37,16 @@ from weft.ir.program import Program
 from weft.runtime.grad_sync import make_buckets, summed_parameters
 from weft.runtime.largest import Largest
 from weft.runtime.ledger import Bytes, Owner, counted_step
+from weft.runtime.masters import with_masters
 from weft.runtime.parallel import Parallel
 from weft.runtime.pieces import Pieces
 from weft.runtime.replicas import Replica
 from weft.runtime.silent import Silent
-from weft.train.loop import Nothing, own_optimizer
+from weft.train.loop import Nothing
 from weft.train.measured import programs_of
 from weft.train.opened import AnyParallel, Content, is_pipeline, num_devices, open_pipeline, open_program, refusal
 from weft.verify.model_file import Subject
+from weft.verify.optimizer import make_optimizer
 from weft.verify.pieces import InPieces
 
 NOT_FORESEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -104,7 +106,7 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, Largest() as largest:
         module = _opened(files, Replica(silent, silent.num_ranks), subject)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer: Any = own_optimizer(subject, parameters) if parameters else Nothing()
+        optimizer: Any = make_optimizer(subject, parameters) if parameters else Nothing()
         with largest.reading(1):
             _first_update(optimizer, parameters)
         silent.lend(_sums(module))
@@ -142,7 +144,15 @@ def _sums(module: AnyParallel) -> Iterator[int]:
 
 def _opened(files: Content, transport: Replica, subject: Subject) -> AnyParallel:
     if is_pipeline(files):
-        return open_pipeline(files, transport, Pieces.join_copies, seed=0, make_files=None, reduction=subject.reduction)
+        return open_pipeline(
+            files,
+            transport,
+            Pieces.join_copies,
+            seed=0,
+            make_files=None,
+            reduction=subject.reduction,
+            mixed=subject.mixed,
+        )
     runnable = open_program(files, transport)
     if runnable.returns is not None:
         raise Unforeseen(
@@ -150,7 +160,8 @@ def _opened(files: Content, transport: Replica, subject: Subject) -> AnyParallel
             place=subject.place,
             remedy="a forward that returns a scalar loss",
         )
-    return Parallel(runnable, reduction=subject.reduction, refusal=refusal)
+    masters = with_masters(runnable.program, subject.mixed)
+    return Parallel(runnable, masters=masters, reduction=subject.reduction, refusal=refusal)
 
 
 @contextmanager

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.runtime.initialise import module_tensors
+from weft.runtime.initialise import Start, module_tensors
 from weft.runtime.launch import Pool
 from weft.runtime.ledger import Bytes, Owner, counted_step
 from weft.runtime.module import ParallelModule
 from weft.runtime.parallel import Parallel
+from weft.runtime.precision import Precision
 from weft.runtime.processes import ProcessTransport
-from weft.train.loop import Nothing, own_optimizer
+from weft.train.loop import Nothing
 from weft.train.opened import AnyParallel, Content, num_devices, open_rank
+from weft.train.starting import values_of
+from weft.verify.door import in_precision
 from weft.verify.model_file import Subject, load_model_file
+from weft.verify.optimizer import make_optimizer
 from weft.verify.parallel import told
 
 
@@ -31,15 +35,18 @@ class Measuring:
 
     origin: str
     files: Content
+    precision: Precision | None = None
 
 
-def measure(origin: str, files: Content, *, pool: Pool | None = None) -> Sequence[Bytes]:
+def measure(
+    origin: str, files: Content, *, precision: Precision | None = None, pool: Pool | None = None
+) -> Sequence[Bytes]:
     """Train two steps on the example, on as many local processes as the program is for.
 
     Args:
         pool: of processes that are there already.
     """
-    order = Measuring(origin, files)
+    order = Measuring(origin, files, precision)
     if pool is not None:
         return told(lambda: pool.run(measure_rank, order))
     with Pool(num_devices(files), preload=(__name__,)) as workers:
@@ -48,13 +55,16 @@ def measure(origin: str, files: Content, *, pool: Pool | None = None) -> Sequenc
 
 def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
     """What each process does."""
-    subject = load_model_file(order.origin)
+    subject = in_precision(load_model_file(order.origin, hollow=0), order.precision)
+    own = values_of(Start(subject.model, subject.record))
     module = open_rank(
         order.files,
         transport,
-        subject.model,
+        subject.weights or own,
+        otherwise=own,
         known=frozenset(module_tensors(subject.model)),
         reduction=subject.reduction,
+        mixed=subject.mixed,
     )
     return measured(module, subject, transport)
 
@@ -62,7 +72,7 @@ def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
 def measured(module: AnyParallel, subject: Subject, transport: ProcessTransport) -> Bytes:
     """Bytes of the second step of a rank."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = own_optimizer(subject, parameters) if parameters else Nothing()
+    optimizer = make_optimizer(subject, parameters) if parameters else Nothing()
 
     def step() -> None:
         module.train_step(subject.example, optimizer)

@@ -12,23 +12,27 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.cache import write_files
+from weft.capture.source import place_of_call
 from weft.errors import RunError
 from weft.runtime.batch import Form
 from weft.runtime.flow import Flow, flow_of
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.guarded import guard_rank
+from weft.runtime.masters import masters_of, tell_sums, with_masters
 from weft.runtime.parallel import Batch, Parallel, Runnable
 from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.runtime.pieces import Pieces
 from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, load_sizes, pipeline_parts
+from weft.runtime.precision import Mixed
 from weft.runtime.program_files import cut_parameters, load_program, read_meta
 from weft.runtime.reduction import Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
 from weft.runtime.transport import Transport
-from weft.train.weights import Values, fill
+from weft.train.weights import Values, fill, fill_all
 
 Content = Mapping[str, bytes]
 """Files of a program by name."""
@@ -89,7 +93,7 @@ def open_program(files: Content, transport: Replica) -> Runnable:
     )
 
 
-def open_rank(
+def open_rank(  # noqa: PLR0913 - each is a fact about the run
     files: Content,
     transport: Transport,
     weights: Values,
@@ -99,6 +103,7 @@ def open_rank(
     known: Collection[str] = (),
     make_files: MakeFiles | None = None,
     reduction: Reduction | None = None,
+    mixed: Mixed | None = None,
 ) -> AnyParallel:
     """The rank's module, with its values.
 
@@ -107,6 +112,7 @@ def open_rank(
         known: all names of the original model.
         make_files: gives the programs of `eval()` and those for other sizes when they are asked for.
         reduction: what the losses of micro-batches and replicas count.
+        mixed: how a program in another precision than the weights' is trained.
     """
     replica = Replica(transport, num_devices(files))
     if is_pipeline(files):
@@ -117,11 +123,13 @@ def open_rank(
             seed=seed,
             make_files=make_files,
             reduction=reduction,
+            mixed=mixed,
         )
         guard_rank(pipeline, refusal)
         return pipeline
     runnable = open_program(files, replica)
-    fill(runnable.program, weights, otherwise, known)
+    masters = with_masters(runnable.program, mixed)
+    fill(runnable.program if masters is None else masters, weights, otherwise, known)
 
     def make_eval(batch: Batch | None) -> Runnable:
         assert make_files is not None
@@ -130,6 +138,7 @@ def open_rank(
 
     module = Parallel(
         runnable,
+        masters=masters,
         seed=seed,
         make_eval=None if make_files is None else make_eval,
         reduction=reduction,
@@ -142,17 +151,20 @@ def open_rank(
 def open_pipeline(
     files: Content,
     transport: Replica,
-    fill_in: Callable[[Pieces], None],
+    fill_in: Callable[[Pieces[Any]], None],
     *,
     seed: int,
     make_files: MakeFiles | None,
     reduction: Reduction | None,
+    mixed: Mixed | None = None,
 ) -> ParallelPipeline:
     """The same for a program in pieces."""
     with _written(files) as folder:
         flow = flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync))
         pieces = Pieces(tuple(flow.rank.modules), transport, *pipeline_parts(folder))
-    fill_in(pieces)
+    masters = None if mixed is None else masters_of(pieces, mixed)
+    tell_sums(flow.modules, mixed)
+    fill_in(pieces if masters is None else masters)
 
     def made(wanted: Wanted) -> Content:
         assert make_files is not None, "this module was made for the example's sizes only"
@@ -167,15 +179,22 @@ def open_pipeline(
     def make_size(into: Flow, rows: int) -> None:
         with _written(made(Wanted(into is not flow, into.batch, rows))) as folder:
             into.add(rows, load_sizes(folder, transport, BucketSync, into.rank.sizes[0]))
+        tell_sums(into.modules, mixed)
 
     return ParallelPipeline(
-        flow, pieces, seed=seed, make_flow=make_flow, make_size=make_size, reduction=reduction, refusal=refusal
+        flow,
+        pieces,
+        masters=masters,
+        seed=seed,
+        make_flow=make_flow,
+        make_size=make_size,
+        reduction=reduction,
+        refusal=refusal,
     )
 
 
-def _fill_pieces(pieces: Pieces, weights: Values, otherwise: Values | None, known: Collection[str]) -> None:
-    for module in pieces.modules:
-        fill(module, weights, otherwise, known)
+def _fill_pieces(pieces: Pieces[Any], weights: Values, otherwise: Values | None, known: Collection[str]) -> None:
+    fill_all(pieces.modules, weights, otherwise, known)
     pieces.join_copies()
 
 
@@ -189,4 +208,4 @@ def _written(files: Content) -> Iterator[Path]:
 
 def refusal(message: str, remedy: str) -> RunError:
     """A wrong call of a parallel module, as an error of ours."""
-    return RunError(message, remedy=remedy)
+    return RunError(message, place=place_of_call(), remedy=remedy)

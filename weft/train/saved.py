@@ -47,6 +47,7 @@ class Progress:
         optimizer: its class.
         rates: the schedule of the learning rate, in words.
         values: of its state what is no tensor, by parameter and key.
+        scaler: the state of the loss scale, if there is one.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Progress:
     alphabet: str = ""
     rates: str = ""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    scaler: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
 
 
@@ -75,7 +77,7 @@ class Saved:
 
 def save(directory: str | Path, module: AnyParallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
-    program, directory = module.program, Path(directory)
+    program, directory = module.masters, Path(directory)
     holdings = exchange(program)
     tensors = _gather_model(module, holdings)
     states, values = _gather_optimizer(module, optimizer, holdings)
@@ -86,7 +88,7 @@ def save(directory: str | Path, module: AnyParallel, optimizer: Any, progress: P
 
 def _gather_model(module: AnyParallel, holdings: Holdings) -> dict[str, Tensor]:
     """The original state dict, on rank 0."""
-    program, found = module.program, dict[str, Tensor]()
+    program, found = module.masters, dict[str, Tensor]()
     for name, part in program.stored_parts().items():
         if part.persistent:
             whole = gather(program.transport, program.part(name), holdings.holders(name), part.shape, part.dtype)
@@ -100,7 +102,7 @@ def _gather_optimizer(
     module: AnyParallel, optimizer: Any, holdings: Holdings
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
-    program = module.program
+    program = module.masters
     mine = {name: dict(optimizer.state.get(parameter, {})) for name, parameter in program.trained()}
     told = tell_all(program.transport, {name: _described(program.part(name), state) for name, state in mine.items()})
     shapes, tensors, values = shapes_of(program), dict[str, Tensor](), dict[str, dict[str, Any]]()
@@ -208,11 +210,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _tensors(path: Path) -> Mapping[str, Tensor | Whole]:
     if not path.is_file():
         raise RunError(f"the saved run lacks {path.name}", place=str(path.parent), remedy=GIVE)
-    error: type[Exception] = importlib.import_module("safetensors").SafetensorError
-    try:
-        return open_weights(path)
-    except error as reason:
-        raise RunError(f"{path} is cut short, or no safetensors file: {reason}", place=str(path), remedy=GIVE) from None
+    return open_weights(path)
 
 
 def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphabet: str) -> None:
@@ -246,7 +244,7 @@ def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphab
 
 def restore(saved: Saved, module: AnyParallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
-    program, whole = module.program, _tensors(saved.folder / OPTIMIZER)
+    program, whole = module.masters, _tensors(saved.folder / OPTIMIZER)
     if isinstance(program, Pieces) and (apart := program.apart()):
         raise RunError(
             f"rank {program.transport.rank} holds {apart[0][0]} in two layouts, and one state of it is saved",

@@ -9,7 +9,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import RunError
 from weft.train.amounts import read_bytes
@@ -25,7 +25,10 @@ class Settings:
         devices: processes to start; as many as the plan needs if not given, and k times that for k replicas.
         lr: of AdamW, instead of the optimizer of the file.
         schedule, warmup: how the learning rate changes over all steps.
+        precision: to compute in, instead of the file's own.
         clip: the largest norm of all gradients together.
+        init: how the values of the model are made: exactly as on one device, or by counting (`counter`).
+        weights: files that they are read from instead.
         data: a text or arrays, instead of `data()`.
         eval_every: steps between two evaluations; one comes at the end too.
         save, save_every: where the state of the run is written, at the end and every so many steps.
@@ -42,7 +45,10 @@ class Settings:
     seed: int = 0
     schedule: str = "constant"
     warmup: int = 0
+    precision: str | None = None
     clip: float | None = None
+    init: Literal["exact", "counter"] = "exact"
+    weights: str | None = None
     data: str | None = None
     eval_every: int | None = None
     save: str | None = None
@@ -61,6 +67,8 @@ class Settings:
             raise RunError(f"--clip {self.clip} leaves nothing of a gradient", remedy="a bound above 0")
         if self.lr is not None and not (self.lr >= 0 and math.isfinite(self.lr)):
             raise RunError(f"--lr {self.lr} is no learning rate", remedy="a number such as 3e-4")
+        if self.weights is not None and self.resume is not None:
+            raise RunError("--weights and --resume both say what to start from", remedy="leave out one of them")
         if self.save_every is not None and self.save is None:
             raise RunError("--save-every says when to save, and nothing says where", remedy="add --save DIR")
         if self.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:

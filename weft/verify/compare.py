@@ -116,6 +116,35 @@ class AtSizes:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """How far two steps in another precision lie from float64 (`rounded.py`).
+
+    Args:
+        ours: the largest error of each kind on the devices; one: by the definition on one device.
+        wrong: tensors in which the devices' error is larger than one device's explains.
+    """
+
+    precision: str
+    ours: tuple[Difference, ...]
+    one: tuple[Difference, ...]
+    wrong: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "precision": self.precision,
+            "devices": {found.kind: _plain(found) for found in self.ours},
+            "one_device": {found.kind: _plain(found) for found in self.one},
+            "wrong": list(self.wrong),
+        }
+
+    def __str__(self) -> str:
+        pairs = zip(self.ours, self.one, strict=True)
+        told = ", ".join(f"{a.kind} {show(a.value)} (one device {show(b.value)})" for a, b in pairs)
+        wrong = f"; too far in {', '.join(shortened(self.wrong))}" if self.wrong else ""
+        return f"in {self.precision}, from float64: {told}{wrong}"
+
+
+@dataclass(frozen=True)
 class Result:
     """The verdict of `weft.verify`.
 
@@ -129,6 +158,7 @@ class Result:
         processes: how the processes compare with the emulator, if the devices were processes.
         summary: numbers about the plan and its check, for printing.
         sizes: the same program at other sizes, if dims of the example are marked.
+        rounded: the same in the precision that was asked for, judged.
     """
 
     equal: bool
@@ -143,6 +173,7 @@ class Result:
     processes: Processes | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     sizes: tuple[AtSizes, ...] = ()
+    rounded: Rounded | None = None
 
     def __bool__(self) -> bool:
         return self.equal
@@ -162,6 +193,7 @@ class Result:
             "gradients_taken_as_zero": self.silenced,
             "processes": None if self.processes is None else _plain(self.processes),
             **({"sizes": [one.as_json() for one in self.sizes]} if self.sizes else {}),
+            **({} if self.rounded is None else {"mixed": self.rounded.as_json()}),
             **self.summary,
         }
 
@@ -169,6 +201,7 @@ class Result:
         lines = ["equal to one device" if self.equal else "different from one device"]
         lines += [f"  {d.kind}: {show(d.value)} ({d.tensor})" for d in self.differences]
         lines += [f"  {one}" for one in self.sizes]
+        lines += [] if self.rounded is None else [f"  {self.rounded}"]
         lines += [f"  copies differ: {text}" for text in shortened(self.disagreements)]
         if self.first_difference is not None:
             lines.append(f"  first: {describe(self.first_difference)}")

@@ -32,9 +32,11 @@ from weft.ops.arguments import arguments, overload
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.launch import Pool
-from weft.verify.compare import Difference, FirstDifference, Processes, Result, Sample, compare, count_silenced
-from weft.verify.judged import run_both
+from weft.runtime.precision import Precision
+from weft.verify.compare import Difference, FirstDifference, Processes, Result, Rounded, Sample, compare, count_silenced
+from weft.verify.judged import round_off, run_both
 from weft.verify.locate import locate, locate_in_code
+from weft.verify.mixed import chosen_precision
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
@@ -59,6 +61,7 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     seed: int = 0,
     tolerance: float = 1e-9,
     processes: bool = False,
+    precision: Precision | str | None = None,
     say: Say = lambda text: None,
 ) -> Result:
     """Compare a plan on several devices with the eager module on one, in float64.
@@ -72,10 +75,11 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
         seed: of the random stream that both sides draw from.
         tolerance: the largest difference that still counts as equal.
         processes: devices are processes of this machine, started for it; otherwise they are emulated.
+        precision: "bf16", or a `weft.Precision`: the plan is compared in it too, against one device by its definition.
         say: is told what is being done, for a progress display.
     """
     say("loading the model")
-    subject = make_subject(model_or_file, example)
+    subject = in_precision(make_subject(model_or_file, example), precision)
     say("capturing the model")
     graph = graph_for(plan, subject)
     check_fit(graph, subject)
@@ -123,10 +127,16 @@ def make_subject(model_or_file: nn.Module | str | Path, example: Any) -> Subject
     return Subject(model_or_file, example)
 
 
+def in_precision(subject: Subject, precision: Precision | str | None) -> Subject:
+    """A subject in the precision that was asked for, or in its own."""
+    given = subject.precision if precision is None else precision
+    return replace(subject, precision=chosen_precision(given, subject.model, place=subject.place))
+
+
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
     """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
     with Inside(subject.path, "the forward", only=(SystemExit,)):
-        graph = capture(subject.model, subject.example)
+        graph = capture(subject.model, subject.example, precision=subject.precision)
     check_dense(graph)
     if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):
         raise ModelFileError(
@@ -139,8 +149,9 @@ def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
 
 
 def graph_for(plan: PlanLike, subject: Subject, *, trains: bool = True) -> Graph:
-    """The Graph that a plan is about: its own, unless dims of the example were marked since."""
-    if isinstance(plan, Plan) and (plan.graph.symbols or not is_marked(subject.example)):
+    """The Graph that a plan is about: its own, unless dims of the example were marked since, or a precision chosen."""
+    chosen = subject.precision is not None
+    if isinstance(plan, Plan) and not chosen and (plan.graph.symbols or not is_marked(subject.example)):
         return plan.graph
     return capture_subject(subject, trains=trains)
 
@@ -206,17 +217,19 @@ def judge(
         say("looking for the first difference")
         first = look(program, subject, ours, reference, seed=seed, tolerance=tolerance, generated=pool is not None)
     say("training on both in the model's own precision")
+    rounding, rounded = measure_rounding(program, subject, reference, seed=seed, pool=pool)
     return Result(
-        equal=equal,
+        equal=equal and (rounded is None or not rounded.wrong),
         largest_difference=largest,
         differences=differences,
         tolerance=tolerance,
         devices=program.devices,
         first_difference=first,
         disagreements=ours.disagreements,
-        rounding=measure_rounding(program, subject, seed=seed),
+        rounding=rounding,
         silenced=count_silenced(ours, reference),
         processes=processes,
+        rounded=rounded,
     )
 
 
@@ -249,7 +262,12 @@ def look(
     return locate(program, subject, ours, reference, seed=seed, tolerance=tolerance)
 
 
-def measure_rounding(program: Program, subject: Subject, *, seed: int) -> tuple[Difference, ...]:
-    """The largest difference of each kind in the model's own precision."""
+def measure_rounding(
+    program: Program, subject: Subject, truth: Sample, *, seed: int, pool: Pool | None
+) -> tuple[tuple[Difference, ...], Rounded | None]:
+    """The largest difference of each kind in the model's own precision; in one that was asked for it is judged."""
+    if subject.precision is not None:
+        with emitted(program) as directory:
+            return round_off(directory, program.graph, subject, truth, seed=seed, pool=pool)
     ours = run_parallel(program, subject, seed=seed, wide=False)
-    return compare(ours, run_reference(subject, seed=seed, wide=False))
+    return compare(ours, run_reference(subject, seed=seed, wide=False)), None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,10 +21,11 @@ from torch import nn
 from weft.ir.graph import Graph
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.launch import Pool
+from weft.runtime.masters import masters_of, tell_sums, with_masters
 from weft.runtime.microbatches import default_dims, split
-from weft.runtime.module import ParallelModule
 from weft.runtime.pieces import Pieces
 from weft.runtime.pipeline_files import is_pipeline, load_pipeline, pipeline_parts, read_pipeline
+from weft.runtime.precision import Mixed
 from weft.runtime.processes import TIMEOUT, ProcessTransport
 from weft.runtime.program_files import load_program, read_meta
 from weft.runtime.random import Stream
@@ -32,6 +33,7 @@ from weft.runtime.reduction import reduced
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
 from weft.runtime.several import with_empties
+from weft.runtime.stored import Holds
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.verify.compare import Noise, Sample, noise_in
@@ -54,6 +56,7 @@ class Task:
         trained: in the order of `module.parameters()`.
         noise: per step, what the updates take as zero, by the reference's names; none if empty.
         path, optimizer: the optimizer of a model file is found there, since a function of it cannot travel.
+        mixed: how it is trained in another precision than the weights'.
     """
 
     directory: Path
@@ -68,6 +71,7 @@ class Task:
     wide: bool
     path: Path | None = None
     optimizer: Optimizer | None = None
+    mixed: Mixed | None = None
 
 
 Ran = tuple[tuple[Local, Mapping[str, Index]], ...]
@@ -129,6 +133,7 @@ def _make_task(
         wide=wide,
         path=path,
         optimizer=subject.optimizer if travels and path is None else None,
+        mixed=None if wide else subject.mixed,
     )
 
 
@@ -161,7 +166,7 @@ def train(
     with Float64Mode() if task.wide else nullcontext():
         replica = Replica(transport, transport.num_ranks)
         opened: _Opened = _InPieces(task, replica) if is_pipeline(task.directory) else _Whole(task, replica)
-        held = [_Held(module, task) for module in opened.modules]
+        held = [_Held(module, task) for module in opened.holders]
         for one in held:
             one.fill(task)
         opened.join()
@@ -175,7 +180,8 @@ class _Opened(Protocol):
     """A rank's share of a program."""
 
     @property
-    def modules(self) -> Sequence[ParallelModule]: ...
+    def holders(self) -> Sequence[Holds]:
+        """What the optimizer updates, of each module."""
 
     def join(self) -> None:
         """Make one of what several modules hold alike, as training does."""
@@ -192,13 +198,14 @@ class _Whole:
 
     def __init__(self, task: Task, replica: Replica) -> None:
         self._module = load_program(task.directory, replica, grad_sync=BucketSync())
-        self.modules = (self._module,)
+        masters = with_masters(self._module, task.mixed)
+        self.holders: tuple[Holds] = (self._module if masters is None else masters,)
 
     def join(self) -> None:
         return None
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._module.trained()
+        return self.holders[0].trained()
 
     def step(self, task: Task, step: int) -> torch.Tensor:
         self._module.stream = Stream(task.seed, step, 0)
@@ -214,8 +221,12 @@ class _InPieces:
 
     def __init__(self, task: Task, replica: Replica) -> None:
         self._rank = load_pipeline(task.directory, replica, BucketSync)
-        self.modules = tuple(self._rank.modules)
-        self._pieces = Pieces(self.modules, replica, *pipeline_parts(task.directory))
+        pieces = Pieces(tuple(self._rank.modules), replica, *pipeline_parts(task.directory))
+        self._masters = None if task.mixed is None else masters_of(pieces, task.mixed)
+        for share in self._rank.sizes:
+            tell_sums(share.modules, task.mixed)
+        self._pieces: Pieces[Any] = pieces if self._masters is None else self._masters
+        self.holders: tuple[Holds, ...] = self._pieces.modules
 
     def join(self) -> None:
         self._pieces.join_copies()
@@ -227,13 +238,15 @@ class _InPieces:
     def step(self, task: Task, step: int) -> torch.Tensor:
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
         found = self._rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
+        for one in () if self._masters is None else self._masters.modules:
+            one.collect()
         return reduced(found, task.shares)
 
 
 class _Held:
     """What one module stores, by the reference's names."""
 
-    def __init__(self, module: ParallelModule, task: Task) -> None:
+    def __init__(self, module: Holds, task: Task) -> None:
         self._module = module
         self._names = {task.names[name]: name for name in module.stored if module.part(name) is not None}
         self.stored = {known: module.stored[name] for known, name in self._names.items()}

@@ -7,18 +7,20 @@ their losses by rows, a program in pieces runs them in the order of its schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.ir.graph import Graph
 from weft.runtime.launch import Pool
+from weft.runtime.microbatches import BatchDim
 from weft.runtime.pipeline_files import described, is_pipeline
-from weft.verify.compare import Processes, Result, Sample, compare, count_silenced
+from weft.verify.compare import Difference, Processes, Result, Rounded, Sample, compare, count_silenced
 from weft.verify.generated import run_generated
 from weft.verify.locate import locate_in_code
 from weft.verify.model_file import Subject
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
+from weft.verify.rounded import judge_rounding
 
 Say = Callable[[str], None]
 
@@ -49,20 +51,39 @@ def judge_code(
     largest = max(found.value for found in differences)
     equal = largest < tolerance and not ours.disagreements
     say("training on both in the model's own precision")
-    narrow = run_generated(directory, graph, subject, seed=seed, wide=False)
-    plain = run_reference(subject, seed=seed, wide=False, microbatches=count, dims=dims)
+    rounding, rounded = round_off(directory, graph, subject, reference, seed=seed, dims=dims, count=count, pool=pool)
     return Result(
-        equal=equal,
+        equal=equal and (rounded is None or not rounded.wrong),
         largest_difference=largest,
         differences=differences,
         tolerance=tolerance,
         devices=devices,
         first_difference=None if equal else locate_in_code(graph, ours, reference, tolerance),
         disagreements=ours.disagreements,
-        rounding=compare(narrow, plain),
+        rounding=rounding,
         silenced=count_silenced(ours, reference),
         processes=processes,
+        rounded=rounded,
     )
+
+
+def round_off(
+    directory: Path,
+    graph: Graph,
+    subject: Subject,
+    truth: Sample,
+    *,
+    seed: int,
+    dims: Sequence[BatchDim] | None = None,
+    count: int = 1,
+    pool: Pool | None = None,
+) -> tuple[tuple[Difference, ...], Rounded | None]:
+    """What both sides round off in the model's own precision, or in one that was asked for: that is judged."""
+    there = pool if subject.precision is not None else None
+    narrow = run_generated(directory, graph, subject, seed=seed, wide=False, pool=there)
+    plain = run_reference(subject, seed=seed, wide=False, microbatches=count, dims=dims)
+    judged = None if subject.precision is None else judge_rounding(narrow, plain, truth, subject.precision)
+    return compare(narrow, plain), judged
 
 
 def run_both(

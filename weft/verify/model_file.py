@@ -1,5 +1,5 @@
 """Model files: a Python file with `model()` and `example()`, and optionally `optimizer(parameters)`, `data()`,
-`eval_data()`, `batch_dims()`, `reduction`; or `hf:FOLDER`, `hf:CONFIG_CLASS(...)` in its place.
+`eval_data()`, `batch_dims()`, `reduction`, `precision()`; or `hf:FOLDER`, `hf:CONFIG_CLASS(...)` in its place.
 
 In: a path. Out: a `Subject` whose module and example have been made and checked for kind. Promised: whatever is wrong
 with the file becomes a `ModelFileError` that names the user's own line; nothing stays behind in `sys.modules`, except
@@ -25,9 +25,13 @@ from weft.capture.example import find_loss
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
 from weft.runtime.custom import keep, kept_name
+from weft.runtime.initialise import Start, begin
+from weft.runtime.precision import Mixed, Precision
+from weft.runtime.record import Record
 from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.several import as_one
 from weft.verify.hugging_face import PREFIX, load_hugging_face
+from weft.verify.mixed import chosen_precision
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
@@ -52,6 +56,9 @@ class Subject:
         eval_data: gives the batches of an evaluation.
         reduction: how losses of micro-batches and replicas become that of a step.
         origin: what another process loads to have the same, if anything.
+        precision: in which it is to be trained; the module's own if None.
+        record: how the values of a hollow module come about; None: it has them.
+        weights: files that a hollow module's values are read from instead.
     """
 
     model: nn.Module
@@ -63,18 +70,37 @@ class Subject:
     eval_data: Data | None = None
     reduction: Reduction = field(default_factory=Reduction)
     origin: str = ""
+    precision: Precision | None = None
+    record: Record | None = None
+    weights: str | None = None
 
     @property
     def place(self) -> str:
         """For errors: the model file, or the module's class."""
         return (self.origin or type(self.model).__name__) if self.path is None else str(self.path)
 
+    @property
+    def mixed(self) -> Mixed | None:
+        """What ranks need to know of its precision."""
+        return None if self.precision is None else self.precision.mixed(self.model)
 
-def load_model_file(path: str | Path) -> Subject:
-    """Run a model file, or read what `hf:...` names, and make its module and example."""
+
+def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
+    """Run a model file, or read what `hf:...` names, and make its module and example.
+
+    Args:
+        hollow: a seed under which the module is made, without its values where that can be. Its parameters are not to
+            be looked at then.
+    """
     if str(path).startswith(PREFIX):
-        found = load_hugging_face(str(path))
-        return Subject(model=found.model, example=found.example, origin=found.origin)
+        found = load_hugging_face(str(path), hollow=hollow is not None)
+        return Subject(
+            model=found.model,
+            example=found.example,
+            origin=found.origin,
+            record=found.record,
+            weights=found.weights,
+        )
     path = Path(path)
     if not path.is_file():
         raise ModelFileError(
@@ -85,8 +111,9 @@ def load_model_file(path: str | Path) -> Subject:
     with _imported(path) as module:
         make_model, make_example = (_function(module, path, name) for name in ("model", "example"))
         with Inside(path, "model()"):
-            model = make_model()
-        with Inside(path, "example()"):
+            start = Start(make_model()) if hollow is None else begin(make_model, hollow)
+        model = start.module
+        with Inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
             example = make_example()
         batch_dims = None
         if hasattr(module, "batch_dims"):
@@ -96,7 +123,10 @@ def load_model_file(path: str | Path) -> Subject:
         data, eval_data = (
             _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
         )
-        reduction = _reduction(module, path)
+        reduction, precision = _reduction(module, path), None
+        if hasattr(module, "precision"):
+            with Inside(path, "precision()"):
+                precision = _function(module, path, "precision")()
     _check_kinds(path, model, example, batch_dims)
     return Subject(
         model=model,
@@ -108,7 +138,20 @@ def load_model_file(path: str | Path) -> Subject:
         eval_data=eval_data,
         reduction=reduction,
         origin=str(path.resolve()),
+        precision=chosen_precision(precision, model, place=str(path)),
+        record=start.record,
     )
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Random numbers of a seed, if one is given: what a hollow module would have drawn was not drawn."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _reduction(module: ModuleType, path: Path) -> Reduction:

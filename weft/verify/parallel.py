@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from weft.capture.example import split_example
-from weft.errors import PlanError, RunError
+from weft.errors import PlanError, RunError, WeftError
 from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ir.program import Program
 from weft.lower.script import scripts
@@ -99,6 +99,8 @@ def told(run: Callable[[], list[Any]]) -> list[Any]:
         return run()
     except RankFailed as error:
         cause = error.__cause__
+        if isinstance(cause, WeftError) and cause.remedy:
+            raise RunError(f"rank {error.rank}: {cause.message}", place=cause.place, remedy=cause.remedy) from error
         others = [f"\n  {line.strip()}" for line in str(error).splitlines() if line.startswith("  rank ")]
         raise RunError(
             f"rank {error.rank} failed: {type(cause).__name__}: {cause}{''.join(others)}",

@@ -29,9 +29,10 @@ from weft.order import check_schedule
 from weft.runtime.batch import dtype_name
 from weft.runtime.module import ParallelModule
 from weft.runtime.pipeline_files import PIPELINE, described, edits, is_pipeline
+from weft.runtime.precision import Precision
 from weft.runtime.program_files import CONSTANTS, META, PARTS, cut_parameters, load_class, read_meta
 from weft.verify.compare import Result
-from weft.verify.door import Say, capture_subject, make_subject
+from weft.verify.door import Say, capture_subject, in_precision, make_subject
 from weft.verify.judged import judge_code
 from weft.verify.model_file import Subject
 from weft.verify.optimizer import check_on_parts
@@ -87,6 +88,7 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     seed: int = 0,
     tolerance: float = 1e-9,
     processes: bool = False,
+    precision: Precision | str | None = None,
     say: Say = lambda text: None,
     tell: Say = lambda text: None,
 ) -> Result:
@@ -96,7 +98,7 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
         program: the directory.
         devices: refused if the program is for another number.
         tell: is told, before anything runs, what became of the program since it was emitted.
-        model_or_file, example, seed, tolerance, processes, say: as of `verify`.
+        model_or_file, example, seed, tolerance, processes, precision, say: as of `verify`.
     """
     lying = open_directory(program)
     if devices is not None and devices != lying.meta["devices"]:
@@ -106,7 +108,7 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
             remedy="leave out --devices, or emit a program for that many: weft show FILE --plan P --out DIR",
         )
     say("loading the model")
-    subject = make_subject(model_or_file, example)
+    subject = in_precision(make_subject(model_or_file, example), precision)
     say("capturing the model")
     graph = capture_subject(subject)
     lying = compare_origin(lying, graph)
@@ -193,6 +195,13 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
     held = {each for one in graph.parameters for each in one.names}
     held |= {each for one in graph.buffers for each in one.names}
     wrong = [f"it stores {name}, which the model has not" for name in stored if name not in known]
+    dtypes = {each: graph.tensors[one.tensor].dtype for one in graph.parameters for each in one.names if one.used}
+    wrong += [
+        f"it computes with {name} in {dtype_name(part.dtype)}, the model in {dtype_name(dtypes[name])} (--precision)"
+        for cls in classes
+        for name, part in cls.stored_parts().items()
+        if name in dtypes and part.dtype != dtypes[name]
+    ]
     wrong += [
         f"it stores {name} as {list(shape)}, the model has {list(known[name])}"
         for name, shape in stored.items()

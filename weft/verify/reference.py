@@ -27,6 +27,7 @@ from weft.runtime.drawmode import DrawMode
 from weft.runtime.microbatches import BatchDim, split_arguments
 from weft.runtime.random import Stream
 from weft.verify.compare import Noise, Sample, noise_in
+from weft.verify.mixed import OneDevice
 from weft.verify.model_file import Inside, Subject, check_loss
 from weft.verify.optimizer import make_optimizer
 from weft.verify.precision import Float64Mode, precision_of, widen
@@ -57,7 +58,9 @@ def run_reference(
     module = copy_module(subject.model)
     # Before any mode is on: a copy is not a computation. One per step, since a forward may write to its input.
     batches = [split_example(copy.deepcopy(subject.example)) for _ in range(NUM_STEPS)]
-    own = float_dtype(module) if wide else None
+    precision = subject.precision
+    own = (float_dtype(module) if precision is None else precision.compute) if wide else None
+    mixed = None if wide or precision is None else OneDevice(module, precision)
     with ExitStack() as stack:
         stack.enter_context(direct_checkpoints())
         if wide:
@@ -66,7 +69,7 @@ def run_reference(
             stack.enter_context(Float64Mode())
         counts = shares_of(subject, microbatches, dims)
         parts = [(split_arguments(args, kwargs, dims, microbatches)[0], counts) for args, kwargs in batches]
-        return _train(module, parts, subject, seed, own=own)
+        return _train(module, parts, subject, seed, own=own, mixed=mixed)
 
 
 def shares_of(subject: Subject, microbatches: int, dims: Sequence[BatchDim] | None) -> list[float]:
@@ -80,32 +83,51 @@ def shares_of(subject: Subject, microbatches: int, dims: Sequence[BatchDim] | No
 
 
 def _train(
-    module: nn.Module, batches: Sequence[Cut], subject: Subject, seed: int, *, own: torch.dtype | None
+    module: nn.Module,
+    batches: Sequence[Cut],
+    subject: Subject,
+    seed: int,
+    *,
+    own: torch.dtype | None,
+    mixed: OneDevice | None,
 ) -> Sample:
     """Train on the micro-batches of each step; in float64 for a module whose own dtype is given."""
     wide = own is not None
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    named = dict(module.named_parameters()) if mixed is None else mixed.named()
+    trained = [parameter for parameter in named.values() if parameter.requires_grad]
     update = make_optimizer(subject, trained) if trained else None
     losses, gradients = [], []
     for step, parts in enumerate(batches):
         # the model sees the limits of its own dtype; the update, which both sides do in float64, does not
         with nullcontext() if own is None else precision_of(own):
-            losses.append(_accumulate(module, parts, subject, seed, step, wide=wide))
-        gradients.append(_gradients(module))
+            losses.append(_accumulate(module, parts, subject, seed, step, wide=wide, mixed=mixed))
+        gradients.append({name: one.grad.detach().clone() for name, one in named.items() if one.grad is not None})
         if wide:
             _silence(module, noise_in(gradients[-1]))
         if update is not None:
             with Inside(subject.path, "the optimizer's step()"):
                 update.step()
-        module.zero_grad(set_to_none=True)
-    return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights_of(module))
+        for parameter in named.values():
+            parameter.grad = None
+    weights = {**weights_of(module), **{name: one.detach().clone() for name, one in named.items()}}
+    return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights)
 
 
-def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step: int, *, wide: bool) -> torch.Tensor:
+def _accumulate(
+    module: nn.Module, parts: Cut, subject: Subject, seed: int, step: int, *, wide: bool, mixed: OneDevice | None
+) -> torch.Tensor:
     """The gradients of a step, one micro-batch after the other, and its loss."""
     total = None
-    for micro, ((args, kwargs), share) in enumerate(zip(*parts, strict=True)):
-        with DrawMode(Stream(seed, step, micro)), Inside(subject.path, "the forward"), _Wide(subject, wide=wide):
+    if mixed is not None:
+        mixed.refresh()
+    for micro, (batch, share) in enumerate(zip(*parts, strict=True)):
+        args, kwargs = batch if mixed is None else mixed.inputs(batch)
+        with (
+            DrawMode(Stream(seed, step, micro)),
+            Inside(subject.path, "the forward"),
+            _Wide(subject, wide=wide),
+            nullcontext() if mixed is None else mixed.forward(),
+        ):
             output = module(*args, **kwargs)
         loss = check_loss(output, subject.place)
         if not share:
@@ -119,6 +141,8 @@ def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step
         loss = loss if share == 1 else loss * share
         with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
             loss.backward()
+        if mixed is not None:
+            mixed.add()
         total = loss.detach().clone() if total is None else total + loss.detach()
     if total is None:
         raise RunError(
@@ -126,6 +150,8 @@ def _accumulate(module: nn.Module, parts: Cut, subject: Subject, seed: int, step
             place=subject.place,
             remedy="give an example in which some micro-batch weighs something",
         )
+    if mixed is not None:
+        mixed.finish()
     return total
 
 
@@ -159,10 +185,6 @@ def _runs_narrow(subject: Subject) -> bool:
         check_loss(module(*args, **kwargs), subject.place).backward()
         return True
     return False
-
-
-def _gradients(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _silence(module: nn.Module, noise: Mapping[str, Noise]) -> None:

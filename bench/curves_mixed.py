@@ -1,0 +1,122 @@
+"""2,000 training steps in bfloat16 on four processes against one: do the loss curves stay together?
+
+    python bench/curves_mixed.py [--steps 2000] [--out bench/results/curves_mixed.json] [--figure docs/pictures/curves_mixed.svg]
+
+The GPT of examples/gpt.py, dropout on, learns its text, computing in bfloat16 with masters in float32: the eager module
+in this process, by the definition of its precision (`weft/verify/mixed.py`), and its program under `dp=2,tp=2,zero=2`
+on four gloo processes. In bfloat16 no two orders of a sum give the same bits, and training carries the difference on;
+so there are two controls: one process that begins with one weight changed in its last bits, and one in float32. The
+plan follows one process if it is about as far from it as the first control is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.curves import EVERY, EXAMPLE, MODEL_FILE, ROOT, apart, eager, means
+from bench.machine import machine
+from weft.runtime.drawmode import DrawMode
+from weft.runtime.precision import Precision
+from weft.runtime.random import Stream
+from weft.train.command import Settings, train_file
+from weft.verify.mixed import OneDevice
+from weft.verify.model_file import load_model_file
+
+PLAN = "dp=2,tp=2,zero=2"
+ALONE, CONTROL, FLOAT32 = "one process", "control: one process, last bits of one weight changed", "one process, float32"
+
+
+def by_definition(path: Path, steps: int, *, disturbed: bool = False) -> list[float]:
+    """The losses of the eager module in bfloat16, with the random draws that programs make."""
+    subject = load_model_file(path)
+    assert subject.data is not None
+    module = subject.model
+    one = OneDevice(module, Precision(torch.bfloat16))
+    if disturbed:
+        with torch.no_grad():
+            # the last bits that its copy still sees
+            next(iter(one.masters.values())).view(-1)[0] *= 1 + 2 * torch.finfo(torch.bfloat16).eps
+    optimizer = subject.optimizer(list(one.masters.values()))
+    losses: list[float] = []
+    for batch in itertools.chain.from_iterable(subject.data() for _ in itertools.count()):
+        optimizer.zero_grad(set_to_none=True)
+        one.refresh()
+        with DrawMode(Stream(0, len(losses), 0)), one.forward():
+            loss = module(*one.inputs(batch))
+        loss.backward()
+        one.add()
+        one.finish()
+        optimizer.step()
+        losses.append(loss.item())
+        if len(losses) == steps:
+            break
+    return losses
+
+
+def curves(steps: int) -> dict[str, list[float]]:
+    """Losses of one process, of the plan, of the controls."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.py"
+        path.write_text(MODEL_FILE.format(folder=str(EXAMPLE.parent), dtype="float32"))
+        found = {ALONE: by_definition(path, steps), PLAN: []}
+        found[PLAN] = list(train_file(path, PLAN, Settings(steps=steps, precision="bf16")).losses)
+        found[CONTROL], found[FLOAT32] = by_definition(path, steps, disturbed=True), eager(path, steps)
+    return found
+
+
+def draw(found: dict[str, list[float]], path: Path) -> None:
+    """Curves above, how far they are from one process below."""
+    from matplotlib import pyplot  # noqa: PLC0415 - only those who draw need it
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
+    steps = range(0, len(found[ALONE]), EVERY)
+    for name, style in zip((ALONE, PLAN, FLOAT32), ("-", "--", ":"), strict=True):
+        above.plot(steps, means(found[name]), style, label=name, linewidth=1.6)
+    above.set_ylabel(f"loss (bfloat16, means of {EVERY} steps)")
+    above.legend()
+    for name, style in zip((PLAN, CONTROL, FLOAT32), ("-", ":", "--"), strict=True):
+        below.semilogy(steps, means(apart(found, name)), style, linewidth=1.2, label=name)
+    below.set(xlabel="step", ylabel="difference from one process")
+    below.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "curves_mixed.json")
+    parser.add_argument("--figure", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = curves(options.steps)
+    others = (PLAN, CONTROL, FLOAT32)
+    record = {
+        "machine": machine(),
+        "steps": options.steps,
+        "apart": {name: {"mean": statistics.fmean(one), "most": max(one)} for name, one in _apart(found, others)},
+        "last": {name: means(losses)[-1] for name, losses in found.items()},
+        "means_of": EVERY,
+        "losses": {name: means(losses) for name, losses in found.items()},
+    }
+    for name, one in record["apart"].items():
+        print(f"{name}: from one process {one['mean']:.1e} in the mean, {one['most']:.1e} at most")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    if options.figure:
+        draw(found, options.figure)
+
+
+def _apart(found: dict[str, list[float]], names: tuple[str, ...]) -> list[tuple[str, list[float]]]:
+    return [(name, apart(found, name)) for name in names]
+
+
+if __name__ == "__main__":
+    main()

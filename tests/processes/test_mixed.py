@@ -1,0 +1,50 @@
+"""Training in bfloat16 on processes gives the emulator's bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.acceptance.subjects import gpt, llama
+from tests.processes.conftest import Pools
+from weft.ir.graph import Graph
+from weft.lower import lower
+from weft.plan.plan import Plan
+from weft.runtime.precision import Precision
+from weft.verify.door import capture_subject, in_precision, make_plan
+from weft.verify.generated import run_generated
+from weft.verify.pieces import compile_pieces, is_in_pieces
+from weft.verify.pipelined import written
+from weft.verify.processes import compare_with_emulator, emitted, one_thread
+
+PLANS = [
+    pytest.param("dp=2", None),
+    pytest.param("dp=2", "float32"),
+    pytest.param("dp=2,zero=1", "float32", marks=pytest.mark.full),
+    pytest.param("dp=2,tp=2,zero=2", "float32"),
+    pytest.param("dp=2,zero=3", "float32"),
+    pytest.param("tp=2", "float32", marks=pytest.mark.full),
+    pytest.param("pp=2,microbatches=4", "float32"),
+    pytest.param("pp=2,microbatches=4,schedule=zb-h1", "float32", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("plan", "reduce"), PLANS)
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.full)])
+def test_the_bits_of_the_emulator(name: str, plan: str, reduce: str | None, pools: Pools) -> None:
+    subject = in_precision(gpt(tied=True) if name == "gpt" else llama(), Precision(reduce=reduce))  # type: ignore[arg-type]
+    graph = capture_subject(subject)
+
+    def make(other: Graph) -> Plan:
+        return make_plan(plan, other, subject, None)
+
+    made = make(graph)
+    if is_in_pieces(made):
+        files = written(compile_pieces(subject, made, capture_subject, make).files())
+    else:
+        files = emitted(lower(made))
+    with files as directory, one_thread():
+        here = run_generated(directory, graph, subject, seed=0, wide=False)
+        there = run_generated(directory, graph, subject, seed=0, wide=False, pool=pools(made.devices))
+    assert not here.disagreements and not there.disagreements
+    found = compare_with_emulator(there, here, made.devices)
+    assert found.equal_bits, found

@@ -1,0 +1,70 @@
+"""Rounding judged: training in another precision (`runtime/precision.py`) on devices, against one device.
+
+In: two steps in float64 (the truth), by the definition on one device, and on the devices. Out: how far the two lie from
+the truth, by kind, and whether the devices are about as near to it as one device is: for every tensor, their error is
+at most SLACK times that of one device, and some roundings. An error is the root mean square of the difference, over
+that of the tensor or, if it is larger, of all tensors of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from weft.runtime.precision import Precision
+from weft.verify.compare import KINDS, Difference, Rounded, Sample
+
+SLACK = 2.0
+ROUNDINGS = 4
+"""Of `compute`: sums in another order, parts of a sum rounded by themselves."""
+
+
+def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precision) -> Rounded:
+    """Are the devices as near to float64 as one device is?"""
+    allowed = ROUNDINGS * torch.finfo(precision.compute).eps
+    mine, theirs, wrong = [], [], []
+    for kind, right, found, plain in zip(KINDS, *(_by_kind(sample) for sample in (truth, ours, one)), strict=True):
+        scale = _rms(torch.cat([_flat(tensor) for tensor in right.values()])) if right else 0.0
+        errors = {
+            name: (_error(found, right, name, scale), _error(plain, right, name, scale)) for name in sorted(right)
+        }
+        mine.append(_largest(kind, {name: error for name, (error, _) in errors.items()}))
+        theirs.append(_largest(kind, {name: error for name, (_, error) in errors.items()}))
+        # the other way round, so that what is no number is wrong too
+        wrong += [f"{kind} {name}" for name, (a, b) in errors.items() if not a <= SLACK * b + allowed]
+    wrong += [f"copies of {text}" for text in ours.disagreements]
+    return Rounded(str(precision), tuple(mine), tuple(theirs), tuple(wrong))
+
+
+def _by_kind(sample: Sample) -> Iterator[Mapping[str, Tensor]]:
+    """The tensors of each kind; gradients of both steps."""
+    yield {f"of step {step + 1}": loss for step, loss in enumerate(sample.losses)}
+    yield {
+        f"{name} in step {step + 1}": gradient
+        for step, gradients in enumerate(sample.gradients)
+        for name, gradient in gradients.items()
+    }
+    yield sample.weights
+
+
+def _error(found: Mapping[str, Tensor], right: Mapping[str, Tensor], name: str, scale: float) -> float:
+    wanted = _flat(right[name])
+    mine = _flat(found[name]) if name in found else torch.zeros_like(wanted)
+    apart, below = _rms(mine - wanted), max(_rms(wanted), scale)
+    return apart / below if below else apart
+
+
+def _largest(kind: str, errors: Mapping[str, float]) -> Difference:
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]), default="")
+    return Difference(kind, errors.get(worst, 0.0), worst)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.abs().square().mean().sqrt()) if tensor.numel() else 0.0
