@@ -36,11 +36,13 @@ smoke: $(READY)  ## under a minute
 test-full: check  ## everything, with ten times the random examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=full
 
-bench: $(READY)  ## time of each pass of the compiler, of compiling Llama-3-8B, of a step against eager, DDP and torch's pipelines
+bench: $(READY)  ## time of each pass, of compiling Llama-3-8B, of a step against eager, DDP, FSDP2 and torch's pipelines; memory
 	$(BIN)/python bench/passes.py
 	PYTHONPATH=. $(BIN)/python bench/compile.py
 	PYTHONPATH=. $(BIN)/python bench/overhead.py
 	PYTHONPATH=. $(BIN)/python bench/pipeline.py
+	PYTHONPATH=. $(BIN)/python bench/state.py
+	PYTHONPATH=. $(BIN)/python bench/memory.py
 
 golden: $(READY)  ## rewrite the expected texts under tests/golden
 	$(BIN)/python -m pytest -m "not full" --golden tests

@@ -1,6 +1,6 @@
 """2,000 training steps in bfloat16 on four processes against one: do the loss curves stay together?
 
-    python bench/curves_mixed.py [--steps 2000] [--out bench/results/curves_mixed.json] [--figure docs/pictures/curves_mixed.svg]
+    python bench/curves_mixed.py [--steps 2000] [--out bench/results/curves_mixed.json] [--figure FILE.svg]
 
 The GPT of examples/gpt.py, dropout on, learns its text, computing in bfloat16 with masters in float32: the eager module
 in this process, by the definition of its precision (`weft/verify/mixed.py`), and its program under `dp=2,tp=2,zero=2`

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from weft.runtime.emulator import run_ranks
-from weft.runtime.module import ParallelModule, Part
+from weft.runtime.grad_sync import BucketSync
+from weft.runtime.module import Given, ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.transport import RankFailed, Transport
 
@@ -165,3 +166,88 @@ def test_no_hooks_without_uses() -> None:
             return self.finish(loss, loss)
 
     run_ranks(2, lambda transport: Plain(transport)(torch.ones(2, 4, dtype=torch.float64)))
+
+
+class Again(Split, grid={"dp": NUM_RANKS}, parameters=LAYERS):
+    """The same layers, each recomputed; the first one in two chunks of rows, each with one half of its weight."""
+
+    alive: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen, self.alive = [], []
+        rows = (((0, 2), (0, 8)), ((2, 3), (0, 8)))
+        gives = [Given(tuple(tuple((one,) for one in row) for row in rows), (3, 8))]
+        for i in (0, 1, 2):
+            weight = self.comm.use(self.layers[i].weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")])
+            if i:
+                x = self.recompute(self.again, x, weight, i == 1)
+            else:
+                x = self.chunks(2, self.chunk, x, weight, gives=gives, recompute=True)
+        share = x.square().mean() / NUM_RANKS
+        loss = self.comm.all_reduce(share, over="dp")
+        return self.finish(loss, share)
+
+    def again(self, x: Tensor, weight: Tensor, twice: bool) -> Tensor:
+        self.look(weight)
+        x = torch.tanh(F.linear(x, weight))
+        return x @ (weight * weight) if twice else x
+
+    def chunk(self, chunk: int, x: Tensor, weight: Tensor) -> Tensor:
+        self.look(weight)
+        x = x[2 * chunk : 2 * chunk + 2]
+        halves = [self.take(weight, (((start, start + 4),), ((0, 8),))) for start in (0, 4)]
+        return torch.tanh(torch.cat([F.linear(x, half) for half in halves], 1))
+
+    def look(self, weight: Tensor) -> None:
+        self.seen.append(StorageWeakRef(weight.untyped_storage()))
+        self.alive.append(len({one.cdata for one in self.seen if not one.expired()}))
+
+
+def test_what_is_recomputed_has_the_bits_of_weights_that_stay() -> None:
+    def body(transport: Transport) -> dict[str, Tensor]:
+        module = made(transport, Again)
+        module(batch().chunk(NUM_RANKS)[transport.rank]).backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    found = run_ranks(NUM_RANKS, body)
+    for name, whole in kept().items():
+        torch.testing.assert_close(torch.cat([one[name] for one in found]), whole, rtol=1e-13, atol=1e-15)
+
+
+def test_nothing_gathered_lives_between_the_two_runs_of_what_is_recomputed() -> None:
+    def body(transport: Transport) -> tuple[list[bool], int, list[bool], list[str]]:
+        counting = Counting(transport)
+        module = made(counting, Again)  # type: ignore[arg-type]
+        loss = module(batch().chunk(NUM_RANKS)[transport.rank])
+        after_forward = [one.expired() for one in module.seen]
+        counting.kinds.clear()
+        module.alive.clear()
+        loss.backward()
+        gathers = [what for _, what in counting.kinds if what.startswith("use of")]
+        return after_forward, max(module.alive), [one.expired() for one in module.seen], gathers
+
+    for forward, alive, backward, gathers in run_ranks(NUM_RANKS, body):
+        assert all(forward) and alive == 1 and all(backward)
+        # also for chunks one gather only
+        assert gathers == [f"use of layers.{i}.weight" for i in (2, 1, 0)]
+
+
+@pytest.mark.parametrize("cls", [Split, Again])
+def test_each_gradient_goes_home_when_it_is_complete_in_the_first_backward_too(cls: type[Split]) -> None:
+    def body(transport: Transport) -> list[list[str]]:
+        counting = Counting(transport)
+        module = cls(counting, made(transport).state_dict(), grad_sync=BucketSync())  # type: ignore[arg-type]
+        found = []
+        for _ in range(2):
+            loss = module(batch().chunk(NUM_RANKS)[transport.rank])
+            counting.kinds.clear()
+            loss.backward()
+            found.append([what for _, what in counting.kinds])
+        return found
+
+    use, home = "use of layers.{}.weight", "gradient sync of layers.{}.weight"
+    order = [text.format(i) for i in (2, 1, 0) for text in (use, home)]
+    # the first weight is needed again only to run its layer again
+    order = [what for what in order if cls is Again or what != use.format(0)]
+    for found in run_ranks(NUM_RANKS, body):
+        assert found == [order, order]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +154,16 @@ def test_whole_gradients_of_micro_batches_go_home_once_if_asked(keeps: tuple[str
     assert weight.grad is not None
     torch.testing.assert_close(torch.cat([part for _, part in found]), weight.grad, rtol=1e-12, atol=1e-12)
     assert [count for count, _ in found] == [1 if "gradient" in keeps else 3] * 2
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_a_step_leaves_nothing_behind(keeps: tuple[str, ...]) -> None:
+    def body(transport: Transport) -> Any:
+        loss = make(transport, keeps)(batch(transport.rank))
+        tape = weakref.ref(loss.grad_fn.tape)
+        loss.backward()
+        return tape
+
+    tapes = run_ranks(2, body)
+    gc.collect()
+    assert [tape() for tape in tapes] == [None, None]

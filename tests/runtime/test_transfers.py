@@ -187,3 +187,28 @@ def test_a_mode_that_widens_dtypes_widens_what_is_expected() -> None:
 
     sent, (found, zeros) = run_ranks(2, body)
     assert sent == [] and torch.equal(found, X) and zeros.dtype == F64
+
+
+class Gathers(Silent):
+    """Brings rows of `X` in one memory, with a hole of some rows for what the rank has itself."""
+
+    rank, num_ranks = 1, 3
+
+    def __init__(self, hole: int = 1) -> None:
+        self.came = torch.full((3 + hole, 6), torch.nan, dtype=F64)
+        self.came[0], self.came[1 + hole :] = X[0], X[2:]
+
+    def all_to_all(self, *_: Any) -> dict[int, list[torch.Tensor]]:
+        return {0: [self.came[:1]], 2: [self.came[-2:]]}
+
+
+def test_what_is_gathered_stays_where_it_came() -> None:
+    sends = tuple(Piece(peer, 0, whole(1, 6)) for peer in range(3))
+    receives = tuple(Piece(peer, 0, box(rows, (0, 6))) for peer, rows in enumerate([(0, 1), (1, 2), (2, 4)]))
+    transfer = Transfer("all_gather", (0, 1, 2), sends, receives, ((4, 6),))
+    mine = X[1:2].clone()
+    for transport, stays in ((Gathers(), True), (Gathers(0), False), (Gathers(2), False)):
+        (found,) = execute(transfer, [mine], transport)  # type: ignore[arg-type]
+        assert torch.equal(found, X) and found.is_contiguous()
+        assert (found.data_ptr() == transport.came.data_ptr()) is stays
+        assert found.data_ptr() != mine.data_ptr()

@@ -20,6 +20,7 @@ from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
 from weft.codegen.names import RESERVED, base_names, legal
 from weft.codegen.reads import INPUT, reads_of
+from weft.codegen.spent import spent_values
 from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
 from weft.codegen.text import statement
@@ -91,7 +92,7 @@ class Sheet:
         self._reads.update([*program.outputs.values(), *program.updates.values()])
         self._reads.update([program.loss] if program.loss else [])
         self.body: BodyLines | None = None
-        self._direct = _direct(program)
+        self._direct, self.spent = _direct(program), spent_values(program)
         for op in self.graph.ops:
             rule_names = self._names_needed(op)
             self.reserved |= rule_names

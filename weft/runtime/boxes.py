@@ -47,13 +47,20 @@ class Box:
 
     descriptor: int
     serial: int
-    memory: Tensor
+    mapping: mmap.mmap
     number: int = 0
     takers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.memory = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     @property
     def size(self) -> int:
         return self.memory.numel()
+
+    def look_away(self) -> None:
+        """Until the next look its memory does not count as this process's too."""
+        self.mapping.madvise(mmap.MADV_DONTNEED)
 
     def is_free(self) -> bool:
         """True if all have taken what was for them."""
@@ -158,8 +165,12 @@ class Boxes:
     def tell(self, words: Tensor) -> list[Tensor]:
         """A few bytes to all members, and as many from each."""
         came = [torch.empty_like(words) for _ in range(self.num_members)]
-        self._pipes.wait(self._pipes.carry([words] * self.num_members, came), self._look)
+        self.pass_small([words] * self.num_members, came)
         return came
+
+    def pass_small(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """An exchange of contiguous tensors of less than `LARGE` bytes each, as they lie. `begin` sends them alike."""
+        self._pipes.wait(self._pipes.carry(outgoing, incoming), self._look)
 
     def close(self) -> None:
         """Let go of all memory: the rank's own boxes, once all is taken out, and those it has looked into."""
@@ -216,6 +227,10 @@ class Boxes:
     def opened(self, note: Tensor) -> tuple[Box, int, int]:
         """The box of a member that a note tells of, the message's number, and where in the box it begins."""
         pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
+        return self.box_of(pid, descriptor, serial, size), number, start
+
+    def box_of(self, pid: int, descriptor: int, serial: int, size: int) -> Box:
+        """The box of a member that has this serial number there."""
         box = self._theirs.get((pid, descriptor))
         if box is None or box.serial != serial:
             if box is not None:
@@ -224,7 +239,7 @@ class Boxes:
                 box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
             except OSError as error:
                 raise PeerLost(f"process {pid} is gone with what it sent") from error
-        return box, number, start
+        return box
 
 
 def new_box(size: int, serial: int) -> Box:
@@ -233,23 +248,23 @@ def new_box(size: int, serial: int) -> Box:
     room = -(-size // ALIGNED) * ALIGNED
     descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, room)
-    return Box(descriptor, serial, _mapped(descriptor, room))
+    return Box(descriptor, serial, mmap.mmap(descriptor, room))
 
 
 def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Box:
     """The box of another process of this host."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    return Box(opened, serial, _mapped(opened, size))
-
-
-def _mapped(descriptor: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    return Box(opened, serial, mmap.mmap(opened, size))
 
 
 def note_of(box: Box, start: int) -> Tensor:
     """Where another process finds a message."""
-    words = NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
-    return torch.tensor(list(words), dtype=torch.uint8)
+    return torch.tensor(list(words_of(box, start)), dtype=torch.uint8)
+
+
+def words_of(box: Box, start: int) -> bytes:
+    """The same as bytes."""
+    return NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
 
 
 def _marks(num_members: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import Boxes, Passage
+from weft.runtime.boxes import LARGE, Boxes, Passage
 from weft.runtime.far_letters import FarLetters
 from weft.runtime.groups import Group, Groups
 from weft.runtime.letters import Letters
@@ -35,17 +35,17 @@ from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_j
 from weft.runtime.sums import add_up, combine
 from weft.runtime.transport import CollectiveMismatch
 from weft.runtime.watch import PeerLost, Watch
-from weft.runtime.wire import Want, as_bytes, num_bytes, pack, unpack
+from weft.runtime.wire import NOTHING, Want, as_bytes, as_it_lies, num_bytes, pack, unpack
 
 LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
 LETTERS = "letters"
 """The lane of what one rank leaves for another."""
-KEPT = 64 << 20
+KEPT = 16 << 20
 """Bytes of a buffer that is kept for the next call."""
 
 
-PIECE = 8 << 20
+PIECE = 1 << 20
 """Bytes that travel at a time: a longer message takes no more memory on its way."""
 
 Looked = tuple[list[Tensor], Callable[[], None]]
@@ -85,10 +85,8 @@ class Channel:
         members = sorted(signature.group)
         with self._entered(signature):
             mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
-            flat, sizes = pack(mine, self._device, self.scratch)
             wanted = [wants.get(peer, ()) if peer != self.rank else () for peer in members]
-            came = self._carry(flat, sizes, [num_bytes(one) for one in wanted], signature.group)
-        found = dict(zip(members, unpack(came, wanted), strict=True))
+            found = dict(zip(members, self._exchanged(mine, wanted, signature), strict=True))
         if self.rank in wants:
             found[self.rank] = [tensor.detach().clone() for tensor in sends.get(self.rank, ())]
         return {peer: found[peer] for peer in wants}
@@ -122,6 +120,12 @@ class Channel:
             self._shared[tuple(members)].add_up(flat, [members.index(peer) for peer in group], op)
         return flat
 
+    def run_shared(self, work: Callable[[SharedSums, Sequence[int]], None], signature: Signature) -> None:
+        """What all members do with memory that `shared_sums` lent, given their positions in group order."""
+        members = tuple(sorted(signature.group))
+        with self._entered(signature):
+            work(self._shared[members], [members.index(peer) for peer in signature.group])
+
     def shared_sums(self, group: Group) -> SharedSums | None:
         """Memory in which these ranks can add up; None if they are not on one host. At first use all of them ask."""
         boxes = self._boxes_of(group) if len(group) > 1 else None
@@ -140,6 +144,11 @@ class Channel:
         by_rank = dict(zip(group, parts, strict=True))
         with self._entered(signature):
             others = [peer for peer in sorted(group) if peer != self.rank]
+            boxes = self._boxes_of(group) if others else None
+            if boxes is not None and max(part.nbytes for part in parts) < LARGE:
+                sent = {peer: by_rank[peer] for peer in others}
+                small = self._pass_small(boxes, group, sent, dict.fromkeys(others, _want(own)))
+                return combine([small.get(peer, own.detach()) for peer in group], op)
             flat, _ = pack([(by_rank[peer],) for peer in others], self._device, self.scratch)
             sizes = [by_rank[peer].nbytes if peer != self.rank else 0 for peer in sorted(group)]
             wanted = [own.nbytes if peer != self.rank else 0 for peer in sorted(group)]
@@ -186,14 +195,60 @@ class Channel:
             self._gather(torch.zeros(1, dtype=torch.uint8, device=self._device), signature.group)
 
     def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        mine, members = as_bytes(tensor), sorted(group)
-        sizes = [0 if peer == self.rank else mine.numel() for peer in members]
-        came = self._carry(mine, sizes, sizes, group, same=True)
+        boxes = self._boxes_of(group) if len(group) > 1 else None
+        if boxes is not None and tensor.nbytes < LARGE:
+            others = [peer for peer in group if peer != self.rank]
+            found = self._pass_small(boxes, group, dict.fromkeys(others, tensor), dict.fromkeys(others, _want(tensor)))
+            found[self.rank] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            return [found[peer] for peer in group]
+        flat, members = as_bytes(tensor), sorted(group)
+        sizes = [0 if peer == self.rank else flat.numel() for peer in members]
+        came = self._carry(flat, sizes, sizes, group, same=True)
         want = _want(tensor)
-        found = unpack(came, [() if peer == self.rank else (want,) for peer in members])
-        by_rank = {peer: tensors[0] for peer, tensors in zip(members, found, strict=True) if tensors}
+        parts = unpack(came, [() if peer == self.rank else (want,) for peer in members])
+        by_rank = {peer: tensors[0] for peer, tensors in zip(members, parts, strict=True) if tensors}
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
         return [by_rank.get(peer, own) for peer in group]
+
+    def _pass_small(
+        self, boxes: Boxes, group: Group, mine: Mapping[int, Tensor], wants: Mapping[int, Want]
+    ) -> dict[int, Tensor]:
+        """A tensor for each of some members, and one of each of some; all are small, and their time is the calls'."""
+        members = sorted(group)
+        came = {peer: torch.empty(shape, dtype=dtype, device=self._device) for peer, (shape, dtype) in wants.items()}
+        sent = [as_it_lies(mine[peer]) if peer in mine else NOTHING for peer in members]
+        boxes.pass_small(sent, [came.get(peer, NOTHING) for peer in members])
+        return came
+
+    def _exchanged(
+        self, mine: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Want]], signature: Signature
+    ) -> list[list[Tensor]]:
+        """Tensors for each member, and of each; ranks ascending."""
+        group = signature.group
+        boxes = self._boxes_of(group) if len(group) > 1 else None
+        single = all(len(one) <= 1 for one in (*mine, *wanted))
+        sizes = [num_bytes(one) for one in wanted]
+        if boxes is not None and single and max(0, *sizes, *(one[0].nbytes for one in mine if one)) < LARGE:
+            members = sorted(group)
+            sent = {peer: one[0] for peer, one in zip(members, mine, strict=True) if one}
+            found = self._pass_small(boxes, group, sent, {p: w[0] for p, w in zip(members, wanted, strict=True) if w})
+            return [[found[peer]] if peer in found else [] for peer in members]
+        mixed = len({dtype for want in wanted for _, dtype in want}) > 1
+        if boxes is None or mixed or not single:
+            flat, lengths = pack(mine, self._device, self.scratch)
+            return unpack(self._carry(flat, lengths, sizes, group), wanted)
+        # single tensors go into the boxes from where they lie
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        outgoing = [as_bytes(one[0]) if one else nothing for one in mine]
+        same = len({(one.data_ptr(), one.numel()) for one in outgoing if one.numel()}) == 1
+        # what is gathered comes with a hole for the rank's own, so that it need not be put together elsewhere
+        hole = max(one.numel() for one in outgoing) if same and signature.kind == "all_gather" else 0
+        position = sorted(group).index(self.rank)
+        came = torch.empty(sum(sizes) + hole, dtype=torch.uint8, device=self._device)
+        parts = list(came.split([*sizes[:position], hole, *sizes[position + 1 :]]))
+        parts[position] = nothing
+        _in_pieces(boxes, outgoing, parts, same=same)()
+        return [unpack(part, [want])[0] for part, want in zip(parts, wanted, strict=True)]
 
     def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group, *, same: bool = False) -> Tensor:
         """One exchange of bytes; sizes per member, ranks ascending. What comes is new memory."""

@@ -77,6 +77,7 @@ class Collectives:
         self._transport, self._place, self._tables = transport, place, dict(tables)
         self._owner, self._anchor = owner, anchor
         self._steps: dict[Any, script.Reshard] = {}
+        self._chains: dict[Any, tuple[tuple[script.Transfer, ...], tuple[int, ...]]] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
 
     def all_reduce(self, x: Tensor, over: Axes, *, grad: bool = True) -> Tensor:
@@ -187,11 +188,14 @@ class Collectives:
         self, moves: tuple[Move, ...], shape: tuple[int, ...]
     ) -> tuple[tuple[script.Transfer, ...], tuple[int, ...]]:
         """The transfers of moves one after the other, and the shape of what comes out."""
-        transfers = []
-        for move in moves:
-            transfers.append(move.transfer(shape, self._place))
-            shape = transfers[-1].shapes[0]
-        return tuple(transfers), shape
+        key = moves, shape
+        if key not in self._chains:
+            transfers = []
+            for move in moves:
+                transfers.append(move.transfer(shape, self._place))
+                shape = transfers[-1].shapes[0]
+            self._chains[key] = tuple(transfers), shape
+        return self._chains[key]
 
 
 def _listed(parts: Parts) -> list[Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
@@ -86,13 +86,16 @@ class Direct(TorchFunctionMode):
             return None
         if input.is_floating_point() or not self._is_free(weight, weight):
             return None
+        if weight.dtype.itemsize < torch.float32.itemsize:
+            # autograd rounds after every row, sums of rows do not
+            return None
         found: Tensor = _Embedding.apply(_Target(self._slots, weight), self._anchor, input, weight.detach())
         return found
 
     def _is_free(self, input: Tensor, weight: Tensor) -> bool:
         """True if the product may write: nobody else looks at the gradient, and it is an ordinary product."""
         return (
-            isinstance(weight, nn.Parameter)
+            weight.is_leaf
             and weight.requires_grad
             and weight.is_contiguous()
             and input.dtype == weight.dtype

@@ -6,6 +6,7 @@ of its own. `grad_sync.py` does the same in buckets, while backward goes on.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,8 +41,9 @@ class GradSync(Protocol):
         """Autograd has added to the gradient of a parameter used as stored (`module.sinks[name]`)."""
         ...
 
-    def used(self, module: ParallelModule, tape: Tape, number: int) -> None:
-        """Something has been added to the gradient of a use in another layout (`tape.used[number]`)."""
+    def used(self, module: ParallelModule, tape: Tape, number: int, *, last: bool) -> None:
+        """Something has been added to the gradient of a use in another layout (`tape.used[number]`), or, if `last`, no
+        more will be."""
         ...
 
     def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
@@ -64,7 +66,7 @@ class EndSync:
     def arrived(self, module: ParallelModule, name: str) -> None:
         return None
 
-    def used(self, module: ParallelModule, tape: Tape, number: int) -> None:
+    def used(self, module: ParallelModule, tape: Tape, number: int, *, last: bool) -> None:
         return None
 
     def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
@@ -87,20 +89,34 @@ class EndSync:
         sources = []
         if transfers is not None:
             held = module.part(name)
-            sources.append(([(held.shape, module.sinks.get(name, Gradient()))], transfers, held.dtype))
+            sources.append(([(held.shape, module.sinks.get(name, Gradient()))], transfers, real_dtype(held.dtype)))
         sources += [(list(use.leaves), use.transfers, use.dtype) for use in used]
         for leaves, path, dtype in sources:
-            parts = [total_of(sink, shape, real_dtype(dtype), module.device) for shape, sink in leaves]
-            for result in execute_all(path, parts, module.transport, dtype=dtype):
+            sent = module.sums.sent(real_dtype(dtype))
+            parts = [total_of(sink, shape, sent, module.device) for shape, sink in leaves]
+            for result in execute_all(path, parts, module.transport, dtype=sent):
                 total.add(result)
         return total.total
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """No two gradients on one memory (autograd may make them so): whoever scales one in place must not scale both."""
-    seen: set[int] = set()
+    seen: dict[int, list[tuple[int, int]]] = {}
     for name, gradient in gradients.items():
-        address = gradient.untyped_storage().data_ptr()
-        gradients[name] = gradient.clone() if address in seen else gradient
-        seen.add(address)
+        spans, span = seen.setdefault(gradient.untyped_storage().data_ptr(), []), _span(gradient)
+        at = bisect_left(spans, span)
+        before, after = spans[max(at - 1, 0) : at], spans[at : at + 1]
+        if (before and before[0][1] > span[0]) or (after and after[0][0] < span[1]):
+            gradients[name] = gradient.clone()
+        elif gradient.numel():
+            spans.insert(at, span)
     return gradients
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in memory; all of the memory if it does not lie there in order."""
+    memory = tensor.untyped_storage()
+    start, length = (
+        (tensor.data_ptr(), tensor.nbytes) if tensor.is_contiguous() else (memory.data_ptr(), memory.nbytes())
+    )
+    return start, start + length

@@ -27,7 +27,7 @@ class Owner(Protocol):
 def tied_loss(owner: Owner, tape: Tape, anchor: Tensor, value: Tensor, roots: Sequence[Tensor]) -> Tensor:
     """The loss, complete on every rank; its gradient goes to the roots: what the rank holds of it where it was made."""
     live = [root for root in roots if root.requires_grad]
-    loss: Tensor = _Loss.apply(owner, tape, len(live), anchor, value.detach(), *live, *tape.tokens)
+    loss: Tensor = _Loss.apply(owner, tape, len(live), anchor, value.detach(), *live, *_taken(tape))
     return loss
 
 
@@ -36,10 +36,17 @@ def tied_outputs(owner: Owner, tape: Tape, anchor: Tensor, values: Sequence[Tens
     live = [at for at, value in enumerate(values) if value.requires_grad]
     found = [value if at in live else value.detach() for at, value in enumerate(values)]
     if live:
-        made = _Outputs.apply(owner, tape, len(live), anchor, *(values[at] for at in live), *tape.tokens)
+        made = _Outputs.apply(owner, tape, len(live), anchor, *(values[at] for at in live), *_taken(tape))
         for at, value in zip(live, made, strict=True):
             found[at] = value
     return tuple(found)
+
+
+def _taken(tape: Tape) -> list[Tensor]:
+    """The tokens of a tape, which does not need them any more: through them it would hold the graph, whose leaves tell
+    the tape what arrives, and none would ever go."""
+    tokens, tape.tokens = tape.tokens, []
+    return tokens
 
 
 class _Loss(torch.autograd.Function):
@@ -47,7 +54,8 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, owner: Owner, tape: Tape, num_roots: int, anchor: Tensor, value: Tensor, *inputs: Tensor
     ) -> Tensor:
-        ctx.owner, ctx.tape, ctx.num_roots = owner, tape, num_roots
+        ctx.owner, ctx.tape = owner, tape
+        ctx.num_roots, ctx.num_tokens = num_roots, len(inputs) - num_roots
         return value.clone()
 
     @staticmethod
@@ -55,8 +63,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.begin_backward(ctx.tape)
         zero = torch.zeros((), device=gradient.device)
-        num_tokens = len(ctx.tape.tokens)
-        return (None, None, None, None, None, *(gradient,) * ctx.num_roots, *(zero,) * num_tokens)
+        return (None, None, None, None, None, *(gradient,) * ctx.num_roots, *(zero,) * ctx.num_tokens)
 
 
 class _Outputs(torch.autograd.Function):
@@ -64,7 +71,7 @@ class _Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, owner: Owner, tape: Tape, num_outputs: int, anchor: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.tape = owner, tape
+        ctx.owner, ctx.tape, ctx.num_tokens = owner, tape, len(inputs) - num_outputs
         # the caller may change an output in place: what backward has kept is another tensor
         return tuple(value.clone() for value in inputs[:num_outputs])
 
@@ -73,4 +80,4 @@ class _Outputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.begin_backward(ctx.tape)
         zero = torch.zeros((), device=gradients[0].device)
-        return (None, None, None, None, *gradients, *(zero,) * len(ctx.tape.tokens))
+        return (None, None, None, None, *gradients, *(zero,) * ctx.num_tokens)

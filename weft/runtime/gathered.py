@@ -15,6 +15,7 @@ error, as it is for autograd.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,16 @@ class Use:
         self._num_packed += 1
         self._num_left += 1
 
-    def unpack(self) -> Tensor:
-        """The whole; it is kept until all that were packed have been asked for."""
+    def again(self) -> Tensor:
+        """Gather it, for backward."""
         if self._stored._version != self._version:
             raise RuntimeError("; ".join(changed_since(self.name)))
+        return self._backward.get(self._gather)
+
+    def unpack(self) -> Tensor:
+        """The same; it is kept until all that were packed have been asked for."""
         if self._cached is None:
-            self._cached = self._backward.get(self._gather)
+            self._cached = self.again()
         found = self._cached
         self._num_left -= 1
         if self._num_left <= 0:
@@ -127,22 +132,26 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
     return saved.unpack() if isinstance(saved, Packed) else saved
 
 
-def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
-    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
-    found: Tensor = _Edge.apply(sink, anchor, whole)
+def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None) -> Tensor:
+    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory.
+
+    `done`: is called when backward has gone through all that reads it."""
+    found: Tensor = _Edge.apply(sink, anchor, whole, done)
     return found
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor) -> Tensor:
-        ctx.sink = sink
+    def forward(ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, done: Callable[[], None] | None) -> Tensor:
+        ctx.sink, ctx.done = sink, done
         ctx.set_materialize_grads(False)
         return whole.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
         if gradient is not None:
             ctx.sink.add(gradient)
-        return None, None, None
+        if ctx.done is not None:
+            ctx.done()
+        return None, None, None, None

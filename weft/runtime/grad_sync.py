@@ -27,12 +27,12 @@ from weft.runtime.direct import Direct, Write
 from weft.runtime.module import ParallelModule, separate
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Transfer
-from weft.runtime.tape import Tape
+from weft.runtime.tape import Tape, Used
 from weft.runtime.teams import Team
 from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, Transport
 from weft.runtime.use_sync import UseSync
-from weft.runtime.values import Gradient, total_of
+from weft.runtime.values import Gradient, Told, total_of
 
 BUCKET = 32 << 20
 """Bytes of a bucket."""
@@ -139,9 +139,12 @@ class BucketSync:
         # a mode of somebody else's has its own way with products
         if not starts or torch._C._len_torch_function_stack():
             return nullcontext()
+        if module.sums.compute is not None and module.sums.sent(module.sums.compute) != module.sums.compute:
+            # products make gradients in another dtype than they are summed in
+            return nullcontext()
         # from the first step on: products that share a weight arrive one by one, to autograd they are one arrival
         self._prepare(module)
-        if not self._buckets:
+        if not self._buckets and not any(part.keeps for part in module.stored_parts().values()):
             return nullcontext()
         return Direct(_Slots(self, module), module.anchor)
 
@@ -152,13 +155,14 @@ class BucketSync:
             self._apart = {
                 name: None if name in self._place else module.sync_transfers(name) for name, _ in module.sync_order()
             }
-            self._uses = UseSync(frozenset(n for n, part in module.stored_parts().items() if "gradient" in part.keeps))
+            whole = frozenset(n for n, part in module.stored_parts().items() if "gradient" in part.keeps)
+            self._uses = UseSync(module.transport, whole, module.sums, together=self._overlap)
 
     def begin(self, module: ParallelModule) -> None:
         """A backward begins."""
         self._prepare(module)
         assert self._uses is not None and self._buckets is not None
-        self._uses.begin()
+        self._uses.begin(self._backwards)
         self._arrivals, self._num_started = {}, 0
         for bucket in self._buckets:
             # what never arrived before is not waited for
@@ -177,10 +181,10 @@ class BucketSync:
             if bucket.missing == 0:
                 self._start_ready(module)
 
-    def used(self, module: ParallelModule, tape: Tape, number: int) -> None:
-        """Something has been added to the gradient of a use in another layout."""
+    def used(self, module: ParallelModule, tape: Tape, number: int, *, last: bool) -> None:
+        """Something has been added to the gradient of a use in another layout, or, if `last`, no more will be."""
         if self._uses is not None:
-            self._uses.arrived(module.transport, tape, number)
+            (self._uses.ended if last else self._uses.arrived)(tape, number)
 
     def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """Backward is over: the complete gradients of what the rank stores."""
@@ -224,6 +228,14 @@ class BucketSync:
             bucket.lay(whole.room(numel, bucket.members[0].dtype, bucket.group))
         return bucket.slots[name]
 
+    def writes(self, use: Used) -> bool:
+        """True if products may write the gradient of a use."""
+        return self._uses is not None and self._uses.goes(use.transfers)
+
+    def room_of_use(self, use: Used, dtype: torch.dtype) -> Tensor | None:
+        """Where to write the first addend of the gradient of a use; None if it may lie anywhere."""
+        return None if self._uses is None else self._uses.room(use, dtype)
+
     def has_place(self, name: str) -> bool:
         return name in self._place
 
@@ -246,7 +258,7 @@ class BucketSync:
         """What is not in the buckets: uses in another layout, gradients that other transfers complete."""
         transport, found = module.transport, {}
         assert self._uses is not None
-        used = self._uses.end(transport, tapes, list(self._apart))
+        used = self._uses.end(tapes, list(self._apart))
         replicas = num_replicas(module)
         for name in self._apart:
             total = self._as_stored(module, name)
@@ -259,9 +271,10 @@ class BucketSync:
             if total.total is not None:
                 found[name] = total.total
                 if replicas > 1:
-                    assert isinstance(transport, Replica | Team)
+                    assert isinstance(transport, Replica | Team) and held is not None
                     transport.doing = Doing(f"gradient sync of {name}")
-                    found[name] = transport.job.all_reduce(total.total, transport.twins).div_(replicas)
+                    part = total_of(total, held.shape, module.sums.sent(held.dtype), module.device)
+                    found[name] = transport.job.all_reduce(part, transport.twins).div_(replicas)
         transport.doing = Doing()
         return separate(found)
 
@@ -269,12 +282,14 @@ class BucketSync:
         """The gradient of a parameter that is used as it is stored and not in a bucket."""
         transfers, found = self._apart[name], Gradient()
         if transfers is not None:
-            held = module.part(name)
-            part = total_of(module.sinks.pop(name, Gradient()), held.shape, held.dtype, module.device)
+            held, sink = module.part(name), module.sinks.pop(name, Gradient())
+            sent = module.sums.sent(held.dtype)
             if not transfers:
-                return Gradient(part)
+                # it goes nowhere, and is not rounded for it
+                return Gradient(sink.total if sink.total is not None else total_of(sink, held.shape, sent, held.device))
+            part = total_of(sink, held.shape, sent, module.device)
             module.transport.doing = Doing(f"gradient sync of {name}")
-            for result in execute_all(transfers, [part], module.transport, dtype=held.dtype):
+            for result in execute_all(transfers, [part], module.transport, dtype=sent):
                 found.add(result)
         return found
 
@@ -285,12 +300,28 @@ class _Slots:
 
     sync: BucketSync
     module: ParallelModule
+    used: dict[int, tuple[Tensor, Used, Told]] = field(default_factory=dict)
+    """By identity, weights that stand for parameters in another layout."""
 
     def has_slot(self, parameter: Tensor) -> bool:
         name = self.module.unwatched(parameter)
-        return name is not None and self.sync.has_place(name)
+        if name is not None:
+            return self.sync.has_place(name)
+        found = self.module.tape.told_of(parameter)
+        if found is None or not self.sync.writes(found[0]):
+            return False
+        self.used[id(parameter)] = parameter, *found
+        return True
 
     def write(self, parameter: Tensor, make: Write) -> None:
+        if id(parameter) in self.used:
+            _, use, sink = self.used[id(parameter)]
+            room = self.sync.room_of_use(use, parameter.dtype) if sink.total is None else None
+            if room is None:
+                sink.add(make(None))
+            else:
+                sink.begin(make(room))
+            return
         name = self.module.name_of(parameter)
         room = self.sync.room(self.module, name)
         if room is not None:
@@ -322,7 +353,7 @@ def summed_parameters(module: ParallelModule) -> list[Summed]:
         if isinstance(transport, Replica | Team):
             group = transport.everywhere(group)
         if len(group) > 1:
-            found.append(Summed(name, group, part.shape, part.dtype))
+            found.append(Summed(name, group, part.shape, module.sums.sent(part.dtype)))
     return found
 
 

@@ -117,7 +117,7 @@ def held_by(owner: Owner) -> Held:
     constants = [one for program in owner.programs for one in program.constants.values()]
     found = {
         "parameters": storages(parameters),
-        "kept": storages(one for program in owner.programs for one in program.kept.memory()),
+        "kept": storages(one for program in owner.programs for one in (*program.parameters(), *program.kept.memory())),
         "gradients": storages(one.grad for one in parameters if one.grad is not None),
         "optimizer": storages(state_tensors(owner.optimizer)),
         "buffers": storages((*owner.module.buffers(), *constants)),
@@ -208,7 +208,7 @@ def counted_step(owner: Owner, step: Callable[[], Any]) -> Bytes:
     with Ledger(lasting) as ledger:
         step()
     held = held_by(owner)
-    carried = storages(owner.messages())
+    carried = {key: size for key, size in storages(owner.messages()).items() if key not in held.lasting}
     return Bytes(
         parameters=sum(held.parameters.values()),
         kept=sum(held.kept.values()),

@@ -62,13 +62,14 @@ class Pipes:
         self._to_come: list[Queue] = [deque() for _ in incoming]
 
     def carry(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
-        """Begin an exchange: flat bytes for each member, and memory for what comes from each. Its own are left out."""
+        """Begin an exchange: a contiguous tensor for each member, and one for what comes from each. Its own are left
+        out."""
         exchange = Exchange(0, (*outgoing, *incoming))
         for queues, tensors in ((self._to_send, outgoing), (self._to_come, incoming)):
             for at, tensor in enumerate(tensors):
-                if at != self._position and tensor.numel():
+                if at != self._position and tensor.nbytes:
                     queues[at].append((_bytes_of(tensor), exchange))
-                    exchange.missing += tensor.numel()
+                    exchange.missing += tensor.nbytes
         self.push()
         return exchange
 
@@ -220,5 +221,5 @@ def _there(descriptor: int | None) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a flat byte tensor."""
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+    """The memory of a contiguous tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

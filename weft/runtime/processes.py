@@ -9,7 +9,7 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.runtime.backend import Backend, Store
 from weft.runtime.channel import Channel
 from weft.runtime.groups import Group, Groups
-from weft.runtime.shared_sums import is_private
+from weft.runtime.shared_sums import SharedSums, is_private
 from weft.runtime.signature import Signature
 from weft.runtime.transport import CollectiveMismatch, Doing, Expected, Stopped
 from weft.runtime.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
@@ -203,12 +203,35 @@ class ProcessTransport:
         worker = self._opened_worker(group)
         return Handle(worker.submit(self._sum_aside, self._laid(parts, group), group), self._watch)
 
-    def room(self, numel: int, dtype: torch.dtype, group: Group) -> Tensor:
-        """A flat tensor whose sum can be started as it lies."""
+    def room(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        """A flat tensor whose sum can be started as it lies. `brief`: it will not be there for long."""
         self._opened_worker(group)
         shared = self._aside.shared_sums(group)
-        memory = None if shared is None else shared.lend(numel * dtype.itemsize)
+        memory = None if shared is None else shared.lend(numel * dtype.itemsize, brief=brief)
         return torch.empty(numel, dtype=dtype, device=self.device) if memory is None else memory.view(dtype)
+
+    def lends(self, group: Group) -> bool:
+        """True if these ranks see each other's memory (`room`). All of them ask."""
+        self._opened_worker(group)
+        return self._aside.shared_sums(group) is not None
+
+    def note(self, tensor: Tensor, group: Group) -> bytes | None:
+        """Where the others find a tensor that lies in a room."""
+        shared = self._aside.shared_sums(group)
+        return None if shared is None else shared.note(tensor)
+
+    def start_shared(
+        self, kind: str, alike: Tensor, group: Group, work: Callable[[SharedSums, Sequence[int]], None]
+    ) -> Handle[None]:
+        """Begin what all members do with what lies in their rooms; it is held until that has ended."""
+        worker = self._opened_worker(group)
+        return Handle(worker.submit(self._shared_aside, kind, alike, group, [work]), self._watch)
+
+    def _shared_aside(
+        self, kind: str, alike: Tensor, group: Group, works: list[Callable[[SharedSums, Sequence[int]], None]]
+    ) -> None:
+        # taken out: whoever waits for the end may lend again what it holds, and the executor lets go of it later still
+        self._aside.run_shared(works.pop(), self._same(self._aside, kind, alike, group))
 
     def _opened_worker(self, group: Group) -> ThreadPoolExecutor:
         """The second lane, with the ways between the members of a group opened."""
@@ -280,4 +303,6 @@ class ProcessTransport:
     def _known(self, expected: Expected, peer: int) -> Want:
         shape, dtype = expected
         assert dtype is not None, f"the dtype of what rank {peer} sends is not known on rank {self.rank}"
-        return tuple(shape), torch.empty(0, dtype=dtype).dtype
+        # a mode may have its own way with dtypes
+        plain = not torch._C._len_torch_dispatch_stack()
+        return tuple(shape), dtype if plain else torch.empty(0, dtype=dtype).dtype

@@ -3,13 +3,14 @@
 In: a function of the module and the tensors it reads. Out: what it returns, or, of a loop, what its chunks give put
 together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read,
 backward runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
-`runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank.
+`runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank. A weight
+that was gathered is not kept either: it is gathered again before the function runs again, for all chunks once.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.runtime.context import Ambient
+from weft.runtime.gathered import Use
 from weft.runtime.gives import Gives
 from weft.runtime.script import Give, Index, Local
 from weft.runtime.tape import Tape
@@ -60,10 +62,13 @@ class _Work:
     ambient: Ambient
     stream: Any
     """Of the forward that this is part of: others may have run since when it runs again."""
+    anchor: Tensor
+    uses: dict[int, tuple[Use, Gradient]]
+    """The gathered weights among its tensors: how to gather them again, and where their gradients go."""
     nested: list[int] = field(default_factory=list)
     """For each result how many tensors it has; 0 for a bare tensor. Known after the first run."""
 
-    def call(self, tensors: Sequence[Tensor], chunk: int | None) -> list[Tensor]:
+    def call(self, tensors: Mapping[int, Tensor], chunk: int | None) -> list[Tensor]:
         """The results of one run, laid out flat."""
         filled = [_fill(argument, tensors) for argument in self.arguments]
         results = self.function(*filled) if chunk is None else self.function(chunk, *filled)
@@ -87,7 +92,34 @@ class _Hole:
     position: int
 
 
-def _fill(argument: Any, tensors: Sequence[Tensor]) -> Any:
+class _Passing(Gradient):
+    """Sums what the chunks of a loop give, and passes it on as one; what comes later is passed on at once."""
+
+    def __init__(self, sink: Gradient) -> None:
+        super().__init__()
+        self._sink, self._open = sink, True
+
+    def add(self, addend: Tensor) -> None:
+        super().add(addend)
+        self._pass()
+
+    def add_at(self, index: Index, addend: Tensor, shape: torch.Size) -> None:
+        super().add_at(index, addend, shape)
+        self._pass()
+
+    def close(self) -> None:
+        """The last chunk has run."""
+        self._open = False
+        self._pass()
+
+    def _pass(self) -> None:
+        if not self._open and self.total is not None:
+            total = self.total
+            self.clear()
+            self._sink.add(total)
+
+
+def _fill(argument: Any, tensors: Mapping[int, Tensor]) -> Any:
     if isinstance(argument, _Hole):
         return tensors[argument.position]
     if isinstance(argument, tuple):
@@ -95,11 +127,16 @@ def _fill(argument: Any, tensors: Sequence[Tensor]) -> Any:
     return argument
 
 
-def _dig(argument: Any, tape: Tape, tensors: list[Tensor]) -> Any:
-    """The argument with holes for tensors that are no leaves; these are appended to `tensors`."""
+def _dig(argument: Any, tape: Tape, tensors: list[Tensor], uses: dict[int, tuple[Use, Gradient]]) -> Any:
+    """The argument with holes for tensors that are no leaves, or gathered; these are appended to `tensors`."""
     if isinstance(argument, tuple):
-        return tuple(_dig(one, tape, tensors) for one in argument)
-    if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter) or tape.sink(argument) is not None:
+        return tuple(_dig(one, tape, tensors, uses) for one in argument)
+    if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter):
+        return argument
+    use, sink = tape.use_of(argument), tape.sink(argument)
+    if use is not None and sink is not None:
+        uses[len(tensors)] = use, sink
+    elif sink is not None:
         return argument
     tensors.append(argument)
     return _Hole(len(tensors) - 1)
@@ -117,8 +154,10 @@ def run(
 ) -> Any:
     """Run a function now and again in backward; with `chunks` once for each."""
     tensors: list[Tensor] = []
-    arguments = [_dig(argument, owner.tape, tensors) for argument in inputs]
-    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), Ambient.here(), owner.stream)
+    uses: dict[int, tuple[Use, Gradient]] = {}
+    arguments = [_dig(argument, owner.tape, tensors, uses) for argument in inputs]
+    here = Ambient.here(), owner.stream, anchor
+    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses)
     if not torch.is_grad_enabled():
         results = _forward(work, tensors)
     else:
@@ -149,7 +188,7 @@ def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk
 @torch.no_grad()
 def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The first run: no autograd, nothing kept."""
-    detached = [tensor.detach() for tensor in tensors]
+    detached = {at: tensor.detach() for at, tensor in enumerate(tensors)}
     outer, work.owner.tape = work.owner.tape, Tape()
     try:
         if work.chunks is None:
@@ -167,7 +206,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.work = work
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(tensor for at, tensor in enumerate(tensors) if at not in work.uses))
         ctx.set_materialize_grads(False)
         # a result may be an input, or two results one tensor: each needs its own place in the autograd graph
         results = [tensor.detach() for tensor in _forward(work, tensors)]
@@ -184,26 +223,49 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
-        tape = Tape()
-        leaves: list[Tensor] = []
-        sinks: list[Gradient | None] = []
-        for tensor, needs in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True):
-            leaf, sink = tape.leaf(tensor) if needs else (tensor.detach(), None)
-            tape.inputs.add(id(leaf))
-            leaves.append(leaf)
-            sinks.append(sink)
-        for chunk in [None] if work.chunks is None else reversed(range(work.chunks)):
-            _replay(work, leaves, tape, chunk, gradients[:-1])
-        return (None, None, *(None if sink is None else sink.total for sink in sinks))
+        wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
+        tape, leaves, sinks = Tape(), dict[int, Tensor](), dict[int, Gradient]()
+        saved = [at for at in range(len(wanted)) if at not in work.uses]
+        for at, tensor in zip(saved, ctx.saved_tensors, strict=True):
+            if wanted[at]:
+                leaves[at], sinks[at] = tape.leaf(tensor)
+            else:
+                leaves[at] = tensor.detach()
+            tape.inputs.add(id(leaves[at]))
+        if work.chunks is None:
+            _replay(work, leaves, tape, None, gradients[:-1])
+        else:
+            _replay_chunks(work, leaves, tape, range(work.chunks), gradients[:-1])
+        # gradients of gathered weights went to their sinks
+        return (None, None, *(sinks[at].total if at in sinks else None for at in range(len(wanted))))
+
+
+def _replay_chunks(
+    work: _Work, leaves: dict[int, Tensor], tape: Tape, chunks: range, gradients: Sequence[Tensor | None]
+) -> None:
+    """Run every chunk once more, the last one first."""
+    sums = {at: _Passing(sink) for at, (_, sink) in work.uses.items()}
+    leaves = leaves | _gathered(work, tape, sums)
+    for chunk in reversed(chunks):
+        _replay(work, leaves, tape, chunk, gradients)
+    leaves.clear()
+    for one in sums.values():
+        one.close()
+
+
+def _gathered(work: _Work, tape: Tape, sinks: Mapping[int, Gradient]) -> dict[int, Tensor]:
+    """The gathered weights, once more."""
+    with torch.enable_grad():
+        return {at: tape.edge(use, use.again(), work.anchor, sinks[at]) for at, (use, _) in work.uses.items()}
 
 
 def _replay(
-    work: _Work, leaves: Sequence[Tensor], tape: Tape, chunk: int | None, gradients: Sequence[Tensor | None]
+    work: _Work, leaves: Mapping[int, Tensor], tape: Tape, chunk: int | None, gradients: Sequence[Tensor | None]
 ) -> None:
     """Run once more, with autograd, and send the gradients of the results through."""
     outer, now = work.owner.tape, work.owner.stream
-    inner = work.owner.tape = Tape(sinks={**outer.sinks, **tape.sinks}, inputs=outer.inputs | tape.inputs)
-    work.owner.stream = work.stream
+    inner = Tape(sinks={**outer.sinks, **tape.sinks}, inputs=outer.inputs | tape.inputs, uses=dict(tape.uses))
+    work.owner.tape, work.owner.stream = inner, work.stream
     try:
         with work.ambient.entered(grad=True), work.owner.rerun_mode or nullcontext():
             pairs = _roots(work, leaves, chunk, gradients)
@@ -211,12 +273,18 @@ def _replay(
         work.owner.tape, work.owner.stream = outer, now
     roots = [root for root, _ in pairs] + inner.tokens
     if roots:
-        torch.autograd.backward(roots, [*(g for _, g in pairs), *(torch.zeros_like(token) for token in inner.tokens)])
+        zeros = [torch.zeros_like(token) for token in inner.tokens]
+        # leaves tell the tape what arrives: it must not hold the graph
+        inner.tokens = []
+        torch.autograd.backward(roots, [*(g for _, g in pairs), *zeros])
 
 
 def _roots(
-    work: _Work, leaves: Sequence[Tensor], chunk: int | None, gradients: Sequence[Tensor | None]
+    work: _Work, leaves: Mapping[int, Tensor], chunk: int | None, gradients: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
+    if chunk is None:
+        # nothing here holds them when backward begins: each goes when it has been used
+        leaves = {**leaves, **_gathered(work, work.owner.tape, {at: sink for at, (_, sink) in work.uses.items()})}
     pairs = []
     for i, (root, gradient) in enumerate(zip(work.call(leaves, chunk), gradients, strict=True)):
         if gradient is not None and root.requires_grad:

@@ -17,11 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LARGE, Box, Boxes, new_box, note_of
+from weft.runtime.boxes import LARGE, NOTE, Box, Boxes, new_box, note_of, words_of
 from weft.runtime.sums import combine
 
 BLOCK = 1 << 20
 """Bytes that are added up at a time: what was just written is still in the cache when it is copied to the others."""
+BRIEF = 8 << 20
+"""Bytes from which on any box that is large enough serves for a short time."""
 SPARE = 1.25
 """A box may be larger than what is asked for by this factor."""
 IDLE = 256
@@ -41,13 +43,20 @@ class SharedSums:
         self._last: dict[int, int] = {}
         """By serial number, the turn in which a box was last lent."""
 
-    def lend(self, num_bytes: int) -> Tensor | None:
-        """Memory of that size in which a tensor can be summed; None where a sum is better sent."""
+    def lend(self, num_bytes: int, *, brief: bool = False) -> Tensor | None:
+        """Memory of that size in which a tensor can be summed; None where a sum is better sent.
+
+        `brief`: it is soon free again, so it may be part of any larger one."""
         if num_bytes < LARGE:
             return None
         self._turn += 1
         free = [box for box in self._own if is_private(box.memory)]
         fitting = [box for box in free if num_bytes <= box.size <= max(SPARE * num_bytes, LARGE)]
+        if brief and not fitting:
+            # a small one would keep the largest from the next that needs it
+            fitting = [
+                box for box in free if num_bytes <= box.size and (num_bytes >= BRIEF or box.size <= 2 * num_bytes)
+            ]
         box = min(fitting, key=lambda box: box.size) if fitting else self._made(num_bytes)
         self._last[box.serial] = self._turn
         for idle in free:
@@ -76,6 +85,35 @@ class SharedSums:
                 if part is not total:
                     part.copy_(total)
         # nobody reads or writes in a tensor that another takes for complete
+        self.meet()
+
+    @property
+    def position(self) -> int:
+        """Of this rank among the members."""
+        return self._boxes.position
+
+    def note(self, tensor: Tensor) -> bytes | None:
+        """Where other members find a tensor; None if it does not lie in lent memory."""
+        for box in self._own:
+            start = tensor.data_ptr() - box.memory.data_ptr()
+            if start >= 0 and start + tensor.nbytes <= box.size:
+                return words_of(box, start)
+        return None
+
+    def find(self, notes: Sequence[bytes]) -> list[list[tuple[Box, int]]]:
+        """By position, where the tensors of each member lie; all members have as many, which do not change until they
+        meet."""
+        told = self._boxes.tell(torch.frombuffer(bytearray(b"".join(notes)), dtype=torch.uint8))
+        found: list[list[tuple[Box, int]]] = []
+        for at, words in enumerate(told):
+            each = () if at == self.position else NOTE.iter_unpack(bytes(words.tolist()))
+            found.append(
+                [(self._boxes.box_of(pid, file, serial, size), start) for pid, file, serial, size, _, start in each]
+            )
+        return found
+
+    def meet(self) -> None:
+        """Wait for all members."""
         self._boxes.tell(torch.zeros(1, dtype=torch.uint8))
 
     def close(self) -> None:

@@ -91,12 +91,12 @@ class Signature:
         sends: Mapping[int, Tensors] = EMPTY,
         expects: Mapping[int, Tensors] = EMPTY,
     ) -> None:
-        self.group, self.number = group, number
-        self._kind, self._alike, self._sends, self._expects = kind, alike, sends, expects
+        self.kind, self.group, self.number = kind, group, number
+        self._alike, self._sends, self._expects = alike, sends, expects
 
     @cached_property
     def words(self) -> Words:
-        kind = self._kind if self._alike is None else f"{self._kind} of {text_of([self._alike])}"
+        kind = self.kind if self._alike is None else f"{self.kind} of {text_of([self._alike])}"
         sends, expects = (
             {peer: text_of(tensors) for peer, tensors in one.items() if tensors} for one in (self._sends, self._expects)
         )

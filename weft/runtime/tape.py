@@ -79,6 +79,15 @@ class Tape:
         found = self.sinks.get(id(tensor))
         return None if found is None or found[0]() is not tensor else found[1]
 
+    def told_of(self, leaf: Tensor) -> tuple[Used, Told] | None:
+        """The use that a leaf stands for, and where its gradient is summed; None if none, or if nobody is told."""
+        sink = self.sink(leaf)
+        if not isinstance(sink, Told):
+            return None
+        # a weight is mostly used right after it was brought
+        found = next((use for use in reversed(self.used) if any(one is sink for _, one in use.leaves)), None)
+        return None if found is None or len(found.leaves) != 1 else (found, sink)
+
     def use(
         self,
         parameter: str,

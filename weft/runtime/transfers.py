@@ -9,6 +9,7 @@ all members.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -223,6 +224,9 @@ def _assemble(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, 
     """One tensor of that shape from its pieces. `kept`: tensors that others hold, not to be written to."""
     (piece, first), *rest = mine
     if not covers(piece.index, shape):
+        found = None if add else _as_it_came(mine, shape, kept)
+        if found is not None:
+            return found
         out, rest = first.new_zeros(shape), list(mine)
     elif not rest and first.is_contiguous() and (any(first is tensor for tensor in kept) or _owns_memory(first)):
         return first
@@ -231,6 +235,36 @@ def _assemble(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, 
     for piece, tensor in rest:
         put(out, piece.index, tensor, add=add)
     return out
+
+
+def _as_it_came(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, kept: Sequence[Tensor]) -> Tensor | None:
+    """The whole in the memory in which its pieces came, if they lie there one after the other as in the whole, with a
+    hole for a piece that lies elsewhere; None if they do not."""
+    row, at = math.prod(shape[1:]), 0
+    memory: Tensor | None = None
+    elsewhere = []
+    for piece, tensor in sorted(mine, key=lambda one: one[0].index):
+        rows = size(piece.index)[0]
+        if piece.index[0] != ((at, at + rows),) or not covers(piece.index[1:], shape[1:]):
+            return None
+        if any(_together(one, tensor) for one in kept):
+            elsewhere.append((at, tensor))
+        elif tensor.storage_offset() == at * row and (memory is None or _together(memory, tensor)):
+            memory = tensor
+        else:
+            return None
+        at += rows
+    if memory is None or at != shape[0] or memory.untyped_storage().nbytes() != math.prod(shape) * memory.itemsize:
+        return None
+    whole = memory.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+    for start, tensor in elsewhere:
+        whole.narrow(0, start, tensor.shape[0]).copy_(tensor)
+    return whole
+
+
+def _together(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors lie in one memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _owns_memory(tensor: Tensor) -> bool:

@@ -16,10 +16,21 @@ from torch import Tensor
 Want = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor to come."""
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
+"""What goes to a member that nothing goes to."""
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """The tensor, or one of the same bytes, whose memory is its content in order."""
+    return as_bytes(tensor) if tensor.is_complex() or tensor.is_neg() else tensor.contiguous()
+
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's content, in order; a view if it lies so in memory."""
     flat = tensor.detach().contiguous().view(-1)
+    if flat.numel() == 1:
+        # one element counts as contiguous whatever its stride
+        flat = flat.as_strided((1,), (1,))
     if flat.is_complex():
         # conjugates and negatives of complex numbers are views that have not been worked out
         flat = flat.resolve_conj().resolve_neg()

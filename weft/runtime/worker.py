@@ -22,6 +22,7 @@ import torch
 
 from weft.runtime.backend import LOOPBACK, PrefixStore, Store, TCPStore, backend_named
 from weft.runtime.groups import Group, Groups
+from weft.runtime.heap import give_memory_back
 from weft.runtime.processes import ProcessTransport
 
 FAILED = 1
@@ -62,6 +63,7 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(crew.num_threads)
+    give_memory_back()
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
     groups = Groups(PrefixStore("groups", store), rank, backend_named(crew.backend), local=True, by_pipe=crew.by_pipe)
     while (job := _next(pipe)) is not None:
