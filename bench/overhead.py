@@ -252,7 +252,9 @@ def two_processes(batch: int, repeats: int) -> dict[str, Any]:
     files = compile_program(model(), example(batch), "dp=2").files
     found: dict[str, Any] = {}
     for sides in (("ours", "theirs"), ("ours",), ("theirs",)):
-        with tempfile.TemporaryDirectory() as folder, Pool(2, preload=("bench.overhead",)) as pool:
+        # alone, DDP runs as it comes: its processes do not give memory back
+        made = Pool(2, preload=("bench.overhead",), gives_back=sides != ("theirs",))
+        with tempfile.TemporaryDirectory() as folder, made as pool:
             payload = {"files": files, "sides": sides, "repeats": repeats, "batch": batch}
             payload["meeting"] = f"{folder}/meeting"
             ranks = pool.run("bench.overhead:on_two", payload, timeout=300)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weft.runtime.backend import PrefixStore, Store, choose_backend
 from weft.runtime.groups import Groups
+from weft.runtime.heap import give_memory_back
 from weft.runtime.processes import TIMEOUT, ProcessTransport
 from weft.runtime.transport import Stopped
 
@@ -84,6 +85,7 @@ def connect(*, timeout: float = TIMEOUT) -> Job:
     backend = choose_backend(per_host)
     if not dist.is_initialized():
         dist.init_process_group(backend.name)
+    give_memory_back()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     whole = dist.distributed_c10d._get_default_store()
     # the number of this connection: the same on all ranks, since each makes the same ones in the same order

@@ -85,6 +85,7 @@ class Pool:
         num_threads: of each process, within an operator.
         preload: modules that the processes need, loaded once for all of them where the system can fork.
         by_pipe: they may talk past the backend; False: as processes of different hosts do.
+        gives_back: memory that tensors have left goes back to the system (`heap.py`); False: as the C library likes.
     """
 
     def __init__(
@@ -95,11 +96,12 @@ class Pool:
         num_threads: int = 1,
         preload: Sequence[str] = (),
         by_pipe: bool = True,
+        gives_back: bool = True,
     ) -> None:
         assert num_ranks >= 1, f"{num_ranks} ranks"
         self.num_ranks = num_ranks
         self._backend = choose_backend(num_ranks).name if backend is None else backend
-        self._num_threads, self._by_pipe = num_threads, by_pipe
+        self._num_threads, self._by_pipe, self._gives_back = num_threads, by_pipe, gives_back
         self._context = _context(("weft.runtime.worker", *preload))
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: TCPStore | None = None
@@ -181,7 +183,7 @@ class Pool:
             return
         self.close()
         self._store, port = _listen()
-        crew = Crew(self.num_ranks, port, self._backend, self._num_threads, self._by_pipe)
+        crew = Crew(self.num_ranks, port, self._backend, self._num_threads, self._by_pipe, self._gives_back)
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(

@@ -22,7 +22,7 @@ from weft.runtime.shared_sums import BLOCK, SharedSums
 from weft.runtime.sums import combine
 from weft.runtime.transfers import put, take
 
-BRIEF = 8 << 20
+LET_GO = 8 << 20
 """Bytes from which on memory of others that was looked at is let go: to look again costs a little time."""
 
 
@@ -72,7 +72,7 @@ def add_parts(shared: SharedSums, order: Sequence[int], lent: Sequence[Lent], in
             for position in order
         ]
         _add([take(tensor, index) for tensor in tensors], total)
-    for box in {id(box): box for each in theirs for box, _ in each if box.size >= BRIEF}.values():
+    for box in {id(box): box for each in theirs for box, _ in each if box.size >= LET_GO}.values():
         box.look_away()
     shared.meet()
 

@@ -41,6 +41,8 @@ class Crew:
     num_threads: int
     by_pipe: bool = True
     """They may talk past the backend."""
+    gives_back: bool = True
+    """Memory that tensors have left goes back to the system (`heap.py`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(crew.num_threads)
-    give_memory_back()
+    if crew.gives_back:
+        give_memory_back()
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
     groups = Groups(PrefixStore("groups", store), rank, backend_named(crew.backend), local=True, by_pipe=crew.by_pipe)
     while (job := _next(pipe)) is not None:
