@@ -171,3 +171,18 @@ def test_a_wrong_precision_in_a_file(tmp_path: Path) -> None:
     path.write_text(FILE.replace("{precision}", "'float13'"))
     with pytest.raises(RunError, match="'float13' is no float dtype"):
         load_model_file(path)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.up(x) @ self.up(x).t())[:8, :8] + self.mask).softmax(1).square().mean()
+
+
+def test_an_infinite_buffer_is_equal_to_itself() -> None:
+    result = weft.verify(Masked(), torch.randn(8, 8), plan="dp=1", precision="bf16")
+    assert result.equal and result.rounded is not None and not result.rounded.wrong

@@ -221,6 +221,15 @@ class Guard:
 
     def refuse_others(self, optimizers: Sequence[Any]) -> None:
         """Refuse optimizers that do not hold all parameters that are to be trained."""
+        for one in optimizers:
+            if isinstance(one, type) or not (hasattr(one, "step") and hasattr(one, "zero_grad")):
+                raise self.refuse(
+                    f"{one!r} is no optimizer", "torch.optim.AdamW(parallel.parameters()), or one written like it"
+                )
+            if isinstance(one, torch.optim.LBFGS):
+                raise self.refuse(
+                    "LBFGS runs the model inside its step, as often as it likes", "use an optimizer without a closure"
+                )
         known = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
         if len(known) < len(optimizers):
             return  # whoever writes an optimizer of another kind knows what it holds

@@ -49,6 +49,8 @@ class OneRank(nn.Module):
         self.reduction = reduction
         self._refusal = refusal
         self._weight = 0.0
+        self.in_autocast = False
+        """The program was captured under autocast, and says so op by op."""
         # Not as parameters of the module: they are of no use but to be listed.
         self.__dict__["_empty"], self.__dict__["_guard"], self.__dict__["_remember"] = None, None, None
 
@@ -179,6 +181,22 @@ class OneRank(nn.Module):
                 f"ranks {self._transport.rank} and {other} of a replica were given different batches",
                 "give every rank of a replica the same whole batch; each takes its part itself",
             )
+
+    def _refuse_surroundings(self) -> None:
+        """Refuse a forward under what its program knows nothing of."""
+        if torch.is_autocast_enabled(self._transport.device.type) and not self.in_autocast:
+            raise self._refused(
+                "a parallel module is called under autocast, and was made without",
+                "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
+            )
+        several = self._transport.whole.num_ranks > 1 or self.masters is not self.program
+        for name, parameter in self.masters.trained() if several and self.training else ():
+            if parameter._backward_hooks:
+                raise self._refused(
+                    f"{name} has a gradient hook, which would get an addend or a part of its gradient, or be left out",
+                    "change gradients when they are complete: between backward() and optimizer.step(), or "
+                    "train_step(..., prepare=FUNCTION)",
+                )
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return BatchMismatch(message) if self._refusal is None else self._refusal(message, remedy)

@@ -128,6 +128,7 @@ class Parallel(OneRank):
             inputs = runnable.bind(args, kwargs)
         except BatchMismatch as error:
             raise self._refused(str(error), "give batches in the form of the example") from None
+        self._refuse_surroundings()
         program = runnable.program
         program.stream = Stream(self.seed, self.step, self.replica)
         kind = "training" if program is self.program else f"evaluation {id(program)}"

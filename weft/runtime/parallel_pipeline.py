@@ -112,6 +112,7 @@ class ParallelPipeline(OneRank):
         """
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
+        self._refuse_surroundings()
         flow = self._flow
         micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
         weights = self._weighed(micros, flow.parts(rows))
@@ -175,6 +176,7 @@ class ParallelPipeline(OneRank):
         """In evaluation: what the original returns of the replica's batch, or its loss, on every rank; no gradient."""
         if self.training:
             raise self._refused(*NO_FORWARD)
+        self._refuse_surroundings()
         flow = self.flow_for(args, kwargs)
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)

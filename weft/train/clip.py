@@ -22,7 +22,12 @@ from weft.train.emulated import Emulated
 
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients so that the norm over all of them is at most `max_norm`; the norm before."""
-    if not max_norm > 0:
+    if not isinstance(module, nn.Module):
+        raise RunError(
+            f"clip_grad_norm_ was given a {type(module).__name__}, not a module",
+            remedy="weft.clip_grad_norm_(parallel, max_norm): the norm is that of all of its gradients",
+        )
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise RunError(f"a norm of {max_norm} leaves nothing of a gradient", remedy="a bound above 0")
     if isinstance(module, Emulated):
         norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm))

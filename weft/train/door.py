@@ -173,9 +173,10 @@ class _Opening:
         self.reduction, self._mixed = reduction, None if precision is None else precision.mixed(start.module)
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
         self._known = frozenset(module_tensors(start.module))
+        self._in_autocast = torch.is_autocast_enabled("cpu")
 
     def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> AnyParallel:
-        return open_rank(
+        made = open_rank(
             files,
             transport,
             self._values,
@@ -186,6 +187,8 @@ class _Opening:
             reduction=self.reduction,
             mixed=self._mixed,
         )
+        made.in_autocast = self._in_autocast
+        return made
 
 
 def reduction_of(how: How) -> Reduction:

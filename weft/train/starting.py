@@ -38,6 +38,11 @@ def started(model: Model, seed: int, init: Init = "exact", weights: Weights | No
     """The module, without its values where that can be."""
     if init not in INITS and not callable(init):
         raise RunError(f"init is {init!r}", remedy='"exact", "counter", or a function that gives a meta module values')
+    if not isinstance(model, nn.Module) and not isinstance(init, str):
+        raise RunError(
+            "init is a function, and so is the model, which gives itself its values",
+            remedy='let the model\'s function call it; or build the module under torch.device("meta") and pass it',
+        )
     if isinstance(model, nn.Module):
         start = Start(model) if isinstance(init, str) else _given_values(model, seed, init)
     else:

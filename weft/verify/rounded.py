@@ -27,7 +27,7 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     allowed = ROUNDINGS * torch.finfo(precision.compute).eps
     mine, theirs, wrong = [], [], []
     for kind, right, found, plain in zip(KINDS, *(_by_kind(sample) for sample in (truth, ours, one)), strict=True):
-        scale = _rms(torch.cat([_flat(tensor) for tensor in right.values()])) if right else 0.0
+        scale = _rms(torch.cat([_finite(_flat(tensor)) for tensor in right.values()])) if right else 0.0
         errors = {
             name: (_error(found, right, name, scale), _error(plain, right, name, scale)) for name in sorted(right)
         }
@@ -53,7 +53,9 @@ def _by_kind(sample: Sample) -> Iterator[Mapping[str, Tensor]]:
 def _error(found: Mapping[str, Tensor], right: Mapping[str, Tensor], name: str, scale: float) -> float:
     wanted = _flat(right[name])
     mine = _flat(found[name]) if name in found else torch.zeros_like(wanted)
-    apart, below = _rms(mine - wanted), max(_rms(wanted), scale)
+    # what is infinite in both, as in a mask, is equal
+    difference = torch.where(mine == wanted, 0.0, mine - wanted)
+    apart, below = _rms(difference), max(_rms(_finite(wanted)), scale)
     return apart / below if below else apart
 
 
@@ -64,6 +66,10 @@ def _largest(kind: str, errors: Mapping[str, float]) -> Difference:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor, 0.0)
 
 
 def _rms(tensor: Tensor) -> float:

@@ -1,0 +1,80 @@
+"""What stands around the call of a parallel module and would change its numbers is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.train.eager import mlp
+from weft.errors import WeftError
+
+PLANS = ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2")
+
+
+def parallel(plan: str, **options: object) -> torch.nn.Module:
+    model, example = mlp()
+    return weft.parallelize(model, example, plan=plan, emulate=True, cache=None, **options)
+
+
+def step(module: torch.nn.Module) -> None:
+    module.train_step(mlp()[1], torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradient_hooks_are_refused(plan: str) -> None:
+    module = parallel(plan)
+    step(module)
+    handle = next(module.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(WeftError, match="gradient hook"):
+        step(module)
+    handle.remove()
+
+
+def test_gradient_hooks_on_masters_are_refused() -> None:
+    module = parallel("dp=1", precision="bf16")
+    next(module.parameters()).register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(WeftError, match="gradient hook"):
+        step(module)
+
+
+def test_gradient_hooks_on_one_device_are_called() -> None:
+    module, calls = parallel("dp=1"), []
+    next(module.parameters()).register_hook(lambda gradient: calls.append(gradient.shape))
+    step(module)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("plan", ("dp=1", "dp=2", "pp=2,microbatches=2"))
+def test_autocast_around_the_call_is_refused(plan: str) -> None:
+    module = parallel(plan)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(WeftError, match="under autocast"):
+        step(module)
+
+
+def test_autocast_around_everything_is_part_of_the_program() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(parallel("dp=2"))
+
+
+@pytest.mark.parametrize("given", [None, "adamw", torch.optim.SGD])
+def test_what_is_no_optimizer_is_refused(given: object) -> None:
+    with pytest.raises(WeftError, match="is no optimizer"):
+        parallel("dp=2").train_step(mlp()[1], given)
+
+
+def test_lbfgs_is_refused_in_a_step() -> None:
+    module = parallel("dp=1")
+    with pytest.raises(WeftError, match="LBFGS"):
+        module.train_step(mlp()[1], torch.optim.LBFGS(module.parameters()))
+
+
+def test_clipping_wants_a_module() -> None:
+    with pytest.raises(WeftError, match="not a module"):
+        weft.clip_grad_norm_(list(parallel("dp=2").parameters()), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_function_for_values_of_a_function_is_refused() -> None:
+    model, example = mlp()
+    with pytest.raises(WeftError, match="so is the model"):
+        weft.parallelize(lambda: model, example, plan="dp=2", emulate=True, cache=None, init=lambda module: None)
