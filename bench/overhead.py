@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import tempfile
@@ -54,6 +55,8 @@ LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 128, 8192, 8
 BATCHES = (2, 4, 8)
 WARM_UP = 3
 PROCESSES = 3
+ENOUGH = 6.0
+"""Seconds of steps of both sides in a process, at least."""
 SETTLE = 0.5
 """Seconds in which the threads of torch's process group let go of their last tensors."""
 
@@ -196,8 +199,14 @@ def one_device(name: str, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     make, batch = subjects()[name]
     files = compile_program(make(), batch, "dp=1").files
-    ours = open_rank(files, Alone(), make())
-    return alternate(stepper(ours, batch), stepper(make(), batch), repeats)
+    ours, theirs = stepper(open_rank(files, Alone(), make()), batch), stepper(make(), batch)
+    for step in (ours, theirs):
+        step()
+    start = time.perf_counter()
+    ours(), theirs()
+    # short steps take more of them for a median that stays
+    many = math.ceil(ENOUGH / (time.perf_counter() - start))
+    return alternate(ours, theirs, max(repeats, many))
 
 
 def in_processes(name: str, repeats: int) -> dict[str, Any]:

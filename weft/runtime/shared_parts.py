@@ -18,12 +18,9 @@ from torch import Tensor
 
 from weft.runtime.boxes import Box
 from weft.runtime.script import Index
-from weft.runtime.shared_sums import BLOCK, SharedSums
+from weft.runtime.shared_sums import BLOCK, LET_GO, SharedSums
 from weft.runtime.sums import combine
 from weft.runtime.transfers import put, take
-
-LET_GO = 8 << 20
-"""Bytes from which on memory of others that was looked at is let go: to look again costs a little time."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ BLOCK = 1 << 20
 """Bytes that are added up at a time: what was just written is still in the cache when it is copied to the others."""
 BRIEF = 8 << 20
 """Bytes from which on any box that is large enough serves for a short time."""
+LET_GO = 8 << 20
+"""Bytes from which on memory of others that was looked at is let go: to look again costs a little time."""
 SPARE = 1.25
 """A box may be larger than what is asked for by this factor."""
 IDLE = 256
@@ -75,7 +77,8 @@ class SharedSums:
             order: positions of the members, in the order in which they are added.
         """
         box = next(box for box in self._own if box.memory.data_ptr() == flat.data_ptr())
-        tensors = self._everybodys(flat, box)
+        boxes = self._everybodys(box)
+        tensors = [one.memory[: flat.nbytes].view(flat.dtype) for one in boxes]
         own = [tensor.tensor_split(len(tensors))[self._boxes.position] for tensor in tensors]
         blocks = [chunk.split(BLOCK // flat.itemsize) for chunk in own]
         for parts in zip(*blocks, strict=True):
@@ -84,6 +87,9 @@ class SharedSums:
             for part in parts:
                 if part is not total:
                     part.copy_(total)
+        for one in boxes:
+            if one is not box and one.size >= LET_GO:
+                one.look_away()
         # nobody reads or writes in a tensor that another takes for complete
         self.meet()
 
@@ -126,13 +132,10 @@ class SharedSums:
         """What was lent, or may be."""
         return [box.memory for box in self._own]
 
-    def _everybodys(self, flat: Tensor, box: Box) -> list[Tensor]:
-        """The tensors of all members, by position."""
-        found = []
-        for at, note in enumerate(self._boxes.tell(note_of(box, 0))):
-            memory = box.memory if at == self._boxes.position else self._boxes.opened(note)[0].memory
-            found.append(memory[: flat.nbytes].view(flat.dtype))
-        return found
+    def _everybodys(self, box: Box) -> list[Box]:
+        """The boxes in which the members' tensors lie, by position."""
+        told = enumerate(self._boxes.tell(note_of(box, 0)))
+        return [box if at == self._boxes.position else self._boxes.opened(note)[0] for at, note in told]
 
     def _made(self, num_bytes: int) -> Box:
         # serial numbers of one process are not used twice: others tell its boxes apart by them
