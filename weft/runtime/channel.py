@@ -41,7 +41,7 @@ LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
 LETTERS = "letters"
 """The lane of what one rank leaves for another."""
-KEPT = 16 << 20
+KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
 
 
