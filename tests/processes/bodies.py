@@ -24,6 +24,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32
 
 SIZES = (3, 40000, 2200001)
 """Numbers of float64: one round, two rounds, several blocks of which the last is short."""
+SETTLED = 1.5
+"""Seconds after which, on a busy machine too, the others wait and this rank has told what it does."""
 
 
 def values(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -138,8 +140,7 @@ def is_killed(transport: ProcessTransport, payload: Any) -> None:
     transport.begin_step(2)
     transport.doing = Doing("mlp/linear", "model.py:7")
     if transport.rank == 1:
-        # long enough for the others to wait, and for this rank to have told what it does
-        time.sleep(0.5)
+        time.sleep(SETTLED)
         os.kill(os.getpid(), signal.SIGKILL)
     transport.all_reduce(torch.ones(2), everyone)
 
@@ -319,7 +320,7 @@ def is_killed_in_an_event(transport: Transport, payload: Any) -> None:
     transport.begin_step(3)
     if transport.rank == 1:
         transport.doing = Doing("F2 of blocks.1")
-        time.sleep(0.3)
+        time.sleep(SETTLED)
         os.kill(os.getpid(), signal.SIGKILL)
     transport.doing = Doing("B2 of blocks.0")
     transport.take(1, "gradient of x for blocks.1, micro-batch 2", [((3,), torch.float64)])
@@ -332,8 +333,7 @@ def is_killed_in_a_pipeline(transport: ProcessTransport, payload: Any) -> None:
 
     def forward(share: Any, piece: Any, micro: int, batch: Any) -> None:
         if transport.rank == 1 and micro == 2:
-            # long enough for the others to wait, and for this rank to have told what it does
-            time.sleep(0.5)
+            time.sleep(SETTLED)
             os.kill(os.getpid(), signal.SIGKILL)
         run(share, piece, micro, batch)
 
@@ -344,11 +344,14 @@ def is_killed_in_a_pipeline(transport: ProcessTransport, payload: Any) -> None:
 
 def tells_what_it_lost(transport: ProcessTransport, payload: Any) -> None:
     """Rank 1 dies; what rank 0 raises goes to a file, since the launcher tells of the death alone."""
-    transport.post(1 - transport.rank, "hello", [torch.zeros(1)])
-    transport.take(1 - transport.rank, "hello", [((1,), torch.float32)])
     if transport.rank == 1:
+        transport.post(0, "hello", [torch.zeros(1)])
+        # not before its own letter has arrived: it would be lost with this rank
+        transport.take(0, "arrived", [((1,), torch.float32)])
         os.kill(os.getpid(), signal.SIGKILL)
+    transport.take(1, "hello", [((1,), torch.float32)])
     transport.doing = Doing("B2 of blocks.0")
+    transport.post(1, "arrived", [torch.zeros(1)])
     try:
         transport.take(1, "gradient of x, micro-batch 2", [((3,), torch.float64)])
     except PeerLost as error:

@@ -78,11 +78,7 @@ def test_a_rank_killed_in_a_pipeline(ways: Pools, tmp_path: Path) -> None:
 def test_who_waited_for_what_from_a_rank_that_is_gone(ways: Pools, tmp_path: Path) -> None:
     pool = ways(2)
     pool.run(bodies.identity)
-    for _ in range(3):
-        failed(pool, bodies.tells_what_it_lost, ProcessFailed, payload=str(tmp_path / "error"))
-        # on a busy machine the two seconds in which a rank may say what it lost can be too short
-        if (tmp_path / "error").exists():
-            break
+    failed(pool, bodies.tells_what_it_lost, ProcessFailed, payload=str(tmp_path / "error"))
     text = (tmp_path / "error").read_text()
     assert "gone" in text
     assert "rank 0 waited for gradient of x, micro-batch 2 from rank 1 (in B2 of blocks.0)" in text
