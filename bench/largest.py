@@ -6,7 +6,8 @@ All train a GPT of 12 layers on one row of 256 tokens per rank with fused AdamW,
 one method at one width in processes of its own. What counts is the most that a rank had resident (VmHWM) while it made
 its module and trained two steps, above what it had before with everything imported; memory that processes share
 counts in each of them. Widths are multiples of 64, tried by bisection until neighbours fit and do not fit; where to try
-next is guessed from the trials before. FSDP2 runs as it comes, with every block checkpointed, and both once more with
+next is guessed from the trials before. Ours runs with every block recomputed, and so with each block's attention and
+MLP in two parts one after the other (co-shard), each with its own parts of the weights. FSDP2 runs as it comes, with every block checkpointed, and both once more with
 processes that give memory back as ours do (`weft/runtime/heap.py`). Nothing is judged here.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import tempfile
@@ -33,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.machine import machine
 from bench.memory import MEBI, resident
-from bench.overhead import Step, averaged, stepper
-from bench.sharded import share, torch_group
+from bench.overhead import averaged, stepper
+from bench.sharded import share
+from bench.turns import Step, torch_group
 from weft.compile import compile_program
 from weft.runtime.initialise import begin
 from weft.runtime.launch import Pool
@@ -47,10 +50,14 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "largest.json"
 RANKS, LAYERS, HEAD, LENGTH, VOCABULARY, STEPS = 4, 12, 64, 256, 8192, 2
 UNIT = 64
-PLAN = f"dp={RANKS},zero=3,recompute=blocks.*"
+PLANS = {
+    "ours": f"dp={RANKS},zero=3,recompute=blocks.*",
+    "ours with co-shard": f"dp={RANKS},zero=3,recompute=blocks.*,coshard=2",
+}
 GIVING = ", giving memory back"
 BYTES = {
     "ours": 5.04,
+    "ours with co-shard": 5.0,
     "FSDP2": 8.0,
     f"FSDP2{GIVING}": 6.95,
     "FSDP2 with checkpoints": 7.0,
@@ -141,7 +148,7 @@ def one_side(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, 
     """One process of a trial."""
     width = payload["width"]
     makers: dict[str, Callable[[], Step]] = {
-        "ours": lambda: ours(transport, payload["files"], width),
+        **dict.fromkeys(PLANS, lambda: ours(transport, payload["files"], width)),
         "FSDP2": lambda: fsdp2(width, checkpoints=False),
         "FSDP2 with checkpoints": lambda: fsdp2(width, checkpoints=True),
         "DDP": lambda: ddp(width),
@@ -163,8 +170,8 @@ def one_side(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, 
 
 def trial(method: str, width: int, steps: int) -> dict[str, Any]:
     """One method at one width: bytes of the fullest rank."""
-    files = compile_program(hollow(width), example(), PLAN).files if method == "ours" else None
-    pool = Pool(RANKS, preload=("bench.largest",), gives_back=method == "ours" or method.endswith(GIVING))
+    files = compile_program(hollow(width), example(), PLANS[method]).files if method in PLANS else None
+    pool = Pool(RANKS, preload=("bench.largest",), gives_back=method in PLANS or method.endswith(GIVING))
     with tempfile.TemporaryDirectory() as folder, pool:
         payload = {
             "files": files,
@@ -227,14 +234,14 @@ def main() -> None:
         "model": model,
         "ranks": RANKS,
         "limit": read_bytes(options.limit),
-        "plan": PLAN,
+        "plans": PLANS,
         "steps": options.steps,
     }
     for method in options.methods:
         found[method] = search(method, found["limit"], options.steps)
-        for peer in list(BYTES)[1:]:
-            if "ours" in found and peer in found:
-                found[f"ours to {peer}"] = found["ours"]["parameters"] / found[peer]["parameters"]
+        for mine, peer in itertools.product(PLANS, BYTES.keys() - PLANS.keys()):
+            if mine in found and peer in found:
+                found[f"{mine} to {peer}"] = found[mine]["parameters"] / found[peer]["parameters"]
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.overhead import WARM_UP, example, model
-from bench.sharded import PEERS, compare_all, ours, theirs, torch_group
+from bench.sharded import PEERS, compare_all, ours, theirs
+from bench.turns import torch_group
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport

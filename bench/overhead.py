@@ -5,7 +5,7 @@
 A GPT of 6 layers trains with fused AdamW, one thread per process; on one device some other models do too. Both sides
 take a step in turn, in the same run, on the same batch; medians and their ratio are told, below 1 where Weft is faster;
 the ratio of processor time is less disturbed by whatever else the machine does. Against DDP the batch is varied: the
-fewer rows, the more of a step is communication. Peak memory is that of processes of their own that run one side only.
+fewer rows, the more of a step is communication; each side has processes of its own, as it comes (`bench/turns.py`).
 Where tensors come to lie differs from process to process, and with it the time of a step, by some percent: so on one
 device several processes measure, one after the other, and medians of theirs are told. Nothing is judged here.
 """
@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -42,6 +40,7 @@ from transformers import (
 )
 
 from bench.machine import machine
+from bench.turns import Side, Step, Taken, in_turn, take_turns, torch_group
 from weft.compile import compile_program
 from weft.runtime.alone import Alone
 from weft.runtime.launch import Pool
@@ -57,10 +56,6 @@ WARM_UP = 3
 PROCESSES = 3
 ENOUGH = 6.0
 """Seconds of steps of both sides in a process, at least."""
-SETTLE = 0.5
-"""Seconds in which the threads of torch's process group let go of their last tensors."""
-
-Step = Callable[[], float]
 
 
 class Block(nn.Module):
@@ -219,31 +214,17 @@ def in_processes(name: str, repeats: int) -> dict[str, Any]:
     return {**medians, "ratios": [one["ratio"] for one in found]}
 
 
-def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, Any]:
-    """One process of two: both sides in turn, or one of them for its memory."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=Path(payload["meeting"]).as_uri(), rank=transport.rank, world_size=transport.num_ranks
-    )
-    sides = payload["sides"]
-    steps: dict[str, Step] = {}
-    batch = example(payload["batch"])
-    if "ours" in sides:
-        steps["ours"] = stepper(open_rank(payload["files"], transport, model()), batch)
-    if "theirs" in sides:
-        share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in batch)
-        replicated = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-        steps["theirs"] = averaged(stepper(replicated, share), transport.num_ranks)
-    if len(sides) == 2:
-        found = alternate(steps["ours"], steps["theirs"], payload["repeats"], dist.barrier)
-    else:
-        for _ in range(WARM_UP + 2):
-            steps[sides[0]]()
-        found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    # torch joins the backend's threads while it holds the interpreter's lock: one that still wants it would hang
-    time.sleep(SETTLE)
-    dist.destroy_process_group()
-    return found
+def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> Taken:
+    """One process of two of a side."""
+    with torch_group(transport, payload["meeting"]):
+        batch = example(payload["batch"])
+        if payload["files"] is not None:
+            step = stepper(open_rank(payload["files"], transport, model()), batch)
+        else:
+            share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in batch)
+            replicated = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+            step = averaged(stepper(replicated, share), transport.num_ranks)
+        return take_turns(transport.rank, payload, step)
 
 
 def averaged(step: Step, num_ranks: int) -> Step:
@@ -259,22 +240,12 @@ def averaged(step: Step, num_ranks: int) -> Step:
 
 def two_processes(batch: int, repeats: int) -> dict[str, Any]:
     files = compile_program(model(), example(batch), "dp=2").files
-    found: dict[str, Any] = {}
-    for sides in (("ours", "theirs"), ("ours",), ("theirs",)):
-        # alone, DDP runs as it comes: its processes do not give memory back
-        made = Pool(2, preload=("bench.overhead",), gives_back=sides != ("theirs",))
-        with tempfile.TemporaryDirectory() as folder, made as pool:
-            payload = {"files": files, "sides": sides, "repeats": repeats, "batch": batch}
-            payload["meeting"] = f"{folder}/meeting"
-            ranks = pool.run("bench.overhead:on_two", payload, timeout=300)
-        if len(sides) == 2:
-            found.update({key: max(rank[key] for rank in ranks) for key in ("ours", "theirs")})
-            found["ratio"] = found["ours"] / found["theirs"]
-            for key in ("ratio_of_minima", "ratio_of_cpu_time"):
-                found[key] = statistics.fmean(rank[key] for rank in ranks)
-        else:
-            found[f"peak_memory_{sides[0]}"] = max(rank["peak_memory"] for rank in ranks)
-    return found
+
+    def side(files: Any) -> Side:
+        pool = Pool(2, preload=("bench.overhead",), gives_back=files is not None)
+        return Side(pool, "bench.overhead:on_two", {"files": files, "batch": batch})
+
+    return in_turn(side(files), side(None), repeats)
 
 
 def tell(name: str, found: dict[str, Any]) -> None:
@@ -303,7 +274,7 @@ def main() -> None:
     for batch in BATCHES:
         result = found["dp2"][f"batch {batch}"] = two_processes(batch, options.repeats)
         tell(f"dp=2 against DDP, batch {batch}", result)
-        memory = [result[f"peak_memory_{side}"] / 2**20 for side in ("ours", "theirs")]
+        memory = [result[f"peak_memory_of_{side}"] / 2**20 for side in ("ours", "theirs")]
         print(f"  peak memory: ours {memory[0]:.0f} MiB, DDP {memory[1]:.0f} MiB, ratio {memory[0] / memory[1]:.3f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +29,19 @@ from bench.overhead import (
     HEADS,
     LAYERS,
     LENGTH,
-    SETTLE,
     VOCABULARY,
     WIDTH,
-    Step,
     averaged,
     model,
     stepper,
 )
+from bench.turns import Step
 from weft.runtime.initialise import begin
 from weft.runtime.processes import ProcessTransport
 from weft.train.opened import open_rank
 from weft.train.weights import Replayed
 
 PEERS = {"zero=3": "FSDP2", "zero=1": "ZeroRedundancyOptimizer"}
-
-
-@contextmanager
-def torch_group(transport: ProcessTransport, meeting: str) -> Iterator[None]:
-    """torch's own process group, beside ours."""
-    torch.set_num_threads(1)
-    ranks = {"rank": transport.rank, "world_size": transport.num_ranks}
-    dist.init_process_group("gloo", init_method=Path(meeting).as_uri(), **ranks)
-    yield
-    # torch joins the backend's threads while it holds the interpreter's lock: one that still wants it would hang
-    time.sleep(SETTLE)
-    dist.destroy_process_group()
 
 
 def ours(transport: ProcessTransport, files: Any, batch: Any) -> Step:

@@ -1,27 +1,20 @@
 """Step time: state stored in parts, ours against torch's (`bench/sharded.py`).
 
-    python bench/state.py [--repeats 15] [--ranks 2 4] [--out bench/results/state.json]
+    python bench/state.py [--repeats 15] [--ranks 2 4] [--batch 8] [--out bench/results/state.json]
 
-Both sides take a step in turn, in the same processes, on the same batch and from the same weights; medians and their
-ratio are told, below 1 where Weft is faster. Nothing is judged here, except that losses stay together.
+Each side has processes of its own, as it comes, and they take steps in turn (`bench/turns.py`), on the same batch and
+from the same weights; medians and their ratio are told, below 1 where Weft is faster. Nothing is judged here, except
+that losses stay together.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from bench.overhead import (
-    alternate,
-    example,
-    model,
-    tell,
-)
-from bench.sharded import PEERS, compare_all, ours, theirs, torch_group
+from bench.overhead import example, model, tell
+from bench.sharded import PEERS, compare_all, ours, theirs
+from bench.turns import Side, Taken, in_turn, take_turns, torch_group
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
@@ -30,26 +23,24 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "state.json"
 
 
-def both_sides(transport: ProcessTransport, payload: dict[str, Any]) -> dict[str, Any]:
-    """One process: both sides in turn."""
+def one_side(transport: ProcessTransport, payload: dict[str, Any]) -> Taken:
+    """One process of a side."""
     with torch_group(transport, payload["meeting"]):
         batch = example(payload["batch"])
-        mine = ours(transport, payload["files"], batch)
-        other = theirs(payload["name"], batch, hollow=False)
-        return alternate(mine, other, payload["repeats"], dist.barrier)
+        files, name = payload["files"], payload["name"]
+        step = ours(transport, files, batch) if files is not None else theirs(name, batch, hollow=False)
+        return take_turns(transport.rank, payload, step)
 
 
 def compare(name: str, ranks: int, batch: int, repeats: int) -> dict[str, Any]:
     """Both sides of a stage on so many ranks."""
     files = compile_program(model(), example(batch), f"dp={ranks},{name}").files
-    with tempfile.TemporaryDirectory() as folder, Pool(ranks, preload=("bench.state",)) as pool:
-        payload = {"files": files, "name": name, "batch": batch, "repeats": repeats, "meeting": f"{folder}/meeting"}
-        told = pool.run("bench.state:both_sides", payload, timeout=300)
-    found = {key: max(rank[key] for rank in told) for key in ("ours", "theirs")}
-    found["ratio"] = found["ours"] / found["theirs"]
-    for key in ("ratio_of_minima", "ratio_of_cpu_time"):
-        found[key] = statistics.fmean(rank[key] for rank in told)
-    return found
+
+    def side(files: Any) -> Side:
+        pool = Pool(ranks, preload=("bench.state",), gives_back=files is not None)
+        return Side(pool, "bench.state:one_side", {"files": files, "name": name, "batch": batch})
+
+    return in_turn(side(files), side(None), repeats)
 
 
 def say(name: str, ranks: int, found: dict[str, Any]) -> None:

@@ -91,8 +91,10 @@ class Pull:
         """Begin; what was waited for may be started again."""
         before, others = self._transport.doing, len(self.wholes) - 1
         self._transport.doing = Doing(f"use of {self.wholes[0].name}" + (f" and {others} more" if others else ""))
-        self._fill_in()
-        self._end = self._exchanged() if self._rooms is None else self._shared(self._rooms)
+        # nothing here is the model's: whoever watches its operators need not see it
+        with torch._C.DisableTorchFunction():
+            self._fill_in()
+            self._end = self._exchanged() if self._rooms is None else self._shared(self._rooms)
         self._transport.doing = before
 
     def wait(self) -> None:
