@@ -109,6 +109,10 @@ def _add_completion(commands: Commands) -> argparse.ArgumentParser:
     return completion
 
 
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", metavar="D", help="compute in bf16 or fp16, with float32 masters of the weights")
+
+
 def _add_verify(commands: Commands) -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
@@ -129,7 +133,7 @@ def _add_verify(commands: Commands) -> argparse.ArgumentParser:
     verify.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
     verify.add_argument("--processes", action="store_true", help="on true processes instead of emulated devices")
     verify.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
-    verify.add_argument("--precision", metavar="D", help="compute in bf16 or fp16, with float32 masters of the weights")
+    _add_precision(verify)
     verify.add_argument("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
     return verify
 
@@ -155,7 +159,7 @@ def _add_show(commands: Commands) -> argparse.ArgumentParser:
     show.add_argument("--plan", required=True, metavar="P", help=PLAN)
     show.add_argument("--devices", type=_positive, metavar="N", help="as many as the plan needs if not given")
     show.add_argument("--links", metavar="FILE", help="what communication costs, as written by weft profile")
-    show.add_argument("--precision", metavar="D", help="compute in bf16 or fp16, with float32 masters of the weights")
+    _add_precision(show)
     what = show.add_mutually_exclusive_group()
     what.add_argument("--code", action="store_true", help="the generated program")
     what.add_argument("--program", action="store_true", help="the Program before it becomes code, one line a step")
@@ -209,7 +213,7 @@ def _add_train(commands: Commands) -> argparse.ArgumentParser:
         "--schedule", choices=("constant", "cosine", "linear"), default="constant", help="of the learning rate"
     )
     train.add_argument("--warmup", type=_natural, default=0, metavar="N", help="steps in which the rate rises")
-    train.add_argument("--precision", metavar="D", help="compute in bf16 or fp16, with float32 masters of the weights")
+    _add_precision(train)
     train.add_argument(
         "--init",
         choices=("exact", "counter"),

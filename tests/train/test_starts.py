@@ -20,11 +20,11 @@ from weft.errors import RunError
 from weft.runtime.initialise import Start, build
 from weft.runtime.silent import Silent
 from weft.runtime.transfers import take
-from weft.train import weight_files
 from weft.train.limit import PROCESS, tell_scarce
 from weft.train.opened import open_rank
 from weft.train.starting import values_of
 from weft.train.weights import copy_part
+from weft.verify import weight_files
 from weft.verify.model_file import Subject, load_model_file
 
 

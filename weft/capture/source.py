@@ -85,16 +85,17 @@ def place_of_frame(frame: FrameType) -> str:
 
 def place_here() -> str:
     """The line that is running now."""
-    frame = users_frame(traceback.extract_stack())
-    if frame is None or frame.lineno is None:
-        return ""
-    return str(Source(relative(frame.filename), frame.lineno, (frame.line or "").strip()))
+    return _place(users_frame(traceback.extract_stack()))
 
 
 def place_of_call() -> str:
     """The line of the user's that called into Weft: the innermost of their own files, else of a package's."""
     frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     own = [frame for frame in frames if not package_of(frame.filename)] or frames
-    if not own or own[-1].lineno is None:
+    return _place(own[-1] if own else None)
+
+
+def _place(frame: traceback.FrameSummary | None) -> str:
+    if frame is None or frame.lineno is None:
         return ""
-    return str(Source(relative(own[-1].filename), own[-1].lineno, (own[-1].line or "").strip()))
+    return str(Source(relative(frame.filename), frame.lineno, (frame.line or "").strip()))

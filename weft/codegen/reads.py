@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use
+from weft.ir.program import Chunks, Program, Recompute, Step, Use, values_read
 from weft.lower.script import outputs_of
 
 INPUT = "input:"
@@ -46,16 +46,12 @@ def reads_of(step: Step | Stack, program: Program) -> list[str]:
         case Use():
             tensor = program.values[step.value].tensor
             return [INPUT + tensor] if any(one.tensor == tensor for one in program.graph.inputs) else []
-        case Compute():
-            return list(step.inputs)
-        case Take() | Give() | Reshard():
-            return [step.source]
         case Chunks() | Recompute():
             return [name for inner in step.body for name in reads_of(inner, program)]
         case Stack():
             return [*step.initial, *step.outside]
-        case Sync():
-            return []
+        case _:
+            return values_read(step)
 
 
 def makes_of(step: Step | Stack) -> tuple[str, ...]:

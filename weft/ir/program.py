@@ -102,6 +102,8 @@ class Chunks:
     axis: str
     body: tuple[Step, ...]
     recompute: bool = False
+    ends: bool = False
+    """It gives one value, which is all that the Recompute around it leaves: that one's second run need not make it."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,19 @@ class Sync:
 
 
 Step = Use | Compute | Take | Give | Reshard | Chunks | Recompute | Sync
+
+
+def values_read(step: Step) -> list[str]:
+    """Values that a step reads, those of its body included."""
+    match step:
+        case Compute():
+            return list(step.inputs)
+        case Take() | Give() | Reshard():
+            return [step.source]
+        case Chunks() | Recompute():
+            return [name for inner in step.body for name in values_read(inner)]
+        case Use() | Sync():
+            return []
 
 
 @dataclass(frozen=True)

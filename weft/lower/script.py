@@ -16,7 +16,21 @@ from weft.ir.graph import Op, Ref
 from weft.ir.layout import Layout, Part
 from weft.ir.merge import merge
 from weft.ir.oplayout import OpLayout
-from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
+from weft.ir.program import (
+    Chunks,
+    Compute,
+    Give,
+    Move,
+    Program,
+    Recompute,
+    Reshard,
+    Step,
+    Sync,
+    Take,
+    Use,
+    Value,
+    values_read,
+)
 from weft.ir.ranges import overlap
 from weft.lower.shared_heads import GROUPED, shares_heads, with_shared_heads
 from weft.lower.transfer import Transfers
@@ -189,7 +203,7 @@ class Writer:
     def _leaving(self, region: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
         made = {name for step in region.body for name in outputs_of(step)}
-        inside = Counter(name for step in region.body for name in _reads(step))
+        inside = Counter(name for step in region.body for name in values_read(step))
         return tuple(sorted(name for name in made if self._all_reads[name] > inside[name] or name in self._returned))
 
     @cached_property
@@ -198,7 +212,7 @@ class Writer:
 
     @cached_property
     def _all_reads(self) -> Counter[str]:
-        return Counter(name for step in self.program.steps for name in _reads(step))
+        return Counter(name for step in self.program.steps for name in values_read(step))
 
 
 def scripts(program: Program) -> tuple[rt.Script, ...]:
@@ -330,15 +344,3 @@ def outputs_of(step: Step) -> tuple[str, ...]:
             return tuple(name for inner in step.body for name in outputs_of(inner))
         case Sync():
             return ()
-
-
-def _reads(step: Step) -> list[str]:
-    match step:
-        case Compute():
-            return list(step.inputs)
-        case Take() | Give() | Reshard():
-            return [step.source]
-        case Chunks() | Recompute():
-            return [name for inner in step.body for name in _reads(inner)]
-        case Use() | Sync():
-            return []

@@ -9,11 +9,11 @@ what is left is a repetition on each device, and that is all that is looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.ir.graph import Op
-from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Take
+from weft.ir.program import Compute, Program, Recompute, Step, values_read
 from weft.ir.ranges import count
 from weft.ops.arguments import arguments
 
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 def with_shared_heads(program: Program) -> Program:
     """The Program, nothing repeated that attention can share."""
-    reads = Counter(name for step in program.steps for name in _reads(step))
+    reads = Counter(name for step in program.steps for name in values_read(step))
     reads.update(program.ends)
     return replace(program, steps=_rewritten(program, program.steps, reads))
 
@@ -38,17 +38,6 @@ def with_shared_heads(program: Program) -> Program:
 def shares_heads(program: Program, op: Op, step: Compute) -> bool:
     """True if an attention reads keys that are not yet repeated."""
     return op.target == ATTENTION and program.values[step.inputs[1]].tensor != op.inputs[1]
-
-
-def _reads(step: Step) -> Iterator[str]:
-    match step:
-        case Compute():
-            yield from step.inputs
-        case Take() | Give() | Reshard():
-            yield step.source
-        case Chunks() | Recompute():
-            for inner in step.body:
-                yield from _reads(inner)
 
 
 def _rewritten(program: Program, steps: Sequence[Step], reads: Mapping[str, int]) -> tuple[Step, ...]:

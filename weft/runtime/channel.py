@@ -238,15 +238,14 @@ class Channel:
             flat, lengths = pack(mine, self._device, self.scratch)
             return unpack(self._carry(flat, lengths, sizes, group), wanted)
         # single tensors go into the boxes from where they lie
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-        outgoing = [as_bytes(one[0]) if one else nothing for one in mine]
+        outgoing = [as_bytes(one[0]) if one else NOTHING for one in mine]
         same = len({(one.data_ptr(), one.numel()) for one in outgoing if one.numel()}) == 1
         # what is gathered comes with a hole for the rank's own, so that it need not be put together elsewhere
         hole = max(one.numel() for one in outgoing) if same and signature.kind == "all_gather" else 0
         position = sorted(group).index(self.rank)
         came = torch.empty(sum(sizes) + hole, dtype=torch.uint8, device=self._device)
         parts = list(came.split([*sizes[:position], hole, *sizes[position + 1 :]]))
-        parts[position] = nothing
+        parts[position] = NOTHING
         _in_pieces(boxes, outgoing, parts, same=same)()
         return [unpack(part, [want])[0] for part, want in zip(parts, wanted, strict=True)]
 

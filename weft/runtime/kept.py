@@ -19,7 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from weft.runtime.numbers import Numbers
 from weft.runtime.pulls import Pull, Transfers, Whole, lie_in, make_pulls
-from weft.runtime.transfers import execute_all
+from weft.runtime.transfers import execute_all, together
 from weft.runtime.transport import Transport
 
 Key = tuple[str, int]
@@ -66,7 +66,7 @@ class Kept:
         made = execute_all(transfers, [part.detach() for part in parts], transport, dtype=dtype)
         if found is None:
             # what nothing was sent for may be the part itself
-            made = [one.clone() if any(_shares(one, part) for part in parts) else one for one in made]
+            made = [one.clone() if any(together(one, part) for part in parts) else one for one in made]
             found = self._wholes[key] = Whole(name, made, tuple(parts), transfers)
             lie_in(found, transport.rank)
         else:
@@ -99,7 +99,3 @@ class Kept:
         pull.wait()
         whole.turn = self._turn
         return len(parts) == len(whole.parts) and all(a is b for a, b in zip(parts, whole.parts, strict=True))
-
-
-def _shares(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

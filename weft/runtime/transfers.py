@@ -247,9 +247,9 @@ def _as_it_came(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, kept: Sequen
         rows = size(piece.index)[0]
         if piece.index[0] != ((at, at + rows),) or not covers(piece.index[1:], shape[1:]):
             return None
-        if any(_together(one, tensor) for one in kept):
+        if any(together(one, tensor) for one in kept):
             elsewhere.append((at, tensor))
-        elif tensor.storage_offset() == at * row and (memory is None or _together(memory, tensor)):
+        elif tensor.storage_offset() == at * row and (memory is None or together(memory, tensor)):
             memory = tensor
         else:
             return None
@@ -262,7 +262,7 @@ def _as_it_came(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, kept: Sequen
     return whole
 
 
-def _together(one: Tensor, other: Tensor) -> bool:
+def together(one: Tensor, other: Tensor) -> bool:
     """True if two tensors lie in one memory."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 

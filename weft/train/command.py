@@ -38,11 +38,11 @@ from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
 from weft.train.starting import check_start
 from weft.train.text import vocabularies
-from weft.train.weight_files import open_files
 from weft.verify.door import in_precision
 from weft.verify.model_file import Subject, load_model_file
 from weft.verify.optimizer import check_on_parts, make_optimizer
 from weft.verify.parallel import told
+from weft.verify.weight_files import open_files
 
 Say = Callable[[str], None]
 

@@ -31,7 +31,7 @@ from weft.runtime.record import At, Record
 from weft.runtime.replaying import replay
 from weft.runtime.script import Index
 from weft.runtime.stored import Holds
-from weft.train.weight_files import Files, open_files
+from weft.verify.weight_files import Files, open_files
 
 Weights = nn.Module | Mapping[str, Tensor] | Files
 
