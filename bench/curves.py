@@ -15,7 +15,9 @@ import itertools
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,20 +94,30 @@ def curves(dtype: str, steps: int) -> dict[str, list[float]]:
 
 def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Curves above, the largest difference so far below."""
-    from matplotlib import pyplot  # noqa: PLC0415 - only those who draw need it
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
-    steps = range(0, len(found["float32"][ALONE]), EVERY)
-    for name, style in zip((ALONE, *PLANS), ("-", "--", ":"), strict=True):
-        above.plot(steps, means(found["float32"][name]), style, label=name, linewidth=1.6)
-    above.set_ylabel(f"loss (float32, means of {EVERY} steps)")
-    above.legend()
+    figure, below, steps = begin_figure(found["float32"], (ALONE, *PLANS), "float32")
     for dtype, runs in found.items():
         for plan in (*PLANS, CONTROL):
             largest = list(itertools.accumulate(apart(runs, plan), max, initial=1e-17))[1::EVERY]
             style = ":" if plan == CONTROL else "-"
             below.semilogy(steps, largest, style, linewidth=1.2, label=f"{dtype}, {plan}")
     below.set(xlabel="step", ylabel="largest difference from one process so far", ylim=(1e-17, 1e-2))
+    end_figure(figure, below, path)
+
+
+def begin_figure(runs: dict[str, list[float]], names: Sequence[str], dtype: str) -> tuple[Any, Any, range]:
+    """A figure with the curves of some runs above: what to draw below them, and the steps of its points."""
+    from matplotlib import pyplot  # noqa: PLC0415 - only those who draw need it
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
+    steps = range(0, len(runs[ALONE]), EVERY)
+    for name, style in zip(names, ("-", "--", ":"), strict=True):
+        above.plot(steps, means(runs[name]), style, label=name, linewidth=1.6)
+    above.set_ylabel(f"loss ({dtype}, means of {EVERY} steps)")
+    above.legend()
+    return figure, below, steps
+
+
+def end_figure(figure: Any, below: Any, path: Path) -> None:
     below.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
@@ -120,19 +132,30 @@ def apart(runs: dict[str, list[float]], plan: str) -> list[float]:
     return [abs(a - b) for a, b in zip(runs[plan], runs[ALONE], strict=True)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(doc: str | None, out: str) -> argparse.Namespace:
+    """What the command line asks for: how many steps, and where results and a figure go."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "curves.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / out)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    return options
+
+
+def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Keep what was found."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {"machine": machine(), "steps": options.steps, "means_of": EVERY, **found}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    options = asked(__doc__, "curves.json")
     found = {dtype: curves(dtype, options.steps) for dtype in DTYPES}
     most = {dtype: {plan: max(apart(runs, plan)) for plan in (*PLANS, CONTROL)} for dtype, runs in found.items()}
     kept = {dtype: {name: means(losses) for name, losses in runs.items()} for dtype, runs in found.items()}
-    record = {"machine": machine(), "steps": options.steps, "apart": most, "means_of": EVERY, "losses": kept}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write(options, {"apart": most, "losses": kept})
     if options.figure:
         draw(found, options.figure)
 

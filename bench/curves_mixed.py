@@ -11,17 +11,26 @@ plan follows one process if it is about as far from it as the first control is.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import tempfile
 from pathlib import Path
 
 import torch
 
-from bench.curves import EVERY, EXAMPLE, MODEL_FILE, ROOT, apart, eager, means
-from bench.machine import machine
+from bench.curves import (
+    ALONE,
+    CONTROL,
+    EXAMPLE,
+    MODEL_FILE,
+    apart,
+    asked,
+    begin_figure,
+    eager,
+    end_figure,
+    means,
+    write,
+)
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.precision import Precision
 from weft.runtime.random import Stream
@@ -30,7 +39,7 @@ from weft.verify.mixed import OneDevice
 from weft.verify.model_file import load_model_file
 
 PLAN = "dp=2,tp=2,zero=2"
-ALONE, CONTROL, FLOAT32 = "one process", "control: one process, last bits of one weight changed", "one process, float32"
+FLOAT32 = "one process, float32"
 
 
 def by_definition(path: Path, steps: int, *, disturbed: bool = False) -> list[float]:
@@ -73,49 +82,24 @@ def curves(steps: int) -> dict[str, list[float]]:
 
 def draw(found: dict[str, list[float]], path: Path) -> None:
     """Curves above, how far they are from one process below."""
-    from matplotlib import pyplot  # noqa: PLC0415 - only those who draw need it
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
-    steps = range(0, len(found[ALONE]), EVERY)
-    for name, style in zip((ALONE, PLAN, FLOAT32), ("-", "--", ":"), strict=True):
-        above.plot(steps, means(found[name]), style, label=name, linewidth=1.6)
-    above.set_ylabel(f"loss (bfloat16, means of {EVERY} steps)")
-    above.legend()
+    figure, below, steps = begin_figure(found, (ALONE, PLAN, FLOAT32), "bfloat16")
     for name, style in zip((PLAN, CONTROL, FLOAT32), ("-", ":", "--"), strict=True):
         below.semilogy(steps, means(apart(found, name)), style, linewidth=1.2, label=name)
     below.set(xlabel="step", ylabel="difference from one process")
-    below.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    end_figure(figure, below, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "curves_mixed.json")
-    parser.add_argument("--figure", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = asked(__doc__, "curves_mixed.json")
     found = curves(options.steps)
-    others = (PLAN, CONTROL, FLOAT32)
-    record = {
-        "machine": machine(),
-        "steps": options.steps,
-        "apart": {name: {"mean": statistics.fmean(one), "most": max(one)} for name, one in _apart(found, others)},
-        "last": {name: means(losses)[-1] for name, losses in found.items()},
-        "means_of": EVERY,
-        "losses": {name: means(losses) for name, losses in found.items()},
-    }
-    for name, one in record["apart"].items():
+    distances = {name: apart(found, name) for name in (PLAN, CONTROL, FLOAT32)}
+    told = {name: {"mean": statistics.fmean(one), "most": max(one)} for name, one in distances.items()}
+    for name, one in told.items():
         print(f"{name}: from one process {one['mean']:.1e} in the mean, {one['most']:.1e} at most")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    kept = {name: means(losses) for name, losses in found.items()}
+    write(options, {"apart": told, "last": {name: one[-1] for name, one in kept.items()}, "losses": kept})
     if options.figure:
         draw(found, options.figure)
-
-
-def _apart(found: dict[str, list[float]], names: tuple[str, ...]) -> list[tuple[str, list[float]]]:
-    return [(name, apart(found, name)) for name in names]
 
 
 if __name__ == "__main__":

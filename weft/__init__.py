@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft import errors as errors
     from weft.capture import capture as capture
     from weft.capture.example import dynamic as dynamic
+    from weft.capture.precision import Precision as Precision
     from weft.ir.graph import Graph as Graph
     from weft.ir.layout import Layout as Layout
     from weft.ir.program import Program as Program
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from weft.runtime.algorithms import Exchange as Exchange
     from weft.runtime.algorithms import register_algorithm as register_algorithm
     from weft.runtime.custom import register_op as register_op
-    from weft.runtime.precision import Precision as Precision
     from weft.runtime.reduction import per_token as per_token
     from weft.runtime.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
@@ -59,7 +59,7 @@ _HOMES = {
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.algorithms"),
     "register_op": "weft.runtime.custom",
     "per_token": "weft.runtime.reduction",
-    "Precision": "weft.runtime.precision",
+    "Precision": "weft.capture.precision",
 }
 _ROOMS = ("capture", "verify", "errors")
 

@@ -128,8 +128,8 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         "`spread`",
     ),
     "a loss scale that overflows for ever": (overflow_for_ever, "not finite in 64 steps", "bfloat16"),
-    "zero without replicas": (lambda: parallel("tp=2,zero=2") and None, "there is no dp", "dp=2,zero=2"),
-    "zero of a plan without replicas": (zero_alone, "no op is cut along 'dp'", "dp=2,zero=2"),
+    "zero without replicas": (lambda: parallel("tp=2,zero=2") and None, "there is no dp", "dp=2,tp=2,zero=2"),
+    "zero of a plan without replicas": (zero_alone, "no op is cut along 'dp'", "dp=2,tp=2,zero=2"),
     "groups that do not divide": (lambda: parallel("dp=4,zero=2,zero_groups=3") and None, "zero_groups=3", "1 or 2"),
     "a memory limit": (lambda: parallel(memory_limit="99B") and None, "99 B are allowed: ", "zero=3"),
     "no memory limit": (lambda: parallel(memory_limit="-3") and None, "'-3' is no amount of memory", "GiB"),
@@ -165,7 +165,7 @@ COMMANDS: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     "zero without replicas": (
         "return torch.optim.SGD(parameters)",
         ["--plan", "tp=2,zero=3"],
-        ("there is no dp", "recipe 'tp=2,zero=3'", "dp=2,zero=3"),
+        ("there is no dp", "recipe 'tp=2,zero=3'", "dp=2,tp=2,zero=3"),
     ),
     "an optimizer that mixes": (
         "return torch.optim.Adafactor(parameters)",

@@ -112,10 +112,10 @@ def test_a_plan_file_keeps_groups(stage: int, tmp_path: Path) -> None:
         ("dp=4,zero=2,zero_groups=8", ("8 groups of several", "zero_groups=1 or 2")),
         ("dp=1,zero=2,zero_groups=2", ("dp=1 replicas", "zero_groups=1")),
         ("dp=4,zero=2,zero_groups=0", ("zero_groups=0 is no degree",)),
-        ("dp=4,zero_groups=2", ("there is no zero", "zero=2,zero_groups=2")),
+        ("dp=4,zero_groups=2", ("there is no zero", "dp=4,zero=2,zero_groups=2")),
         ("dp=4,zero_parameters=up.*", ("there is no zero", "zero_parameters=up.*")),
         ("dp=4,zero=1,zero_parameters=h.*", ("'h.*' matches no parameter", "patterns name parameters")),
-        ("tp=2,zero=2,zero_groups=2", ("there is no dp", "dp=2,zero=2")),
+        ("tp=2,zero=2,zero_groups=2", ("there is no dp", "dp=4,tp=2,zero=2,zero_groups=2")),
     ],
 )
 def test_refused(recipe: str, words: tuple[str, ...]) -> None:

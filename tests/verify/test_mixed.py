@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import weft
 from tests.acceptance.subjects import gpt, llama, mlp
 from weft.capture import capture
+from weft.capture.precision import Precision
 from weft.cli import main
-from weft.errors import RunError
-from weft.runtime.precision import Precision
+from weft.errors import ModelFileError
 from weft.verify.compare import Sample
 from weft.verify.door import in_precision
 from weft.verify.model_file import load_model_file
@@ -169,7 +169,7 @@ def test_a_program_in_another_precision_is_told(tmp_path: Path, capsys: pytest.C
 def test_a_wrong_precision_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(FILE.replace("{precision}", "'float13'"))
-    with pytest.raises(RunError, match="'float13' is no float dtype"):
+    with pytest.raises(ModelFileError, match="'float13' is no float dtype"):
         load_model_file(path)
 
 

@@ -18,6 +18,7 @@ from weft.capture.fakes import known_shapes
 from weft.capture.functional import read
 from weft.capture.guards import guards_of
 from weft.capture.modules import refuse_modules
+from weft.capture.precision import chosen_precision
 from weft.capture.sizes import Sizes
 from weft.capture.state import bind_state
 from weft.capture.trace import Trace, trace
@@ -25,7 +26,7 @@ from weft.capture.watch import Watch
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
-from weft.runtime.precision import BadPrecision, Precision, precision_of
+from weft.runtime.precision import Precision
 
 
 @known_shapes()
@@ -54,7 +55,7 @@ def capture(
         ['aten.linear.default']
     """
     refuse_modules(module)
-    flat = replace(flatten_example(module, example), precision=checked(precision, module))
+    flat = replace(flatten_example(module, example), precision=chosen_precision(precision, module, error=CaptureError))
     dynamic = marked(flat) if dynamic is None else dynamic
     watch = Watch(module)
     try:
@@ -63,17 +64,6 @@ def capture(
         watch.restore_objects()
     verify_graph(graph)
     return graph
-
-
-def checked(given: Precision | str | None, module: nn.Module) -> Precision | None:
-    """The precision that was asked for; refuses one that does not fit the module."""
-    try:
-        precision = precision_of(given)
-        if precision is not None:
-            precision.masters(module)
-    except BadPrecision as error:
-        raise CaptureError(str(error), remedy="weft.Precision(torch.bfloat16), narrower than the weights") from None
-    return precision
 
 
 def captured(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, ...]], watch: Watch) -> Graph:

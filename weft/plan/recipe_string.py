@@ -14,7 +14,7 @@ impossible settings, and combinations that mean nothing, are refused with the ne
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -164,20 +164,23 @@ def _check_together(values: dict[str, str | None], text: str) -> None:
         raise PlanError(
             f"tp={values['tp']} and megatron={values['megatron']} both say into how many parts to cut",
             place=place,
-            remedy=f"write tp={values['tp']},megatron or megatron={values['megatron']}",
+            remedy=f"write {_words(values | {'megatron': None})} or {_words(values, without='tp')}",
         )
     if "megatron" in values and values["megatron"] is None and "tp" not in values:
-        raise PlanError("megatron has no number of parts", place=place, remedy="write megatron=2, or tp=2,megatron")
+        remedy = f"write {_words(values | {'megatron': '2'})}, or {_words({'tp': '2'} | values)}"
+        raise PlanError("megatron has no number of parts", place=place, remedy=remedy)
     if "sp" in values and not {"tp", "megatron"} & values.keys():
         raise PlanError(
             "sp cuts what lies between tensor-parallel blocks, but there is neither tp nor megatron",
             place=place,
-            remedy="write tp=2,sp or megatron=2,sp",
+            remedy=f"write {_words({'tp': '2'} | values)} or {_words({'megatron': '2'} | values)}",
         )
     alone = [key for key in ("schedule", "virtual", "stages") if key in values and "pp" not in values]
     if alone:
         raise PlanError(
-            f"{alone[0]} says how a pipeline runs, but there is no pp", place=place, remedy=f"write pp=2,{alone[0]}=..."
+            f"{alone[0]} says how a pipeline runs, but there is no pp",
+            place=place,
+            remedy=f"write {_words({'pp': '2'} | values)}",
         )
 
 
@@ -186,17 +189,29 @@ def _check_zero(values: dict[str, str | None], text: str) -> None:
     place = f"recipe {text!r}"
     alone = [key for key in ZERO[1:] if key in values and "zero" not in values]
     if alone:
-        remedy = f"write dp=4,zero=2,{alone[0]}={values[alone[0]]}"
+        remedy = f"write {_words({'dp': _replicas(values), 'zero': '2'} | values)}"
         raise PlanError(f"{alone[0]} says what zero stores in parts, but there is no zero", place=place, remedy=remedy)
     if "zero" in values and "dp" not in values:
         raise PlanError(
             "zero stores parameters in parts over the replicas of dp, but there is no dp",
             place=place,
-            remedy=f"write dp=2,zero={values['zero']}",
+            remedy=f"write {_words({'dp': _replicas(values)} | values)}",
         )
     groups, replicas = values.get("zero_groups"), values.get("dp")
     if groups is not None and replicas is not None:
         check_groups(_degree("zero_groups", groups, text), _degree("dp", replicas, text), place)
+
+
+def _words(values: Mapping[str, str | None], without: str = "") -> str:
+    """Settings as a recipe: remedies keep what the user has written."""
+    said = sorted((key for key in values if key != without), key=KEYS.index)
+    return ",".join(key if values[key] is None else f"{key}={values[key]}" for key in said)
+
+
+def _replicas(values: Mapping[str, str | None]) -> str:
+    """As few replicas as do for groups of several."""
+    groups = values.get("zero_groups") or "1"
+    return str(2 * int(groups)) if groups.isascii() and groups.isdigit() and int(groups) else "2"
 
 
 def _check_key(key: str, text: str) -> None:

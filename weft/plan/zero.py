@@ -45,7 +45,7 @@ def zero(plan: Plan, stage: int = 3, *, axis: str = "dp", groups: int = 1, param
         raise PlanError(
             f"zero={stage} stores {STAGES[stage]} in parts over the replicas, but no op is cut along {axis!r}",
             place=place,
-            remedy=f"cut the batch first: dp=2,zero={stage}",
+            remedy=f"cut the batch first: dp(plan, 2), or as a recipe: {_words(plan)},zero={stage}",
         )
     parts = replicas // check_groups(groups, replicas, place, axis)
     lines: dict[int, list[str]] = {}
@@ -63,6 +63,11 @@ def zero(plan: Plan, stage: int = 3, *, axis: str = "dp", groups: int = 1, param
         else:
             plan = plan.store(names, cut)
     return plan
+
+
+def _words(plan: Plan) -> str:
+    """What a recipe would say of the plan, with replicas."""
+    return ",".join(("dp=2", *(f"{name}={parts}" for name, parts in plan.axes.items() if name == "tp")))
 
 
 def _dim(sizes: tuple[int, ...], parts: int) -> int | None:

@@ -7,8 +7,8 @@ this is, the step as one call, a loss over all replicas.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.runtime.agree import other_batch
 from weft.runtime.batch import BatchMismatch
 from weft.runtime.guards import CLIP, Guard, handed_out
-from weft.runtime.module import Refusal
+from weft.runtime.module import Refusal, has_hook_after
 from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
@@ -24,6 +24,7 @@ from weft.runtime.several import with_empties
 from weft.runtime.stored import Holds
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, step_of
 from weft.runtime.transport import Transport
+from weft.runtime.unchanged import BOUND, Unchanged, applied
 
 
 class HasStored(Protocol):
@@ -52,7 +53,7 @@ class OneRank(nn.Module):
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
         # Not as parameters of the module: they are of no use but to be listed.
-        self.__dict__["_empty"], self.__dict__["_guard"], self.__dict__["_remember"] = None, None, None
+        self.__dict__.update(dict.fromkeys(("_empty", "_guard", "_remember", "_unchanged")))
 
     @property
     @abstractmethod
@@ -74,10 +75,16 @@ class OneRank(nn.Module):
     def when_complete(self, then: Callable[[], None]) -> None:
         """Call this at the end of every backward."""
 
+    @abstractmethod
+    def trees(self) -> Iterable[nn.Module]:
+        """What holds the parameters that it shows, under the original names."""
+
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
         self.__dict__["_guard"], self.__dict__["_remember"] = guard, remember
         self.when_complete(remember)
+        trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
+        self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self.trees(), trained), {}
 
     @property
     def guard(self) -> Guard | None:
@@ -182,21 +189,59 @@ class OneRank(nn.Module):
                 "give every rank of a replica the same whole batch; each takes its part itself",
             )
 
-    def _refuse_surroundings(self) -> None:
+    def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""
         if torch.is_autocast_enabled(self._transport.device.type) and not self.in_autocast:
             raise self._refused(
                 "a parallel module is called under autocast, and was made without",
                 "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
             )
-        several = self._transport.whole.num_ranks > 1 or self.masters is not self.program
-        for name, parameter in self.masters.trained() if several and self.training else ():
-            if parameter._backward_hooks:
+        unchanged: Unchanged | None = self.__dict__["_unchanged"]
+        if unchanged is None:
+            return
+        wrong = unchanged.wrong(training=self.training)
+        if wrong is not None:
+            raise self._refused(*wrong)
+        if self.training:
+            self._refuse_hooks(unchanged)
+
+    def _refuse_hooks(self, unchanged: Unchanged) -> None:
+        plain = self.masters is self.program
+        several = self._transport.whole.num_ranks > 1 or not plain
+        known: dict[str, int] = self.__dict__["_num_hooks"]
+        for name, parameter in unchanged.trained:
+            if several and parameter._backward_hooks:
                 raise self._refused(
                     f"{name} has a gradient hook, which would get an addend or a part of its gradient, or be left out",
                     "change gradients when they are complete: between backward() and optimizer.step(), or "
                     "train_step(..., prepare=FUNCTION)",
                 )
+            after = parameter._post_accumulate_grad_hooks
+            # those of programs stay: as many as there were are the same
+            if after and len(after) != known.get(name):
+                if has_hook_after(parameter) and (plain or parameter is self.program.part(name)):
+                    raise self._refused(
+                        f"{name} has a hook for when its gradient was accumulated (register_post_accumulate_grad_hook),"
+                        " which would be called before the gradient is complete, or never",
+                        "update after backward(): optimizer.step(), or train_step(batch, optimizer); `zero=2` and "
+                        "`zero=3` store gradients in parts, if it is for memory",
+                    )
+                known[name] = len(after)
+
+    # What a module can do, and a share of one cannot.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`to()`, `half()` and the like: parameters stay where they are, in their dtype."""
+        wrong = applied([*self.named_parameters(), *self.named_buffers()], fn)
+        if wrong is not None:
+            raise self._refused(*wrong)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise self._refused(*BOUND)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refused(*BOUND)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return BatchMismatch(message) if self._refusal is None else self._refusal(message, remedy)

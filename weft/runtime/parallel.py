@@ -16,7 +16,7 @@ other arguments than the example's (one without labels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from weft.runtime.reduction import Reduction
 from weft.runtime.returns import Returns
 from weft.runtime.stored import Holds
 from weft.runtime.training import arguments_of, loss_of
+from weft.runtime.unchanged import ASSIGN
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -118,6 +119,9 @@ class Parallel(OneRank):
         found: Masters | None = self.__dict__["_masters"]
         return self.program if found is None else found
 
+    def trees(self) -> Iterable[nn.Module]:
+        return (self,)
+
     def when_complete(self, then: Callable[[], None]) -> None:
         self.program.after_backward = then
 
@@ -128,7 +132,7 @@ class Parallel(OneRank):
             inputs = runnable.bind(args, kwargs)
         except BatchMismatch as error:
             raise self._refused(str(error), "give batches in the form of the example") from None
-        self._refuse_surroundings()
+        self.refuse_surroundings()
         program = runnable.program
         program.stream = Stream(self.seed, self.step, self.replica)
         kind = "training" if program is self.program else f"evaluation {id(program)}"
@@ -182,6 +186,12 @@ class Parallel(OneRank):
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> None:
         rows = next((int(tensor.shape[0]) for tensor in inputs if tensor.dim()), 1)
         (self._weight,) = self._weighed([(args, kwargs)], [rows])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """What this rank holds, as `state_dict` gives it."""
+        if assign:
+            raise self._refused(*ASSIGN)
+        return super().load_state_dict(state_dict, strict=strict)
 
     def train(self, mode: bool = True) -> Parallel:
         """As of any module; the first `eval()` makes the program for it, on all ranks together."""

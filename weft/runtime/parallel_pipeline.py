@@ -14,7 +14,7 @@ itself: micro-batches go forward and backward in turn. `eval()` runs forwards al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from weft.runtime.pieces import Pieces
 from weft.runtime.random import Stream
 from weft.runtime.reduction import Reduction, reduced
 from weft.runtime.training import arguments_of
+from weft.runtime.unchanged import ASSIGN
 
 NO_FORWARD = (
     "a model in pieces has no forward of its own in training: its micro-batches go forward and backward in turn",
@@ -66,7 +67,7 @@ class ParallelPipeline(OneRank):
         self._masters = masters
         self._evaluations: list[Flow] = []
         self._losses: tuple[Tensor, ...] = ()
-        # so that to(), double() and the like reach them; their names are told by the methods below
+        # their names are told by the methods below
         self.pieces = nn.ModuleList(pieces.modules if masters is None else [one.tree for one in masters.modules])
         self._then: Callable[[], None] = lambda: None
 
@@ -78,6 +79,9 @@ class ParallelPipeline(OneRank):
     @property
     def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
         return self._pieces if self._masters is None else self._masters
+
+    def trees(self) -> Iterable[nn.Module]:
+        return self.pieces
 
     def when_complete(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -112,7 +116,7 @@ class ParallelPipeline(OneRank):
         """
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
-        self._refuse_surroundings()
+        self.refuse_surroundings()
         flow = self._flow
         micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
         weights = self._weighed(micros, flow.parts(rows))
@@ -176,7 +180,7 @@ class ParallelPipeline(OneRank):
         """In evaluation: what the original returns of the replica's batch, or its loss, on every rank; no gradient."""
         if self.training:
             raise self._refused(*NO_FORWARD)
-        self._refuse_surroundings()
+        self.refuse_surroundings()
         flow = self.flow_for(args, kwargs)
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
@@ -255,7 +259,7 @@ class ParallelPipeline(OneRank):
                 f"rank {self._transport.rank} {what}", "load what state_dict() of the same plan gave on this rank"
             )
         if assign:
-            raise self._refused("assign=True would part what pieces share", "load with assign=False")
+            raise self._refused(*ASSIGN)
         for module in self.masters.modules:
             mine = {name: value for name, value in state_dict.items() if name in module.stored}
             module.load_state_dict(mine, strict=False)

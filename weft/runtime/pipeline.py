@@ -305,8 +305,10 @@ class Rank:
             return
         if self.loss[0] in given:
             self._losses[micro] = given[self.loss[0]].detach()
-        roots = {name: get_gradient_edge(given[name]) for name, trained in piece.gives if trained}
-        if roots:
+        trained = [name for name, trained in piece.gives if trained]
+        if trained:
+            # what was frozen since the program was made, with all before it, has no gradient
+            roots = {name: get_gradient_edge(given[name]) for name in trained if given[name].requires_grad}
             self._held[piece.name, micro] = _Held(sinks, roots, queue, later)
 
     def _mode(self, piece: Piece, later: Later | None) -> AbstractContextManager[Any]:
@@ -387,6 +389,8 @@ def _tied(tie: Tie, at: int, into: int) -> str:
 
 def _run_backward(given: Mapping[str, GradientEdge], gradients: Mapping[str, Gradient]) -> None:
     """Backward of a piece from what it gave; autograd makes zeros where a gradient did not come."""
+    if not given:
+        return
     found = {name: gradients[name].total for name in given if name in gradients}
     roots = [(given[name], gradient) for name, gradient in found.items() if gradient is not None]
     if not roots:

@@ -17,8 +17,9 @@ In: dtypes, or a name (`bf16`). Out: which parameter has which master, and a mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,7 +43,15 @@ KNOWN = "bfloat16 (bf16), float16 (fp16), float32 (fp32) or float64 (fp64)"
 
 
 class BadPrecision(ValueError):  # noqa: N818 - says what is wrong
-    """No precision, or one that does not fit the model."""
+    """No precision, or one that does not fit the model.
+
+    Args:
+        remedy: what to write instead.
+    """
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -84,12 +93,12 @@ class Precision:
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
-        object.__setattr__(self, "keep", keep)
-        for name in ("compute", "reduce", "accumulate"):
+        object.__setattr__(self, "keep", _patterns(self.keep))
+        object.__setattr__(self, "compute", dtype_of(self.compute))
+        for name in ("reduce", "accumulate"):
             value = getattr(self, name)
-            if value is not None or name == "compute":
-                object.__setattr__(self, name, dtype_of(value))
+            if value is not None:
+                object.__setattr__(self, name, _dtype_of_sums(name, value))
 
     def __str__(self) -> str:
         return str(self.compute).removeprefix("torch.")
@@ -117,14 +126,23 @@ class Precision:
                 if self.compute.itemsize > master.itemsize:
                     raise BadPrecision(
                         f"to compute in {self} is wider than {names[key][0]} itself, which would be kept in "
-                        f"{str(master).removeprefix('torch.')}"
+                        f"{str(master).removeprefix('torch.')}",
+                        "compute in what the model is in or in something narrower; or widen it first: model.double()",
                     )
                 if parameter.dtype == master == self.compute and {self.reduce, self.accumulate} <= {None, master}:
                     own = True
                     continue
                 found.update(dict.fromkeys(names[key], master))
+        if not found and not own and self.keep:
+            raise BadPrecision(
+                f"keep={self.keep} leaves no parameter that would be computed with in another precision",
+                "keep fewer parameters as they are, or leave out the precision",
+            )
         if not found and not own:
-            raise BadPrecision("the model has no floating parameter that would be computed with in another precision")
+            raise BadPrecision(
+                "the model has no floating parameter that would be computed with in another precision",
+                "leave out the precision",
+            )
         return found
 
     def _is_kept(self, name: str) -> bool:
@@ -133,7 +151,11 @@ class Precision:
     def _refuse_idle(self, names: Sequence[str]) -> None:
         for pattern in self.keep:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise BadPrecision(f"no parameter is named {pattern}, which is to be kept as it is")
+                near = ", ".join(get_close_matches(pattern, names, cutoff=0) or names[:3])
+                raise BadPrecision(
+                    f"no parameter is named {pattern}, which is to be kept as it is",
+                    f"keep takes names of model.named_parameters(), with * for anything; near it: {near}",
+                )
 
     def inputs(self, values: Any) -> Any:
         """The floating tensors among the inputs of a batch in `compute`."""
@@ -152,17 +174,36 @@ class Mixed:
     masters: Mapping[str, torch.dtype]
 
 
-def precision_of(given: Any) -> Precision | None:
-    """A Precision, from what a user gave: one, a name, a dtype, or None."""
-    return given if given is None or isinstance(given, Precision) else Precision(dtype_of(given))
-
-
 def dtype_of(given: Any) -> torch.dtype:
-    """A float dtype by its name."""
+    """A float dtype to compute in, also by its name."""
+    found = _float_of(given)
+    if found is None:
+        raise BadPrecision(f"{given!r} is no float dtype to compute in", f"write {KNOWN}")
+    return found
+
+
+def _dtype_of_sums(name: str, given: Any) -> torch.dtype:
+    found = _float_of(given)
+    if found is None:
+        raise BadPrecision(
+            f"{name}={given!r} is no float dtype to add up gradients in", f"write {KNOWN}, or None: as they arise"
+        )
+    return found
+
+
+def _float_of(given: Any) -> torch.dtype | None:
     found = NAMES.get(given) if isinstance(given, str) else given
-    if found not in NAMES.values():
-        raise BadPrecision(f"{given!r} is no float dtype to compute in")
-    assert isinstance(found, torch.dtype)
+    return found if isinstance(found, torch.dtype) and found in NAMES.values() else None
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    """Patterns of names, of which one may stand by itself."""
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(one, str) for one in found):
+        raise BadPrecision(
+            f"keep={given!r} is no tuple of names of parameters",
+            'write keep=("norm.*", "head.bias"), names of parameters with * for anything, or leave it out',
+        )
     return found
 
 

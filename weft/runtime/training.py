@@ -75,6 +75,8 @@ def step_of(
         one.zero_grad(set_to_none=True)
     loss = forward_backward(batch, 1.0 if scaler is None else float(scaler.scale(torch.ones(()))))
     if scaler is not None:
+        if hasattr(scaler, "saw"):
+            scaler.saw(loss)  # one of ours, which ends what does not get better
         for one in all_of(optimizer):
             scaler.unscale_(one)
     if prepare is not None:

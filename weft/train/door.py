@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from weft.cache import DEFAULT
+from weft.capture.precision import chosen_precision
 from weft.errors import PlanError, RunError
 from weft.plan.recipes import BatchDims
 from weft.runtime.agree import other_than
@@ -50,7 +51,6 @@ from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.weights import Values, Weights, sample_hash
 from weft.verify.door import PlanLike
-from weft.verify.mixed import chosen_precision
 from weft.verify.model_file import Subject
 
 
@@ -99,7 +99,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     """
     wanted = _wanted_outputs(outputs)
     start = started(model, seed, init, weights)
-    chosen = chosen_precision(precision, start.module)
+    chosen = chosen_precision(precision, start.module, error=RunError)
     opened = _Opening(start, values_of(start, init), weights, seed, reduction_of(reduction), chosen)
 
     def original() -> nn.Module:

@@ -32,6 +32,7 @@ from weft.runtime.script import Index
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
+from weft.runtime.unchanged import BOUND
 from weft.train.opened import AnyParallel, MakeFiles, Wanted, refusal
 from weft.verify.parallel import emulate, join
 
@@ -132,6 +133,24 @@ class Emulated(nn.Module):
         found: Guard = self.__dict__["_guard"]
         return found
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of all ranks: the original names, each with `ranks.0.`, `ranks.1.` ... before it."""
+        for start, rank in self._by_rank(prefix):
+            yield from rank.named_parameters(start, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Those of all ranks, named likewise."""
+        for start, rank in self._by_rank(prefix):
+            yield from rank.named_buffers(start, recurse, remove_duplicate)
+
+    def _by_rank(self, prefix: str) -> Iterator[tuple[str, AnyParallel]]:
+        start = f"{prefix}." if prefix else ""
+        return ((f"{start}ranks.{number}", rank) for number, rank in enumerate(self._crew.modules))
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of all ranks."""
         found = list(super().parameters(recurse))
@@ -139,6 +158,7 @@ class Emulated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""
+        self._refuse_surroundings()
         self._refuse(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         grads = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -147,6 +167,11 @@ class Emulated(nn.Module):
         call = _Call(self._crew, leaves, spec, grads)
         found: tuple[Tensor, ...] = _Ranks.apply(self._anchor, call, *(leaves[at] for at in grads))
         return pytree.tree_unflatten(call.joined(found), call.out_spec)
+
+    def _refuse_surroundings(self) -> None:
+        """Here, where the caller's line is known: a rank that fails ends all."""
+        for module in self._crew.modules:
+            module.refuse_surroundings()
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
@@ -210,6 +235,12 @@ class Emulated(nn.Module):
             found = rank.load_state_dict({**parts, **unknown}, *args, **kwargs)
         return found
 
+    def __deepcopy__(self, memo: Any) -> Emulated:
+        raise refusal(*BOUND)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refusal(*BOUND)
+
     def _part(self, name: str, whole: Tensor, stored: Mapping[str, Index]) -> Tensor:
         if tuple(whole.shape) != self._shapes[name]:
             raise RunError(
@@ -237,6 +268,7 @@ class EmulatedPipeline(Emulated):
         """In evaluation: what the original returns, or its loss; no gradient."""
         if self.training:
             raise refusal(*NO_FORWARD)
+        self._refuse_surroundings()
         flow = self._first.known_flow(args, kwargs)
         if flow is None:
             self._prepare(Wanted(batch=(args, kwargs)))
@@ -250,6 +282,7 @@ class EmulatedPipeline(Emulated):
         is returned."""
         if not torch.is_grad_enabled():
             raise refusal(*NO_GRADIENT)
+        self._refuse_surroundings()
         # what is no batch is refused, and what is missing made, here: a rank that fails ends all
         for rows in self._first.looked_at(batch):
             self._prepare(Wanted(evaluation=False, rows=rows))

@@ -20,10 +20,11 @@ from torch import nn
 
 from weft.capture import capture
 from weft.capture.example import is_marked
+from weft.capture.precision import chosen_precision
 from weft.capture.specialise import at_example
 from weft.codegen.sampled import generate_for_sizes
 from weft.cost.links import load as load_links
-from weft.errors import ModelFileError, PlanError
+from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.graph import Graph
 from weft.ir.program import Program
 from weft.lower import lower
@@ -36,7 +37,6 @@ from weft.runtime.precision import Precision
 from weft.verify.compare import Difference, FirstDifference, Processes, Result, Rounded, Sample, compare, count_silenced
 from weft.verify.judged import round_off, run_both
 from weft.verify.locate import locate, locate_in_code
-from weft.verify.mixed import chosen_precision
 from weft.verify.model_file import Inside, Subject, load_model_file
 from weft.verify.optimizer import check_optimizer
 from weft.verify.parallel import run_parallel, whole_tensors
@@ -129,8 +129,10 @@ def make_subject(model_or_file: nn.Module | str | Path, example: Any) -> Subject
 
 def in_precision(subject: Subject, precision: Precision | str | None) -> Subject:
     """A subject in the precision that was asked for, or in its own."""
-    given = subject.precision if precision is None else precision
-    return replace(subject, precision=chosen_precision(given, subject.model, place=subject.place))
+    if precision is None:
+        return subject
+    found = chosen_precision(precision, subject.model, error=RunError, place=f"precision {str(precision)!r}")
+    return replace(subject, precision=found)
 
 
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:

@@ -18,21 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import RunError
-from weft.runtime.precision import KNOWN, BadPrecision, Precision, Rules, precision_of
-
-
-def chosen_precision(given: Any, module: nn.Module, *, place: str = "") -> Precision | None:
-    """The precision that a user asks for; refuses what is none, and one that does not fit the module."""
-    try:
-        found = precision_of(given)
-        if found is not None:
-            found.masters(module)
-    except BadPrecision as error:
-        raise RunError(
-            str(error), place=place, remedy=f"weft.Precision(compute=...) or one of {KNOWN}, narrower than the weights"
-        ) from None
-    return found
+from weft.runtime.precision import Precision, Rules
 
 
 class OneDevice:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from weft.capture.example import find_loss
+from weft.capture.precision import chosen_precision
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
 from weft.runtime.custom import keep, kept_name
@@ -31,7 +32,6 @@ from weft.runtime.record import Record
 from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.several import as_one
 from weft.verify.hugging_face import PREFIX, load_hugging_face
-from weft.verify.mixed import chosen_precision
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
@@ -138,7 +138,7 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         eval_data=eval_data,
         reduction=reduction,
         origin=str(path.resolve()),
-        precision=chosen_precision(precision, model, place=str(path)),
+        precision=chosen_precision(precision, model, error=ModelFileError, place=f"{path}, precision()"),
         record=start.record,
     )
 

@@ -1,0 +1,116 @@
+"""Unchanged: a rank's parameters are what its program was made for, or the next forward is refused.
+
+In: the trees of containers that a module shows, as they are when it is made. Out: nothing, or what is wrong and what to
+do instead: a parameter that was replaced, one of another dtype, one that was frozen when the program was made and is to
+be trained now. `applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and other
+values are taken into the memory that is there, which other tensors of the program look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Wrong = tuple[str, str]
+"""What is wrong, and what to do instead."""
+
+BOUND = (
+    "a parallel module is bound to its ranks and their programs: it cannot be copied or pickled",
+    "torch.save(parallel.state_dict(), PATH) to save it; for another one like it call weft.parallelize() again and "
+    "load_state_dict(parallel.state_dict())",
+)
+ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A parameter and where it stands."""
+
+    name: str
+    holder: dict[str, nn.Parameter | None]
+    key: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    trained: bool
+
+    def wrong(self) -> Wrong:
+        """It is not as it was: how."""
+        if self.holder.get(self.key) is not self.parameter:
+            return (
+                f"another parameter was put in the place of {self.name}, which the program goes on to use",
+                "change its values: with torch.no_grad(): parameter.copy_(values), or load_state_dict()",
+            )
+        if self.parameter.dtype != self.dtype:
+            return converted(self.name, self.dtype, self.parameter.dtype)
+        return (
+            f"{self.name} was frozen when its program was made, which does not bring its gradient together",
+            "give parallelize() the model with all that will ever be trained, and freeze the rest afterwards with "
+            "requires_grad_(False)",
+        )
+
+
+class Unchanged:
+    """The parameters of a rank as they are now.
+
+    Args:
+        trees: containers that hold them by their original names.
+        trained: names of those that get a gradient.
+    """
+
+    def __init__(self, trees: Iterable[nn.Module], trained: Collection[str]) -> None:
+        self._shown = [
+            _Shown(name, holder, key, parameter, parameter.dtype, name in trained)
+            for tree in trees
+            for name, holder, key, parameter in _places(tree)
+        ]
+        self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
+
+    def wrong(self, *, training: bool) -> Wrong | None:
+        """What has become of them that a program cannot follow. Asked in every step: it takes no time."""
+        for one in self._shown:
+            held = one.parameter
+            thawed = training and not one.trained and held.requires_grad
+            if one.holder.get(one.key) is not held or held.dtype != one.dtype or thawed:
+                return one.wrong()
+        return None
+
+
+def _places(tree: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    for path, module in tree.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{key}" if path else key, module._parameters, key, parameter
+
+
+def converted(name: str, before: torch.dtype, after: torch.dtype) -> Wrong:
+    """Another dtype than the program's."""
+    old, new = (str(one).removeprefix("torch.") for one in (before, after))
+    return (
+        f"{name} would be in {new}, and its program is for {old}",
+        "weft.parallelize(..., precision='bf16') computes in another precision, with float32 masters of the weights; "
+        f"or convert the model before: parallelize(model.to(torch.{new}), ...)",
+    )
+
+
+@torch.no_grad()
+def applied(held: Collection[tuple[str, Tensor]], function: Callable[[Tensor], Tensor]) -> Wrong | None:
+    """Apply to each tensor what leaves it where it is; tells what would not, before anything is changed."""
+    for name, one in held:
+        # without content: it is the same for all of that kind
+        tried = function(one.new_empty((0,) * one.dim()))
+        if tried.dtype != one.dtype:
+            return converted(name, one.dtype, tried.dtype)
+        if tried.device != one.device:
+            return (
+                f"{name} would go from {one.device} to {tried.device}, and its rank works on {one.device}",
+                "parameters of a parallel module lie on the device of their rank; the original may lie anywhere",
+            )
+    for _, one in held:
+        for tensor in (one, one.grad):
+            found = None if tensor is None else function(tensor)
+            if tensor is not None and found is not None and found.data_ptr() != tensor.data_ptr():
+                tensor.copy_(found)
+    return None
