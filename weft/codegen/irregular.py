@@ -31,6 +31,7 @@ def move_entry(
     target = program.values[value].layout
     origin: Layout = program.stored[tensor] if source is None else program.values[source].layout
     held = shapes(target, rank)
+    ways = _by_chunk(program, transfers, rank, value) if source is None and backward is not None else None
     return {
         "forward": transfer_entries(transfers, forward, rank),
         "backward": None if backward is None else transfer_entries(transfers, backward, rank),
@@ -38,7 +39,35 @@ def move_entry(
         "target_shapes": held,
         "dtype": str(program.graph.tensors[tensor].dtype).removeprefix("torch."),
         "chunks": len(held) > 1,
+        **({} if ways is None else {"by_chunk": ways}),
     }
+
+
+def _by_chunk(program: Program, transfers: Transfers, rank: int, value: str) -> list[dict[str, Any]] | None:
+    """How a trained parameter comes chunk by chunk, and its gradient goes home; None if it is to come at once: it is
+    there already, or kept, or not all ranks that hold it run the same chunks."""
+    held = program.values[value]
+    stored = program.stored[held.tensor]
+    if held.tensor in program.kept or held.grad is None:
+        return None
+    count = len(held.layout.grid.cells_on.get(rank, ()))
+    there, back = Move("exchange", stored, held.layout), Move("exchange", held.grad, stored)
+    sides = {device: len(cells) for device, cells in stored.grid.cells_on.items()}
+    same = [{d: len(cells) for d, cells in one.grid.cells_on.items()} for one in (held.layout, held.grad)]
+    if (
+        count < 2
+        or set(sides.values()) != {1}
+        or same != [dict.fromkeys(sides, count)] * 2
+        or transfers.is_local(there)
+    ):
+        return None
+    return [
+        {
+            "forward": [_entry(transfers.into_slot(there, rank, chunk), rank)],
+            "backward": [_entry(transfers.out_of_slot(back, rank, chunk), rank)],
+        }
+        for chunk in range(count)
+    ]
 
 
 def transfer_entries(transfers: Transfers, moves: Iterable[Move], rank: int) -> list[dict[str, Any]]:

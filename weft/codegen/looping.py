@@ -48,6 +48,7 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
     words = [str(count), f"self.{method}", *_extra(frame, extra), *(frame.env[name] for name in outside)]
     words.append(f"gives=[{', '.join(_given(frame, give, count) for give in gives)}]")
     words += ["recompute=True"] if step.recompute else []
+    words += ["returned=True"] if step.ends else []
     frame.sheet.need("weft.runtime.module", {"Given"})
     names = ", ".join(frame.name(give.target) for give in gives)
     shape = frame.sheet.shape(gives[0].target) if len(gives) == 1 else ""

@@ -28,7 +28,7 @@ from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
 from weft.ir.ranges import count
-from weft.lower.script import Writer
+from weft.lower.script import Writer, outputs_of
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime import script as rt
@@ -228,7 +228,7 @@ class Sheet:
 
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
-        made = {name for inner in step.body for name in _made(inner)}
+        made = {name for inner in step.body for name in outputs_of(inner)}
         inside = Counter(name for inner in step.body for name in reads_of(inner, self.program))
         return tuple(sorted(name for name in made if self._reads[name] > inside[name]))
 
@@ -324,12 +324,6 @@ def _equal_constants(graph: Graph) -> dict[str, str]:
         found[name] = next((other for other in others if torch.equal(graph.constants[other], value)), name)
         others += [name] if found[name] == name else []
     return found
-
-
-def _made(step: Step) -> tuple[str, ...]:
-    if isinstance(step, Compute):
-        return step.outputs
-    return tuple(getattr(step, "target", "") for _ in [0] if hasattr(step, "target"))
 
 
 def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -18,7 +18,7 @@ from weft.ir.program import Program
 from weft.lower.build import Builder, Need
 from weft.lower.chains import Chain, chains
 from weft.lower.idle import without_idle_gradients
-from weft.lower.regions import gather_regions
+from weft.lower.regions import gather_regions, with_loops_joined
 from weft.lower.stored import apply_store, held_on, kept, stored_layout
 from weft.ops.book import RuleBook
 from weft.ops.derive import Operand
@@ -64,7 +64,7 @@ def lower(
     # gradients become complete in the reverse order of use
     for parameter in reversed(_in_order_of_use(graph)):
         builder.sync(parameter)
-    return Program(
+    program = Program(
         graph=graph,
         devices=plan.devices,
         values=builder.values,
@@ -77,6 +77,7 @@ def lower(
         updates=updates,
         kept=kept(plan.stores, lying),
     )
+    return with_loops_joined(program)
 
 
 def stored_parameters(plan: Plan, *, links: Links | None = None) -> dict[str, Layout]:

@@ -22,7 +22,7 @@ from weft.ir.program import Move, Program
 from weft.lower.build import Builder, Need
 from weft.lower.chains import Chain, chains
 from weft.lower.idle import without_idle_gradients
-from weft.lower.regions import gather_regions
+from weft.lower.regions import gather_regions, with_loops_joined
 from weft.lower.segments import Piece, pieces
 from weft.lower.stored import apply_store, held_on, kept, resting, stored_layout
 from weft.ops.book import RuleBook
@@ -166,7 +166,7 @@ def _lower_piece(
     read = dict.fromkeys(name for op in graph.ops for name in op.inputs if name in graph.parameter_tensors)
     for parameter in reversed([name for name in read if graph.parameter_tensors[name].trainable]):
         builder.sync(parameter)
-    return Program(
+    program = Program(
         graph=graph,
         devices=count,
         values=builder.values,
@@ -179,6 +179,7 @@ def _lower_piece(
         kept=kept(plan.stores, lying),
         given={name: need.layout for name, need in needs.items()},
     )
+    return with_loops_joined(program)
 
 
 def _unread(graph: Graph) -> frozenset[str]:

@@ -7,6 +7,10 @@ piece that one sends to another is the i-th that the other receives from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from weft.ir.layout import Layout, Part
 from weft.ir.program import Move
 from weft.ir.routes import Route, Routing, adds, sums_fiber
 from weft.runtime.script import Piece, Transfer
@@ -20,10 +24,38 @@ class Transfers:
 
     def of(self, move: Move, device: int) -> Transfer | None:
         """What `device` does in `move`; None if it takes no part."""
-        routing = self._routings.get(move)
-        if routing is None:
-            routing = self._routings[move] = Routing(move.source, move.target)
-        return _transfer(move, device, routing)
+        return _transfer(move, device, self._routing(move))
+
+    def into_slot(self, move: Move, device: int, slot: int) -> Transfer:
+        """What `device` does in `move` for one slot of all its targets. All devices hold parts of both layouts."""
+        shape = move.target.parts_on(device)[slot].shape
+        found = self._through(move, device, lambda route: route.target_slot == slot)
+        return replace(found, receives=_at_first(found.receives), shapes=(shape,))
+
+    def out_of_slot(self, move: Move, device: int, slot: int) -> Transfer:
+        """What `device` does in `move` with one slot of all its sources; the others count as zeros, and copies in them
+        are left out: all targets take the first."""
+        firsts = {(part.device, part.slot): _first_alike(move.source, part) for part in move.source.parts()}
+        found = self._through(move, device, lambda route: firsts[route.source_device, route.source_slot] == slot)
+        return replace(found, sends=_at_first(found.sends))
+
+    def is_local(self, move: Move) -> bool:
+        """True if nothing leaves a device."""
+        return self._routing(move).is_local
+
+    def _routing(self, move: Move) -> Routing:
+        if move not in self._routings:
+            self._routings[move] = Routing(move.source, move.target)
+        return self._routings[move]
+
+    def _through(self, move: Move, device: int, wanted: Callable[[Route], bool]) -> Transfer:
+        """A move with some of its routes."""
+        routing = self._routing(move)
+        group = routing.group(device)
+        leaves = any(wanted(route) and route.source_device != route.target_device for route in _within(routing, group))
+        group = group if leaves else (device,)
+        found = tuple(filter(wanted, routing.of(device)))
+        return _pieces(move, device, group, found)
 
 
 def transfer(move: Move, device: int) -> Transfer | None:
@@ -39,15 +71,33 @@ def _transfer(move: Move, device: int, routing: Routing) -> Transfer | None:
     shapes = tuple(part.shape for part in target.parts_on(device))
     if move.kind == "all_reduce" and sums_fiber(source, target) and len(group) > 1:
         return Transfer("all_reduce", group, (), (), shapes)
-    found = routing.of(device)
+    return _pieces(move, device, group, routing.of(device))
+
+
+def _pieces(move: Move, device: int, group: tuple[int, ...], found: Sequence[Route]) -> Transfer:
     return Transfer(
         kind=_kind(move, group),
         group=group,
         sends=tuple(_sent(route) for route in found if route.source_device == device),
         receives=tuple(_received(route) for route in found if route.target_device == device),
-        shapes=shapes,
-        add=adds(source, target),
+        shapes=tuple(part.shape for part in move.target.parts_on(device)),
+        add=adds(move.source, move.target),
     )
+
+
+def _first_alike(layout: Layout, part: Part) -> int:
+    """The first slot of a part's device that holds the same."""
+    alike = (one for one in layout.parts_on(part.device) if (one.ranges, one.share) == (part.ranges, part.share))
+    return next(alike).slot
+
+
+def _within(routing: Routing, group: tuple[int, ...]) -> Iterator[Route]:
+    return (route for device in group for route in routing.of(device))
+
+
+def _at_first(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The pieces as those of the only slot."""
+    return tuple(replace(piece, slot=0) for piece in pieces)
 
 
 def _kind(move: Move, group: tuple[int, ...]) -> str:

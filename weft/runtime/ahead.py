@@ -1,8 +1,9 @@
-"""Gathering ahead: a weight that is about to be needed is on its way while the one before it is used.
+"""Gathering ahead: weights that are about to be needed are on their way while the one before them is used.
 
-In: the gathers of a run (a forward, or a backward) one after the other, each under a key. Out: what each brings. The
-order of a run is that of the one before; when a gather has come, the next one is started, in a lane of its own, and
-waited for where it is asked for. One is under way at a time, so no more than one whole weight is held too early.
+In: the gathers of a run (a forward, or a backward) one after the other. Out: what each brings. The order of a run is
+that of the one before; when what was under way has been asked for, the next is started, in a lane of its own, and
+waited for where it is asked for. That is one weight, or, among processes of one host (`fetched.py`), as many as make
+`TOGETHER` bytes: small ones come with the next large one, so little more than one whole weight is held too early.
 
 Promised: gathers start in one order on all members, since the same program asks for them; one that is not asked for
 after all is waited for and let go.
@@ -10,86 +11,106 @@ after all is waited for and let go.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from weft.runtime.script import Transfer
-from weft.runtime.transfers import Pending, execute_all, start_all
-from weft.runtime.transport import Doing, Transport
+from weft.runtime.fetched import Fetches
+from weft.runtime.gathers import Gather, Key, key_of
+from weft.runtime.transfers import Pending
+
+TOGETHER = 1 << 20
+"""Bytes from which on no more weights are fetched in one go."""
+MANY = 32
+"""Weights that are fetched in one go at most."""
 
 
 @dataclass(frozen=True)
-class Gather:
-    """How a parameter is brought to where it is used."""
+class _Coming:
+    """A weight under way: what it will be taken for, and how to wait for it."""
 
-    name: str
-    stored: Tensor
-    transfers: tuple[Transfer, ...]
-    transport: Transport
-
-    @torch.no_grad()
-    def now(self) -> Tensor:
-        self.transport.doing = Doing(f"use of {self.name}")
-        return execute_all(self.transfers, [self.stored.detach()], self.transport, dtype=self.stored.dtype)[0]
-
-    @torch.no_grad()
-    def start(self) -> Pending | None:
-        """Begin, where the transport can do so in the background."""
-        return start_all(self.transfers, [self.stored.detach()], self.transport)
+    key: Key
+    version: int
+    batch: _Batch
 
 
-class Asks(Protocol):
-    """Whoever brings a gathered weight."""
+class _Batch:
+    """Weights that come together, to be taken in order."""
 
-    def get(self, gather: Gather) -> Tensor: ...
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+        self._come: deque[Tensor] = deque()
+
+    def take(self) -> Tensor:
+        if self._pending is not None:
+            self._come, self._pending = deque(self._pending.wait()), None
+        return self._come.popleft()
 
 
 class Ahead:
     """The gathers of one module in one direction."""
 
-    def __init__(self) -> None:
-        self._next: dict[Hashable, Gather] = {}
+    def __init__(self, fetches: Fetches) -> None:
+        self._fetches = fetches
+        self._next: dict[Key, Gather] = {}
         """What followed each gather when it was last asked for."""
-        self._last: Gather | None = None
-        self._pending: tuple[Hashable, int, Pending] | None = None
+        self._last: Key | None = None
+        self._coming: deque[_Coming] = deque()
 
     def begin(self) -> None:
         """A run begins: weights may have changed since the one before."""
         self._drop()
         self._last = None
+        self._fetches.settle()
 
     def get(self, gather: Gather) -> Tensor:
         """What a gather brings."""
-        key = _key(gather)
+        key = key_of(gather)
         if self._last is not None:
-            self._next[_key(self._last)] = gather
-        self._last = gather
+            self._next[self._last] = gather
+        self._last = key
         found = self._waited(key, gather)
-        following = self._next.get(key)
-        if following is not None and following.stored is not gather.stored:
-            pending = following.start()
-            if pending is not None:
-                self._pending = _key(following), following.stored._version, pending
-        return gather.now() if found is None else found
+        now = self._fetches.start([gather]) if found is None and self._fetches.takes(gather) else None
+        if not self._coming:
+            self._start(self._following(key, gather))
+        if found is not None:
+            return found
+        return gather.now() if now is None else now.wait()[0]
 
-    def _waited(self, key: Hashable, gather: Gather) -> Tensor | None:
+    def _waited(self, key: Key, gather: Gather) -> Tensor | None:
         """What was started for this one; None if nothing was."""
-        if self._pending is None:
+        if not self._coming:
             return None
-        started, version, pending = self._pending
-        self._pending = None
-        (found,) = pending.wait()
-        return found if started == key and version == gather.stored._version else None
+        coming = self._coming.popleft()
+        found = coming.batch.take()
+        if (coming.key, coming.version) == (key, gather.stored._version):
+            return found
+        self._drop()
+        return None
+
+    def _following(self, key: Key, gather: Gather) -> list[Gather]:
+        """What is to come next: one, or several that are fetched together."""
+        found: list[Gather] = []
+        after, num_bytes = self._next.get(key), 0
+        while after is not None and not any(after.stored is one.stored for one in (gather, *found)):
+            if found and not (self._fetches.takes(after) and after.transfers[0].group == found[0].transfers[0].group):
+                break
+            found.append(after)
+            num_bytes += after.num_bytes
+            if num_bytes >= TOGETHER or len(found) == MANY or not self._fetches.takes(after):
+                break
+            after = self._next.get(key_of(after))
+        return found
+
+    def _start(self, gathers: list[Gather]) -> None:
+        if not gathers:
+            return
+        pending = self._fetches.start(gathers) if self._fetches.takes(gathers[0]) else gathers[0].start()
+        if pending is not None:
+            batch = _Batch(pending)
+            self._coming.extend(_Coming(key_of(one), one.stored._version, batch) for one in gathers)
 
     def _drop(self) -> None:
-        if self._pending is not None:
-            self._pending[2].wait()
-            self._pending = None
-
-
-def _key(gather: Gather) -> Hashable:
-    return gather.name, gather.transfers
+        while self._coming:
+            self._coming.popleft().batch.take()

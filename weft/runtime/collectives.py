@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from weft.runtime import script
-from weft.runtime.ahead import Ahead, Gather
+from weft.runtime.ahead import Ahead
+from weft.runtime.by_chunk import ByChunk, Way
 from weft.runtime.cuts import Axes, Cut, Place, as_axes
 from weft.runtime.gathered import Use
+from weft.runtime.gathers import Gather
 from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce, slice_to
+from weft.runtime.numbers import Numbers
 from weft.runtime.reshard import run_reshard
 from weft.runtime.tape import Tape, Tell, tie
 from weft.runtime.transfers import execute_all
@@ -43,6 +46,8 @@ class Irregular:
     dtype: torch.dtype
     chunks: bool
     """The result is a tuple with a tensor per chunk, even if there is one."""
+    by_chunk: tuple[Way, ...] = ()
+    """For a parameter that is gathered chunk by chunk: the ways of each."""
 
 
 class Owner(Protocol):
@@ -77,6 +82,7 @@ class Collectives:
         self._transport, self._place, self._tables = transport, place, dict(tables)
         self._owner, self._anchor = owner, anchor
         self._steps: dict[Any, script.Reshard] = {}
+        self._numbers = Numbers()
         self._chains: dict[Any, tuple[tuple[script.Transfer, ...], tuple[int, ...]]] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
 
@@ -121,14 +127,21 @@ class Collectives:
         talks = any(transfer.kind != "local" for transfer in transfers)
         if not talks or self._owner.keeps(name) or not torch.is_grad_enabled():
             return self._used(name, [parameter], transfers, back, parameter.dtype, self._owner.used)[0]
-        gather = Gather(name, parameter, transfers, self._transport)
+        gather = self._gather(name, parameter, transfers)
         use = Use(gather, self._owner.ahead, self._owner.ahead_back)
-        return self._owner.tape.gather(use, parameter, back, self._anchor, self._owner.used)
+        return self._owner.tape.gather(use, parameter, shape, back, self._anchor, self._owner.used)
+
+    def _gather(self, name: str, parameter: Tensor, transfers: tuple[script.Transfer, ...]) -> Gather:
+        return Gather(name, parameter, transfers, self._transport, self._numbers.of(transfers))
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
         found = self._tables[key]
         name = parameter if isinstance(parameter, str) else self._owner.name_of(parameter)
+        if found.by_chunk and isinstance(parameter, Tensor):
+            gathers = [self._gather(name, parameter, way.forward) for way in found.by_chunk]
+            uses = [Use(gather, self._owner.ahead, self._owner.ahead_back) for gather in gathers]
+            return ByChunk(self._owner, parameter, uses, found.by_chunk, self._anchor, self._owner.used)
         sources = [] if isinstance(parameter, str) else [parameter]
         parts = self._used(name, sources, found.forward, found.backward, found.dtype)
         return _joined(parts, found.chunks)

@@ -103,7 +103,9 @@ def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """No two gradients on one memory (autograd may make them so): whoever scales one in place must not scale both."""
     seen: dict[int, list[tuple[int, int]]] = {}
     for name, gradient in gradients.items():
-        spans, span = seen.setdefault(gradient.untyped_storage().data_ptr(), []), _span(gradient)
+        memory = gradient.untyped_storage()
+        # tensors without content lie nowhere, each by itself
+        spans, span = seen.setdefault(memory.data_ptr() or memory._cdata, []), _span(gradient)
         at = bisect_left(spans, span)
         before, after = spans[max(at - 1, 0) : at], spans[at : at + 1]
         if (before and before[0][1] > span[0]) or (after and after[0][0] < span[1]):

@@ -7,8 +7,8 @@ and backward, whatever number of operators saved it; the memory goes with the la
 
 Unpacking runs collectives inside backward. They start in one order on all members: a use along axes of the grid stands
 in the program of every member at the same place, is read there by the same operators, and autograd runs these in
-reverse order of creation, as it does the reshards among them. Uses from tables, where members may hold a part without
-using it, are not packed: a member that saves nothing would not come to the transfers.
+reverse order of creation, as it does the reshards among them. Of uses from tables only those of loops over chunks that
+all members run alike come so (`by_chunk.py`): a member that saves nothing would not come to the transfers.
 Promised: the same bits as if the whole had been kept; a parameter that was changed between forward and backward is an
 error, as it is for autograd.
 """
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.runtime.ahead import Asks, Gather
+from weft.runtime.gathers import Asks, Gather
 from weft.runtime.values import Gradient
 
 

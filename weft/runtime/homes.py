@@ -1,10 +1,11 @@
 """Homes: whole gradients on their way to where their parts are stored, several at a time, while backward goes on.
 
 In: gradients that every member of a group has an addend of, posted in one order on all of them, and word that no more
-will come. Out: this rank's part of each sum, in the order of posting. What is posted gathers in a bucket for each group
-and dtype; a full one is started in the second lane of the transport. Among processes of one host a gradient lies in
-memory that all see (`room`, where products write it), and each adds up its own part where the others' lie; elsewhere
-parts are exchanged, and added here. Either way in group order, so the bits are those of one transfer after the other.
+will come. Out: this rank's part of each sum, those of a name in the order of posting. What is posted gathers in buckets
+by group and dtype; a full one is started in the second lane of the transport. Among processes of one host a
+gradient lies in memory that all see (`room`, where products write it), and each adds up its own part where the others'
+lie; elsewhere parts are exchanged, and added here. Either way in group order, so the bits are those of one transfer
+after the other.
 Nothing goes so in the first step, in which gradients wait for its end, nor where it was little (`count`).
 
 Promised: no more than `AHEAD` buckets are under way, and of large gradients one, so no more wholes than these are kept.
@@ -124,7 +125,10 @@ class Homes:
             self._start(bucket)
 
     def put(self, name: str, part: Tensor) -> None:
-        """A part that is complete; it is delivered in its turn."""
+        """A part that is complete; it is delivered in its turn among those of its name."""
+        if all(one.name != name for one in self._posted):
+            self._deliver(name, part)
+            return
         self._posted.append(_Posted(name, None, part))
         self._hand_out()
 

@@ -23,6 +23,7 @@ from weft.runtime.collectives import Collectives
 from weft.runtime.cuts import Cuts, Place, index_at, whole
 from weft.runtime.end_sync import EndSync, GradSync, separate
 from weft.runtime.ending import tied_loss, tied_outputs
+from weft.runtime.fetched import Fetches
 from weft.runtime.gathered import changed_since
 from weft.runtime.gives import take_part
 from weft.runtime.kept import Kept
@@ -94,7 +95,8 @@ class ParallelModule(Container):
         self._tables = tables
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
         self.grad_sync: GradSync = grad_sync or EndSync()
-        self.kept, self.ahead, self.ahead_back = Kept(), Ahead(), Ahead()
+        self.kept, fetches = Kept(), Fetches()
+        self.ahead, self.ahead_back = Ahead(fetches), Ahead(fetches)
         self.masters: Behind | None = None
         self.sums = NO_SUMS
         self.sinks: dict[str, Gradient] = {}
@@ -259,13 +261,23 @@ class ParallelModule(Container):
         return run(self, function, inputs, self.anchor, plain=plain)
 
     def chunks(
-        self, count: int, function: Callable[..., Any], *inputs: Any, gives: Sequence[Given], recompute: bool = False
+        self,
+        count: int,
+        function: Callable[..., Any],
+        *inputs: Any,
+        gives: Sequence[Given],
+        recompute: bool = False,
+        returned: bool = False,
     ) -> Any:
         """Run `function(chunk, *inputs)` for every chunk and put together what the chunks give.
 
-        `recompute`: keep nothing of a chunk but what it reads, and run it again in backward."""
+        Args:
+            recompute: keep nothing of a chunk but what it reads, and run it again in backward.
+            returned: a recomputed function returns the results, and nothing else reads them: where that runs again they
+                are not made.
+        """
         if recompute:
-            return run(self, function, inputs, self.anchor, chunks=count, gives=gives)
+            return run(self, function, inputs, self.anchor, chunks=count, gives=gives, returned=returned)
         return run_chunks(function, inputs, count, gives)
 
     def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
@@ -433,6 +445,11 @@ class _Arrived:
 
     def __call__(self, parameter: Tensor) -> None:
         self.module.arrived(self.name, parameter)
+
+
+def has_hook_after(parameter: Tensor) -> bool:
+    """True if a hook of others waits for the gradient of a parameter."""
+    return not all(isinstance(hook, _Arrived) for hook in _hooks_after(parameter))
 
 
 def _hooks_after(parameter: Tensor) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.by_chunk import Way
 from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Place, index_at
 from weft.runtime.module import GradSync, ParallelModule
@@ -182,6 +183,10 @@ def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
         target_shapes=_tupled(value["target_shapes"]),
         dtype=getattr(torch, value["dtype"]),
         chunks=value["chunks"],
+        by_chunk=tuple(
+            Way(_transfers(one["forward"], rank), _transfers(one["backward"], rank))
+            for one in value.get("by_chunk", ())
+        ),
     )
 
 

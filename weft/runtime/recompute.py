@@ -4,7 +4,9 @@ In: a function of the module and the tensors it reads. Out: what it returns, or,
 together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read,
 backward runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
 `runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank. A weight
-that was gathered is not kept either: it is gathered again before the function runs again, for all chunks once.
+that was gathered is not kept either: it is gathered again before the function runs again, for all chunks once, or chunk
+by chunk (`by_chunk.py`). A loop whose results are those of the function that it stands in is not run when that runs
+again: only in backward.
 """
 
 from __future__ import annotations
@@ -65,6 +67,10 @@ class _Work:
     anchor: Tensor
     uses: dict[int, tuple[Use, Gradient]]
     """The gathered weights among its tensors: how to gather them again, and where their gradients go."""
+    returned: bool = False
+    """Its results are those of a recomputed function around it."""
+    results: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+    """Their sizes and dtypes. Known after the first run."""
     nested: list[int] = field(default_factory=list)
     """For each result how many tensors it has; 0 for a bare tensor. Known after the first run."""
 
@@ -151,13 +157,17 @@ def run(
     chunks: int | None = None,
     gives: Sequence[Given] = (),
     plain: Sequence[int] = (),
+    returned: bool = False,
 ) -> Any:
-    """Run a function now and again in backward; with `chunks` once for each."""
+    """Run a function now and again in backward; with `chunks` once for each.
+
+    `returned`: its results are those of a recomputed function around it; where that runs again, this runs in backward
+    only."""
     tensors: list[Tensor] = []
     uses: dict[int, tuple[Use, Gradient]] = {}
     arguments = [_dig(argument, owner.tape, tensors, uses) for argument in inputs]
     here = Ambient.here(), owner.stream, anchor
-    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses)
+    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses, returned)
     if not torch.is_grad_enabled():
         results = _forward(work, tensors)
     else:
@@ -188,8 +198,12 @@ def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk
 @torch.no_grad()
 def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The first run: no autograd, nothing kept."""
+    outer = work.owner.tape
+    if work.returned and outer.results is not None:
+        work.nested = [0] * len(outer.results)
+        return [_unmade(size, dtype, work.anchor.device) for size, dtype in outer.results]
     detached = {at: tensor.detach() for at, tensor in enumerate(tensors)}
-    outer, work.owner.tape = work.owner.tape, Tape()
+    work.owner.tape = Tape()
     try:
         if work.chunks is None:
             return work.call(detached, None)
@@ -202,6 +216,12 @@ def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
         work.owner.tape = outer
 
 
+def _unmade(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stands for a tensor whose content nobody reads; who does finds out."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(size)
+
+
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -210,6 +230,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # a result may be an input, or two results one tensor: each needs its own place in the autograd graph
         results = [tensor.detach() for tensor in _forward(work, tensors)]
+        work.results = tuple((tensor.shape, tensor.dtype) for tensor in results)
         ctx.mark_non_differentiable(
             *(
                 tensor
@@ -264,7 +285,12 @@ def _replay(
 ) -> None:
     """Run once more, with autograd, and send the gradients of the results through."""
     outer, now = work.owner.tape, work.owner.stream
-    inner = Tape(sinks={**outer.sinks, **tape.sinks}, inputs=outer.inputs | tape.inputs, uses=dict(tape.uses))
+    inner = Tape(
+        sinks={**outer.sinks, **tape.sinks},
+        inputs=outer.inputs | tape.inputs,
+        uses=dict(tape.uses),
+        results=work.results if chunk is None else None,
+    )
     work.owner.tape, work.owner.stream = inner, work.stream
     try:
         with work.ambient.entered(grad=True), work.owner.rerun_mode or nullcontext():

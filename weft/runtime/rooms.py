@@ -95,6 +95,16 @@ class Rooms:
         """Bytes that a tensor takes here."""
         return -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
 
+    def holds(self, tensor: Tensor) -> bool:
+        """True if a tensor lies where the others see it."""
+        return tensor.is_contiguous() and self._job.note(tensor, self._group) is not None
+
+    def note(self, tensor: Tensor) -> bytes:
+        """Where the others find a tensor that lies where they see it."""
+        note = self._job.note(tensor, self._group)
+        assert note is not None, "a room lies in memory that others see"
+        return note
+
     def leave(self) -> None:
         """Nothing more goes where the last tensor lies."""
         self._current = None
@@ -105,8 +115,7 @@ class Rooms:
         note = self._job.note(tensor, self._group) if tensor.is_contiguous() else None
         if note is None:
             tensor = self.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-            note = self._job.note(tensor, self._group)
-            assert note is not None, "a room lies in memory that others see"
+            note = self.note(tensor)
         return Lent(tensor, note, parts)
 
     def start(self, kind: str, alike: Tensor, work: Work) -> Waits[None]:

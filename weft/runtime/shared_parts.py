@@ -1,9 +1,10 @@
 """Shared parts: what the processes of one host need of each other's tensors, read where it lies.
 
 In: tensors in memory that every member of a group has lent (`shared_sums.py`), as many on each and in one order, and
-which part of each belongs to which member. Out: `pull` fills the others' parts in; `add_parts` gives this member's part
-of each sum, added in group order. Members tell each other where their tensors lie, so each may lay them as it likes,
-and once more when they have read, so that nobody writes where another still reads.
+which part of each belongs to which member. Out: `pull` fills the others' parts in; `fetch` puts wholes together from
+parts; `add_parts` gives this member's part of each sum, added in group order. Members tell each other where their
+tensors lie, so each may lay them as it likes, and once more when they have read, so that nobody writes where another
+still reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.runtime.boxes import Box
 from weft.runtime.script import Index
 from weft.runtime.shared_sums import BLOCK, LET_GO, SharedSums
 from weft.runtime.sums import combine
-from weft.runtime.transfers import put, take
+from weft.runtime.transfers import put, size, take
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,34 @@ def pull(shared: SharedSums, order: Sequence[int], lent: Sequence[Lent]) -> None
             index = one.parts[member]
             if index is not None:
                 _fetch(one.tensor, index, box, start)
+    shared.meet()
+
+
+@torch.no_grad()
+def fetch(
+    shared: SharedSums,
+    order: Sequence[int],
+    notes: Sequence[bytes],
+    parts: Sequence[tuple[Index, ...]],
+    own: Sequence[Tensor],
+    into: Sequence[Tensor],
+) -> None:
+    """Put wholes together from parts that lie with their members.
+
+    Args:
+        notes: where others find this member's parts.
+        parts: which part of each whole is whose, in group order.
+        own: this member's parts.
+        into: the wholes.
+    """
+    theirs = shared.find(notes)
+    for member, position in enumerate(order):
+        for at, (whole, indices) in enumerate(zip(into, parts, strict=True)):
+            if position == shared.position:
+                put(whole, indices[member], own[at])
+            else:
+                box, start = theirs[position][at]
+                _fetch_part(whole, indices[member], box, start)
     shared.meet()
 
 
@@ -92,6 +121,17 @@ def _fetch(tensor: Tensor, index: Index, box: Box, start: int) -> None:
         return
     # read, not mapped: mapped memory would count as this process's too
     _read(box.descriptor, view, start + view.data_ptr() - tensor.data_ptr())
+
+
+def _fetch_part(whole: Tensor, index: Index, box: Box, start: int) -> None:
+    """Copy a part that lies alone in another process to its place in a whole."""
+    view = narrowed(whole, index)
+    if view is not None and view.is_contiguous():
+        _read(box.descriptor, view, start)
+        return
+    part = torch.empty(size(index), dtype=whole.dtype, device=whole.device)
+    _read(box.descriptor, part, start)
+    put(whole, index, part)
 
 
 def _read(descriptor: int, into: Tensor, start: int) -> None:

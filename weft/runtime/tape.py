@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.gathered import Gathered, Use, as_edge
 from weft.runtime.script import Transfer
+from weft.runtime.transfers import together
 from weft.runtime.values import Gradient, Told, make_leaf
 
 
@@ -55,6 +56,8 @@ class Tape:
     """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
     spent: bool = False
     """A backward has gone through it."""
+    results: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
+    """Of a function that runs again: what it returned when it ran first."""
 
     def rely_on(self, name: str, parts: Sequence[Tensor]) -> None:
         """This forward uses kept wholes of these parts: they must stay as they are until its backward."""
@@ -120,16 +123,31 @@ class Tape:
         found = self.uses.get(id(leaf))
         return None if found is None or found[0]() is not leaf else found[1]
 
-    def gather(self, use: Use, stored: Tensor, sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell) -> Tensor:
+    def gather(
+        self, use: Use, stored: Tensor, shape: Sequence[int], sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell
+    ) -> Tensor:
         """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        whole, sink, number = use.whole(), self._sink(tell), len(self.used)
-        if whole.untyped_storage()._cdata == stored.untyped_storage()._cdata:
+        sink, done = self.expect(use.name, shape, sync, stored.dtype, tell)
+        return self.first(use, stored, anchor, sink, done)
+
+    def first(
+        self, use: Use, stored: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Gather it for the first time: autograd will gather it again."""
+        whole = use.whole()
+        if together(whole, stored):
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
             whole = whole.clone()
         self.gathered.add(use, whole)
-        leaf = self.edge(use, whole, anchor, sink, lambda: tell(self, number, True))
-        self.used.append(Used(use.name, ((leaf.shape, sink),), sync, stored.dtype))
-        return leaf
+        return self.edge(use, whole, anchor, sink, done)
+
+    def expect(
+        self, parameter: str, shape: Sequence[int], sync: tuple[Transfer, ...], dtype: torch.dtype, tell: Tell
+    ) -> tuple[Gradient, Callable[[], None]]:
+        """Where the gradient of a use that is gathered is summed, and what to call when all of it has come."""
+        sink, number = self._sink(tell), len(self.used)
+        self.used.append(Used(parameter, ((torch.Size(shape), sink),), sync, dtype))
+        return sink, lambda: tell(self, number, True)
 
 
 def tie(results: Sequence[Tensor], tokens: list[Tensor]) -> list[Tensor]:
