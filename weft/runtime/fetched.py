@@ -148,7 +148,7 @@ def _parts(gather: Gather) -> tuple[Index, ...] | None:
     if len(gather.transfers) != 1 or not isinstance(of_job(gather.transport, ())[0], Exchanges):
         return None
     (transfer,) = gather.transfers
-    if transfer.kind != KIND or transfer.add or len(transfer.shapes) != 1 or not gather.stored.is_contiguous():
+    if transfer.kind != KIND or transfer.add or len(transfer.shapes) != 1:
         return None
     found = {piece.peer: piece.index for piece in transfer.receives}
     if len(found) != len(transfer.receives) or set(found) != set(transfer.group):

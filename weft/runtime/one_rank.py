@@ -6,6 +6,7 @@ this is, the step as one call, a loss over all replicas.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -24,7 +25,7 @@ from weft.runtime.several import with_empties
 from weft.runtime.stored import Holds
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, step_of
 from weft.runtime.transport import Transport
-from weft.runtime.unchanged import BOUND, Unchanged, applied
+from weft.runtime.unchanged import BOUND, Unchanged, applied, left_behind
 
 
 class HasStored(Protocol):
@@ -202,6 +203,9 @@ class OneRank(nn.Module):
         wrong = unchanged.wrong(training=self.training)
         if wrong is not None:
             raise self._refused(*wrong)
+        left = unchanged.left()
+        if left is not None:
+            warnings.warn(left_behind(left), stacklevel=2)
         if self.training:
             self._refuse_hooks(unchanged)
 

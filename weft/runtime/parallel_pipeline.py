@@ -138,6 +138,7 @@ class ParallelPipeline(OneRank):
         """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
         for size in flow.missing(rows):
             self._make_size(flow, size)
+        self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
         if self._transport.begin_step(self.step, f"{kind} {rows}"):

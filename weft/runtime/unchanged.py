@@ -2,8 +2,9 @@
 
 In: the trees of containers that a module shows, as they are when it is made. Out: nothing, or what is wrong and what to
 do instead: a parameter that was replaced, one of another dtype, one that was frozen when the program was made and is to
-be trained now. `applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and other
-values are taken into the memory that is there, which other tensors of the program look into.
+be trained now. A parameter that is gathered is laid where others read it in the first steps: what looks at its memory
+from before is warned of. `applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and
+other values are taken into the memory that is there, which other tensors of the program look into.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Wrong = tuple[str, str]
 """What is wrong, and what to do instead."""
@@ -22,6 +24,8 @@ BOUND = (
     "torch.save(parallel.state_dict(), PATH) to save it; for another one like it call weft.parallelize() again and "
     "load_state_dict(parallel.state_dict())",
 )
+LOOKS = 4
+"""Steps in which parameters may get other memory, where others read it, and one more."""
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -35,6 +39,9 @@ class _Shown:
     parameter: nn.Parameter
     dtype: torch.dtype
     trained: bool
+    start: int
+    memory: StorageWeakRef
+    """Where it lay, and whether anything still does."""
 
     def wrong(self) -> Wrong:
         """It is not as it was: how."""
@@ -51,6 +58,10 @@ class _Shown:
             "requires_grad_(False)",
         )
 
+    def left_something(self) -> bool:
+        """True if it has got other memory, and somebody still looks at what it had."""
+        return self.parameter.data_ptr() != self.start and not self.memory.expired()
+
 
 class Unchanged:
     """The parameters of a rank as they are now.
@@ -62,11 +73,28 @@ class Unchanged:
 
     def __init__(self, trees: Iterable[nn.Module], trained: Collection[str]) -> None:
         self._shown = [
-            _Shown(name, holder, key, parameter, parameter.dtype, name in trained)
+            _Shown(
+                name,
+                holder,
+                key,
+                parameter,
+                parameter.dtype,
+                name in trained,
+                parameter.data_ptr(),
+                StorageWeakRef(parameter.untyped_storage()),
+            )
             for tree in trees
             for name, holder, key, parameter in _places(tree)
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
+        self._num_looks = LOOKS
+
+    def left(self) -> str | None:
+        """A parameter that was laid elsewhere while something looks at where it lay. Asked in every step: in the first
+        ones, in which that happens, it is looked for, and told once."""
+        found = next((one.name for one in self._shown if one.left_something()), None) if self._num_looks else None
+        self._num_looks = 0 if found is not None else max(0, self._num_looks - 1)
+        return found
 
     def wrong(self, *, training: bool) -> Wrong | None:
         """What has become of them that a program cannot follow. Asked in every step: it takes no time."""
@@ -83,6 +111,13 @@ def _places(tree: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter | Non
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{path}.{key}" if path else key, module._parameters, key, parameter
+
+
+def left_behind(name: str) -> str:
+    return (
+        f"{name} lies in other memory since it was first used, and something still looks at the old one (a "
+        "state_dict(), a detached tensor or a view of it): that does not follow the weights any more; take it anew"
+    )
 
 
 def converted(name: str, before: torch.dtype, after: torch.dtype) -> Wrong:

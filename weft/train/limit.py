@@ -103,4 +103,4 @@ def remedy(found: Bytes, devices: int) -> str:
     if found.activations > found.state:
         return "recompute=full, coshard=2, more microbatches, or a smaller batch; weft show --memory tells more"
     more = "zero=3 with dp" if devices > 1 else "more devices with zero=3 (dp=2,zero=3)"
-    return f"{more}, tp or pp to store parameters in parts; weft show --memory tells more"
+    return f"{more}, tp or pp, over more devices, to store parameters in parts; weft show --memory tells more"

@@ -237,6 +237,7 @@ class _InPieces:
 
     def step(self, task: Task, step: int) -> torch.Tensor:
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
+        self.join()
         found = self._rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
