@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.compile import compile_program
+from weft.ir.program import Recompute
 from weft.verify.model_file import load_model_file
 
 transformers = pytest.importorskip("transformers")
@@ -53,7 +54,8 @@ def test_frozen_weights_are_cut_and_have_no_gradient() -> None:
 def test_gradient_checkpointing(plan: str) -> None:
     subject = load_model_file(EXAMPLES / "checkpointed.py")
     compiled = compile_program(subject.model, subject.example, plan)
-    assert compiled.files["program.py"].count(b"self.recompute(") == 2
+    assert sum(isinstance(step, Recompute) for step in compiled.program.steps) == 2
+    assert compiled.files["program.py"].count(b"self.recompute(") == 1, "layers that are alike are one function"
     result = weft.verify(EXAMPLES / "checkpointed.py", plan=plan)
     assert result.equal, str(result)
 
