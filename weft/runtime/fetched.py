@@ -23,9 +23,9 @@ from weft.runtime.gathers import Gather, Key, key_of
 from weft.runtime.rooms import WORTH, Rooms, Waits, of_job, rooms_for
 from weft.runtime.script import Index
 from weft.runtime.shared_parts import fetch
-from weft.runtime.shared_sums import is_private
+from weft.runtime.spares import Spares
 from weft.runtime.transfers import Exchanges, covers
-from weft.runtime.transport import Doing
+from weft.runtime.transport import Doing, listed
 
 KIND = "all_gather"
 SPARE = 4 << 20
@@ -60,7 +60,7 @@ class Fetches:
     def __init__(self) -> None:
         self._ways: dict[Key, _Way | None] = {}
         self._new: dict[Key, Gather] = {}
-        self._spare: list[Tensor] = []
+        self._spares = Spares(SPARES)
 
     def takes(self, gather: Gather) -> bool:
         """True if a gather can be fetched; if it is new, from the next run on."""
@@ -94,8 +94,8 @@ class Fetches:
             own = [gather.stored.detach() for gather in gathers]
             into = [self._memory(gather) for gather in gathers]
             alike = torch.empty(sum(one.nbytes for one in into), dtype=torch.uint8, device="meta")
-            before, others = transport.doing, len(gathers) - 1
-            transport.doing = Doing(f"use of {gathers[0].name}" + (f" and {others} more" if others else ""))
+            before = transport.doing
+            transport.doing = Doing(f"use of {listed([gather.name for gather in gathers])}")
             work = partial(fetch, notes=notes, parts=[way.parts for way in ways], own=own, into=into)
             handle: Waits[None] = rooms.start(KIND, alike, work)
             transport.doing = before
@@ -132,15 +132,7 @@ class Fetches:
         shape, like = gather.transfers[0].shapes[0], gather.stored
         if gather.num_bytes > SPARE:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        length = prod(shape)
-        for one in self._spare:
-            if len(one) == length and one.dtype == like.dtype and is_private(one):
-                return one.view(shape)
-        if sum(one.nbytes for one in self._spare) + gather.num_bytes > SPARES:
-            self._spare = [one for one in self._spare if not is_private(one)]
-        made = torch.empty(length, dtype=like.dtype, device=like.device)
-        self._spare.append(made)
-        return made.view(shape)
+        return self._spares.take(prod(shape), like).view(shape)
 
 
 def _parts(gather: Gather) -> tuple[Index, ...] | None:

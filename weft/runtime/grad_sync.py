@@ -30,7 +30,7 @@ from weft.runtime.script import Transfer
 from weft.runtime.tape import Tape, Used
 from weft.runtime.teams import Team
 from weft.runtime.transfers import execute_all
-from weft.runtime.transport import Doing, Transport
+from weft.runtime.transport import Doing, Transport, listed
 from weft.runtime.use_sync import UseSync
 from weft.runtime.values import Gradient, Told, total_of
 
@@ -84,8 +84,7 @@ class Bucket:
     """The place of each member in it."""
 
     def __str__(self) -> str:
-        others = len(self.members) - 1
-        return f"{self.members[0].name} and {others} more" if others else self.members[0].name
+        return listed([one.name for one in self.members])
 
     def lay(self, flat: Tensor) -> None:
         """Let the gradients lie here."""

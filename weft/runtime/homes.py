@@ -25,10 +25,10 @@ from torch import Tensor
 from weft.runtime.rooms import WORTH, Rooms, of_job, rooms_for
 from weft.runtime.script import Index, Transfer
 from weft.runtime.shared_parts import add_parts
-from weft.runtime.shared_sums import is_private
+from weft.runtime.spares import Spares
 from weft.runtime.sums import combine
 from weft.runtime.transfers import Arriving, Exchanges, covers, take
-from weft.runtime.transport import Doing, Expected, Transport
+from weft.runtime.transport import Doing, Expected, Transport, listed
 
 BUCKET = 4 << 20
 """Bytes of a bucket."""
@@ -84,8 +84,8 @@ class Homes:
         self._num_bytes: Counter[tuple[int, ...]] = Counter()
         """What went in the first step, by group."""
         self._is_first = True
-        self._spare: list[Tensor] = []
-        """Memory of parts; used again when nobody holds them any more."""
+        self._spares = Spares(0)
+        """Memory of parts."""
 
     def takes(self, transfers: Sequence[Transfer]) -> bool:
         """True if a gradient can go that way."""
@@ -158,9 +158,8 @@ class Homes:
     def _start(self, bucket: _Bucket) -> None:
         while len(self._started) >= AHEAD:
             self._wait()
-        before, others = self._transport.doing, len(bucket.posted) - 1
-        more = f" and {others} more" if others else ""
-        self._transport.doing = Doing(f"gradient sync of {bucket.posted[0].name}{more}")
+        before = self._transport.doing
+        self._transport.doing = Doing(f"gradient sync of {listed([one.name for one in bucket.posted])}")
         rooms = self._rooms_of(bucket.group)
         bucket.come = self._exchanged(bucket) if rooms is None else self._shared(bucket, rooms)
         # whoever carries them out holds them as long as they are needed
@@ -222,14 +221,7 @@ class Homes:
         lengths = [prod(shape) for shape in shapes]
         if sum(lengths) * like.itemsize > BUCKET:
             return [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
-        found = next(
-            (one for one in self._spare if len(one) == sum(lengths) and one.dtype == like.dtype and is_private(one)),
-            None,
-        )
-        if found is None:
-            self._spare = [one for one in self._spare if not is_private(one)]
-            found = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
-            self._spare.append(found)
+        found = self._spares.take(sum(lengths), like)
         return [part.view(shape) for part, shape in zip(found.split(lengths), shapes, strict=True)]
 
 

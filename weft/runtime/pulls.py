@@ -23,7 +23,7 @@ from weft.runtime.rooms import WORTH, Rooms, Waits, of_job, rooms_for
 from weft.runtime.script import Index, Transfer
 from weft.runtime.shared_parts import Lent, narrowed, pull
 from weft.runtime.transfers import Arriving, Exchanges, put, size
-from weft.runtime.transport import Doing, Expected, Transport
+from weft.runtime.transport import Doing, Expected, Transport, listed
 
 BUCKET = 8 << 20
 """Bytes of wholes that are brought in one exchange."""
@@ -89,8 +89,8 @@ class Pull:
     @torch.no_grad()
     def start(self) -> None:
         """Begin; what was waited for may be started again."""
-        before, others = self._transport.doing, len(self.wholes) - 1
-        self._transport.doing = Doing(f"use of {self.wholes[0].name}" + (f" and {others} more" if others else ""))
+        before = self._transport.doing
+        self._transport.doing = Doing(f"use of {listed([one.name for one in self.wholes])}")
         # nothing here is the model's: whoever watches its operators need not see it
         with torch._C.DisableTorchFunction():
             self._fill_in()

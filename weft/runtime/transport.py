@@ -32,6 +32,12 @@ class Doing:
         return f"{text} at {self.place}" if self.place else text
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names in few words: the first, and how many more."""
+    others = len(names) - 1
+    return f"{names[0]} and {others} more" if others else names[0]
+
+
 class RankFailed(RuntimeError):  # noqa: N818 - says what happened
     """A rank raised; the others were stopped. The original exception is `__cause__`."""
 

@@ -11,7 +11,6 @@ and their number, so that a resumed run sees what an uninterrupted one would; ev
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch import Tensor
 from weft.errors import ModelFileError, RunError
 from weft.train.text import Text, read_text
 from weft.verify.model_file import Inside, Subject
+from weft.verify.packages import needed
 
 HELD_OUT = 10
 """One part in so many of a file is kept for evaluation, if there is one."""
@@ -228,11 +228,7 @@ class Numbered:
 
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     room = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
-    try:
-        module: Any = importlib.import_module(room)
-    except ModuleNotFoundError:
-        package = room.split(".", maxsplit=1)[0]
-        raise RunError(f"{path} cannot be read: {package} is not installed", remedy=f"pip install {package}") from None
+    module = needed(room, str(path), error=RunError)
     with _Unreadable(path):
         if path.suffix == ".safetensors":
             return dict(module.load_file(path))

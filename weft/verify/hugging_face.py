@@ -12,7 +12,6 @@ Promised: nothing is downloaded, no code of the folder runs, and whatever is wro
 from __future__ import annotations
 
 import ast
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from weft.errors import ModelFileError, WeftError
 from weft.runtime.initialise import Start, begin
 from weft.runtime.record import Record
 from weft.verify.hf_shards import has_all_of
+from weft.verify.packages import needed
 
 PREFIX = "hf:"
 SEED = 0
@@ -55,7 +55,8 @@ def load_hugging_face(text: str, *, hollow: bool = False) -> Loaded:
     Args:
         hollow: weights are neither made nor read where that can be; `record` and `weights` say where they come from.
     """
-    library, named = _library(text), text.removeprefix(PREFIX).strip()
+    library = needed("transformers", repr(text), error=ModelFileError, install='"weft[hf]"')
+    named = text.removeprefix(PREFIX).strip()
     folder = Path(named)
     if not named:
         raise ModelFileError(f"{text!r} names no model", remedy=FORMS)
@@ -69,15 +70,6 @@ def load_hugging_face(text: str, *, hollow: bool = False) -> Loaded:
             config = _configured(_config_class(library, name, text), settings, text)
         return _made(library, config, text, None, hollow)
     return _from_cache(library, named, text)
-
-
-def _library(text: str) -> ModuleType:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError:
-        raise ModelFileError(
-            f"{text!r} cannot be read: transformers is not installed", remedy='pip install "weft[hf]"'
-        ) from None
 
 
 def _parse(text: str, named: str) -> tuple[str | None, dict[str, Any]]:

@@ -8,14 +8,12 @@ says, or that disagrees with its index or with another file is a RunError that n
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 from weft.errors import RunError
 from weft.runtime.initialise import Whole
 from weft.runtime.script import Index
+from weft.verify.packages import needed
 
 Files = str | Path | Sequence[str | Path]
 
@@ -128,7 +127,7 @@ def _open_saved(path: Path) -> Mapping[str, Tensor]:
 
 
 def _open_safetensors(path: Path) -> Mapping[str, Whole]:
-    room = _room(path)
+    room = needed("safetensors", str(path), error=RunError)
     try:
         file = room.safe_open(path, framework="pt", device="cpu")
     except room.SafetensorError as error:
@@ -136,15 +135,6 @@ def _open_safetensors(path: Path) -> Mapping[str, Whole]:
             f"{path} is cut short, or no safetensors file: {error}", place=str(path), remedy=WHOLE_FILES
         ) from None
     return {name: Entry(file, name) for name in file.keys()}  # noqa: SIM118 - a safetensors file is no dict
-
-
-def _room(path: Path) -> ModuleType:
-    try:
-        return importlib.import_module("safetensors")
-    except ModuleNotFoundError:
-        raise RunError(
-            f"{path} cannot be read: safetensors is not installed", remedy="pip install safetensors"
-        ) from None
 
 
 @dataclass(frozen=True)
