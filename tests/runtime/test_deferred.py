@@ -13,7 +13,10 @@ from weft.runtime.deferred import Deferred
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import ParallelModule, Part
+from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.transport import Transport
+
+put_stand_ins(globals())  # as in a loaded program
 
 NUM_RANKS = 2
 PARTS = {

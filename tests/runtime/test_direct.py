@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from weft.runtime import direct
 from weft.runtime.direct import Direct, Write
+from weft.runtime.stand_ins import put_stand_ins
 
 IDS = torch.tensor([[0, 2, 3], [2, 0, 1]])
 
@@ -42,19 +45,84 @@ def gradients(run: Callable[[Tensor, nn.Parameter], Tensor], x: Tensor, weight: 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": 2}, {"scale_grad_by_freq": True}])
 def test_tables(options: dict[str, int]) -> None:
-    plain, ours, wrote = gradients(lambda x, weight: functional.embedding(x, weight, **options), IDS, torch.randn(5, 4))
+    plain, ours, wrote = gradients(lambda x, weight: direct.embedding(x, weight, **options), IDS, torch.randn(5, 4))
     assert torch.equal(plain, ours)
     assert wrote == (not options)
 
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_tables_by_position(padding: int) -> None:
-    plain, ours, _ = gradients(lambda x, weight: functional.embedding(x, weight, padding), IDS, torch.randn(5, 4))
+    plain, ours, _ = gradients(lambda x, weight: direct.embedding(x, weight, padding), IDS, torch.randn(5, 4))
     assert torch.equal(plain, ours)
 
 
 @pytest.mark.parametrize(("out", "inner"), [(6, 4), (0, 4), (6, 0)])
 @pytest.mark.parametrize("rows", [(3,), (2, 3), (0,), ()])
 def test_products_of_parts_that_may_be_empty(out: int, inner: int, rows: tuple[int, ...]) -> None:
-    plain, ours, wrote = gradients(functional.linear, torch.randn(*rows, inner), torch.randn(out, inner))
+    plain, ours, wrote = gradients(direct.linear, torch.randn(*rows, inner), torch.randn(out, inner))
     assert torch.equal(plain, ours) and wrote
+
+
+@dataclass(frozen=True)
+class Several:
+    """Memory for the gradients of parameters that may be written, by identity."""
+
+    free: tuple[Tensor, ...]
+    totals: dict[int, Tensor]
+
+    def has_slot(self, parameter: Tensor) -> bool:
+        return any(one is parameter for one in self.free)
+
+    def write(self, parameter: Tensor, make: Write) -> None:
+        if id(parameter) in self.totals:
+            make(self.totals[id(parameter)], add=True)
+        else:
+            self.totals[id(parameter)] = make(torch.full_like(parameter, 7.0))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("product", ["linear", "addmm"])
+def test_biases_are_written_beside_their_weights(product: str, watched: bool) -> None:
+    x, weight, bias = torch.randn(3, 4), nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5))
+    if product == "addmm":
+        weight = nn.Parameter(weight.detach().t().contiguous())
+
+    def run() -> None:
+        first, second = (
+            direct.linear(one, weight, bias) if product == "linear" else direct.addmm(bias, one, weight)
+            for one in (x, 2 * x)
+        )
+        (first.square() + second).sum().backward()
+
+    run()
+    plain = [weight.grad, bias.grad]
+    weight.grad = bias.grad = None
+    slots = Several((weight,) if watched else (weight, bias), {})
+    with Direct(slots, torch.zeros((), requires_grad=True)):
+        run()
+    found = [slots.totals[id(weight)], bias.grad if watched else slots.totals[id(bias)]]
+    torch.testing.assert_close(found, plain)
+    assert weight.grad is None and (bias.grad is None) == (not watched)
+
+
+def test_programs_call_stand_ins() -> None:
+    names = {"torch": torch, "F": nn.functional, "other": nn}
+    put_stand_ins(names)
+    assert names["other"] is nn
+    assert names["F"].linear is direct.linear and names["F"].gelu is nn.functional.gelu
+    assert names["torch"].addmm is direct.addmm and names["torch"].float64 is torch.float64
+
+
+def test_a_mode_of_others_sees_the_product_itself() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    weight, kept = nn.Parameter(torch.randn(5, 4)), Kept()
+    with Direct(kept, torch.zeros((), requires_grad=True)), Mode():
+        direct.linear(torch.randn(3, 4), weight).sum().backward()
+    assert nn.functional.linear in seen
+    assert kept.total is None and weight.grad is not None

@@ -17,7 +17,10 @@ from weft.runtime.launch import Pool
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.transport import Transport
+
+put_stand_ins(globals())  # as in a loaded program
 
 RANKS = 3
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {

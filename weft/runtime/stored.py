@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,9 @@ class Container(nn.Module):
     def __len__(self) -> int:
         return sum(name.isdigit() for name in self._modules)
 
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def at(self, path: str) -> Any:
         """What stands under a dotted name that cannot be written as attributes."""
