@@ -6,8 +6,10 @@ A GPT of 6 layers trains with fused AdamW, one thread per process; on one device
 take a step in turn, in the same run, on the same batch; medians and their ratio are told, below 1 where Weft is faster;
 the ratio of processor time is less disturbed by whatever else the machine does. Against DDP the batch is varied: the
 fewer rows, the more of a step is communication; each side has processes of its own, as it comes (`bench/turns.py`).
-Where tensors come to lie differs from process to process, and with it the time of a step, by some percent: so on one
-device several processes measure, one after the other, and medians of theirs are told. Nothing is judged here.
+DDP runs as its constructor leaves it, and with gradients that lie in its buckets, which saves it a copy; beside them
+runs the eager module on its share of the batch, which sends nothing: what no way to train it can go below by sending
+better. Where tensors come to lie differs from process to process, and with it the time of a step, by some percent: so
+several processes measure, one after the other, and medians of theirs are told. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from transformers import (
 )
 
 from bench.machine import machine
-from bench.turns import Side, Step, Taken, in_turn, take_turns, torch_group
+from bench.turns import Side, Step, Taken, in_turn, over_rounds, take_turns, torch_group
 from weft.compile import compile_program
 from weft.runtime.alone import Alone
 from weft.runtime.launch import Pool
@@ -222,9 +224,15 @@ def on_two(transport: ProcessTransport, payload: dict[str, Any]) -> Taken:
             step = stepper(open_rank(payload["files"], transport, model()), batch)
         else:
             share = tuple(tensor.chunk(transport.num_ranks)[transport.rank] for tensor in batch)
-            replicated = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-            step = averaged(stepper(replicated, share), transport.num_ranks)
+            step = averaged(stepper(PEERS[payload["peer"]](model()), share), transport.num_ranks)
         return take_turns(transport.rank, payload, step)
+
+
+PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "theirs": DistributedDataParallel,
+    "bucket_views": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
+    "nothing_sent": lambda module: module,
+}
 
 
 def averaged(step: Step, num_ranks: int) -> Step:
@@ -241,11 +249,15 @@ def averaged(step: Step, num_ranks: int) -> Step:
 def two_processes(batch: int, repeats: int) -> dict[str, Any]:
     files = compile_program(model(), example(batch), "dp=2").files
 
-    def side(files: Any) -> Side:
+    def side(files: Any, peer: str = "") -> Side:
         pool = Pool(2, preload=("bench.overhead",), gives_back=files is not None)
-        return Side(pool, "bench.overhead:on_two", {"files": files, "batch": batch})
+        payload = {"files": files, "peer": peer, "batch": batch}
+        return Side(pool, "bench.overhead:on_two", payload, same=peer != "nothing_sent")
 
-    return in_turn(side(files), side(None), repeats)
+    def one_round() -> dict[str, float]:
+        return in_turn(side(files), repeats=repeats, **{peer: side(None, peer) for peer in PEERS})
+
+    return over_rounds([one_round() for _ in range(PROCESSES)])
 
 
 def tell(name: str, found: dict[str, Any]) -> None:
@@ -274,8 +286,10 @@ def main() -> None:
     for batch in BATCHES:
         result = found["dp2"][f"batch {batch}"] = two_processes(batch, options.repeats)
         tell(f"dp=2 against DDP, batch {batch}", result)
-        memory = [result[f"peak_memory_of_{side}"] / 2**20 for side in ("ours", "theirs")]
-        print(f"  peak memory: ours {memory[0]:.0f} MiB, DDP {memory[1]:.0f} MiB, ratio {memory[0] / memory[1]:.3f}")
+        views, nothing = result["ratio_to_bucket_views"], result["ratio_to_nothing_sent"]
+        print(f"  to DDP with gradients in its buckets {views:.3f}, to eager shares that send nothing {nothing:.3f}")
+        memory = [result[f"peak_memory_of_{side}"] / 2**20 for side in ("ours", "theirs", "bucket_views")]
+        print("  peak memory: ours {:.0f} MiB, DDP {:.0f} and {:.0f} MiB".format(*memory), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -15,7 +15,7 @@ import select
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,11 +43,14 @@ Taken = dict[str, list[float]]
 
 @dataclass
 class Side:
-    """A side: its pool, and the function of a module that its processes run (it calls `take_turns`) with a payload."""
+    """A side: its pool, and the function of a module that its processes run (it calls `take_turns`) with a payload.
+
+    `same`: it trains to the losses of the others."""
 
     pool: Pool
     entry: str
     payload: dict[str, Any]
+    same: bool = True
 
 
 @contextmanager
@@ -82,29 +85,47 @@ def take_turns(rank: int, payload: dict[str, Any], step: Step) -> Taken:
     return taken
 
 
-def in_turn(ours: Side, theirs: Side, repeats: int) -> dict[str, float]:
-    """Seconds of a step of both sides, and how ours is to theirs; losses must stay together."""
-    sides = (ours, theirs)
+def in_turn(ours: Side, theirs: Side, repeats: int, **others: Side) -> dict[str, float]:
+    """Seconds of a step of all sides, and how ours is to theirs and to the others; losses must stay together."""
+    sides = {"ours": ours, "theirs": theirs, **others}
     with ExitStack() as stack:
-        runs = [_Run(side, stack) for side in sides]
+        runs = [_Run(side, stack) for side in sides.values()]
         # before the first turn, one that does not count
         for turn in range(1 + math.ceil(repeats / COUNTED)):
             for run in runs if turn % 2 else reversed(runs):
                 run.turn()
-        mine, other = (run.end() for run in runs)
-    apart = max(abs(a - b) for a, b in zip(mine[0]["losses"], other[0]["losses"], strict=True))
+        taken = dict(zip(sides, (run.end() for run in runs), strict=True))
+    losses = [taken[name][0]["losses"] for name, side in sides.items() if side.same]
+    apart = max(abs(a - b) for other in losses for a, b in zip(losses[0], other, strict=True))
     assert apart < 0.05, apart
-    of_side = {"ours": mine, "theirs": other}
-    found = {name: max(statistics.median(one["wall"][COUNTED:]) for one in side) for name, side in of_side.items()}
-    least = {name: max(min(one["wall"]) for one in side) for name, side in of_side.items()}
-    busy = {name: statistics.fmean(statistics.median(one["busy"]) for one in side) for name, side in of_side.items()}
-    memory = {f"peak_memory_of_{name}": max(one["memory"][-1] for one in side) for name, side in of_side.items()}
+    found = {name: _medians(side) for name, side in taken.items()}
+    told = {name: one["wall"] for name, one in found.items()}
+    told |= {f"peak_memory_of_{name}": one["memory"] for name, one in found.items()}
+    for name, one in found.items():
+        if name != "ours":
+            to = "" if name == "theirs" else f"_to_{name}"
+            told[f"ratio{to}"] = found["ours"]["wall"] / one["wall"]
+            told[f"ratio_of_minima{to}"] = found["ours"]["least"] / one["least"]
+            told[f"ratio_of_cpu_time{to}"] = found["ours"]["busy"] / one["busy"]
+    return told
+
+
+def _medians(side: Sequence[Taken]) -> dict[str, float]:
+    """Of a side: seconds of a step, of its slowest process; of the fastest step; of the processor; bytes at most."""
     return {
-        **found,
-        **memory,
-        "ratio": found["ours"] / found["theirs"],
-        "ratio_of_minima": least["ours"] / least["theirs"],
-        "ratio_of_cpu_time": busy["ours"] / busy["theirs"],
+        "wall": max(statistics.median(one["wall"][COUNTED:]) for one in side),
+        "least": max(min(one["wall"]) for one in side),
+        "busy": statistics.fmean(statistics.median(one["busy"]) for one in side),
+        "memory": max(one["memory"][-1] for one in side),
+    }
+
+
+def over_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Medians over rounds, each with processes of its own, and the ratios of each."""
+    ratios = {key: [one[key] for one in rounds] for key in rounds[0] if key.startswith("ratio") and "_of_" not in key}
+    return {
+        **{key: statistics.median(one[key] for one in rounds) for key in rounds[0]},
+        **{f"{key} by round": found for key, found in ratios.items()},
     }
 
 

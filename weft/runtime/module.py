@@ -312,8 +312,8 @@ class ParallelModule(Container):
 
     def unwatched(self, parameter: Tensor) -> str | None:
         """The name of a trained parameter, if nobody else waits for autograd to come to it."""
-        hooks = (*(parameter._backward_hooks or {}).values(), *_hooks_after(parameter))
-        return self._names.get(id(parameter)) if all(isinstance(hook, _Arrived) for hook in hooks) else None
+        name = self._names.get(id(parameter))
+        return None if name is None or parameter._backward_hooks or has_hook_after(parameter) else name
 
     def arrived(self, name: str, parameter: Tensor) -> None:
         """Autograd has come to a parameter that is used as it is stored."""
@@ -449,12 +449,8 @@ class _Arrived:
 
 def has_hook_after(parameter: Tensor) -> bool:
     """True if a hook of others waits for the gradient of a parameter."""
-    return not all(isinstance(hook, _Arrived) for hook in _hooks_after(parameter))
-
-
-def _hooks_after(parameter: Tensor) -> Iterator[Any]:
     hooks: Mapping[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return iter((hooks or {}).values())
+    return any(not isinstance(hook, _Arrived) for hook in (hooks or {}).values())
 
 
 @dataclass
