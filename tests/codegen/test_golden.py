@@ -28,6 +28,8 @@ PAIRS = (
     ("llama", "tp=2"),
     ("bert", "stored-split"),
 )
+RETURNS = ("gpt-tied", "dp=2,coshard=2,recompute=transformer.h.*")
+"""Methods that return what is recomputed, and what chunks give."""
 PIPELINES = (("gpt-tied", "pp=2,microbatches=4,schedule=1f1b"),)
 
 
@@ -74,11 +76,21 @@ def test_linted() -> None:
     assert found.returncode == 0, found.stdout
 
 
+def test_a_source_line_is_told_once() -> None:
+    for path in GOLDEN.rglob("program.py"):
+        told = re.findall(r"^ *# (\S+\.py:\d+)  .", path.read_text(), re.MULTILINE)
+        assert len(told) == len(set(told)), path
+
+
 def test_types_hold(tmp_path: Path) -> None:
     for path in GOLDEN.rglob("program.py"):
         name = re.sub(r"\W", "_", str(path.parent.relative_to(GOLDEN)))
         (tmp_path / f"{name}.py").write_bytes(path.read_bytes())
     assert len(list(tmp_path.iterdir())) == len(PAIRS) + 2 * len(PIPELINES)
+    model, plan = RETURNS
+    text = generate(lower(load_plan(plan, prepared(model)[1])))["program.py"].decode()
+    assert "return self.recompute(" in text and "return self.chunks(" in text
+    (tmp_path / "returns.py").write_text(text)
     # with the options of `make check`, whose cache is used
     command = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path)]
     found = subprocess.run(command, check=False, capture_output=True, text=True, cwd=GOLDEN.parents[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ def main(path: str, what: str) -> None:
     module, batch = mlp()
     if what == "different":
         torch.nn.init.constant_(module.up.bias, float(_rank()))
+    if what == "same":
+        refuse_alike(module, batch)
     plan = "pp=2,microbatches=4" if what == "pieces" else "dp=2"
     parallel = weft.parallelize(module, batch, plan, cache=None)
     optimizer = adamw(parallel)
@@ -29,6 +32,19 @@ def main(path: str, what: str) -> None:
         evaluated = parallel.eval()(**batch).item()
     if _rank() == 0:
         torch.save((losses, dict(parallel.state_dict()), evaluated), path)
+
+
+def refuse_alike(module: torch.nn.Module, batch: Any) -> None:
+    """What rank 0 finds wrong is raised on all ranks, which then go on."""
+    found = []
+    for plan, limit in (("dp=2,zero=9", None), ("dp=2", 16)):
+        try:
+            weft.parallelize(module, batch, plan, cache=None, memory_limit=limit)
+        except weft.errors.WeftError as error:
+            found.append((type(error).__name__, error.message, error.place, error.remedy))
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, found)
+    assert told[0] == told[1] and len(found) == 2, told
 
 
 def _rank() -> int:

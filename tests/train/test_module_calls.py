@@ -196,6 +196,46 @@ def test_parameters_that_are_replaced_are_refused(plan: str, precision: str | No
     refused(lambda: module.forward_backward(EXAMPLE), "another parameter was put in the place of", "copy_(values)")
 
 
+@pytest.mark.parametrize(
+    ("plan", "precision"), [("dp=2", None), ("dp=2,zero=3", "bf16"), ("pp=2,microbatches=2", None)]
+)
+def test_hooks_of_submodules_are_refused(plan: str, precision: str | None) -> None:
+    module, calls = parallel(plan, precision=precision), list[Any]()
+    rank = next(rank for rank in module.ranks if any(name.endswith("up") for name, _ in rank.named_modules()))
+    inside = next(one for name, one in rank.named_modules() if name.endswith("up"))
+    hear = lambda *args: calls.append(args)  # noqa: E731
+    for register in (
+        inside.register_forward_hook,
+        inside.register_forward_pre_hook,
+        inside.register_full_backward_hook,
+    ):
+        handle = register(hear)
+        refused(lambda: module.forward_backward(EXAMPLE), "up has a hook", "edit the program")
+        handle.remove()
+        module.forward_backward(EXAMPLE)
+    assert not calls
+
+
+@pytest.mark.parametrize("make", [lambda: parallel("dp=2"), alone])
+def test_hooks_of_the_module_are_called(make: Callable[[], Any]) -> None:
+    module, calls = make(), list[str]()
+    module.register_forward_pre_hook(lambda *args: calls.append("before"))
+    module.register_forward_hook(lambda *args: calls.append("after"))
+    module.forward_backward(EXAMPLE)
+    assert calls == ["before", "after"]
+
+
+def test_hooks_of_a_module_in_pieces_are_called_in_evaluation() -> None:
+    module, calls = parallel("pp=2,microbatches=2"), list[str]()
+    for one in (module, module.ranks[1]):
+        handle = one.register_forward_hook(lambda *args: calls.append("after"))
+        refused(lambda: module.forward_backward(EXAMPLE), "a model in pieces has a hook", "train_step()")
+        module.eval()(EXAMPLE)
+        assert calls.pop() == "after" and not calls
+        handle.remove()
+        module.train().forward_backward(EXAMPLE)
+
+
 @pytest.mark.parametrize("plan", ("dp=1", *PLANS))
 def test_hooks_after_accumulation_are_refused(plan: str) -> None:
     module = parallel(plan)
@@ -230,3 +270,12 @@ def test_names_of_emulated_parameters(plan: str) -> None:
         assert first == "ranks" and rank in "01" and (own in original or own.startswith("norm.")), name
     assert {name.split(".", 2)[2] for name, _ in named} == set(original)
     assert {name for name, _ in alone().named_parameters()} == set(original)
+
+
+@pytest.mark.parametrize("make", [lambda: parallel("dp=2"), lambda: parallel("pp=2,microbatches=2"), alone])
+def test_batches_without_values_are_refused(make: Callable[[], Any]) -> None:
+    module = make()
+    refused(lambda: module.forward_backward(EXAMPLE.to("meta")), "on the meta device", "in the form of the example")
+    module.eval()
+    refused(lambda: module(EXAMPLE.to("meta")), "on the meta device", "in the form of the example")
+    module.train().forward_backward(EXAMPLE)

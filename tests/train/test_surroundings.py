@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from tests.train.eager import mlp
@@ -78,3 +83,42 @@ def test_a_function_for_values_of_a_function_is_refused() -> None:
     model, example = mlp()
     with pytest.raises(WeftError, match="so is the model"):
         weft.parallelize(lambda: model, example, plan="dp=2", emulate=True, cache=None, init=lambda module: None)
+
+
+class Doubles(TorchFunctionMode):
+    """What comes out of a product is doubled."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 2 if function is torch.nn.functional.linear else found
+
+
+class Hears(TorchDispatchMode):
+    """Threads that multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(function):
+            self.products.add(threading.current_thread().name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_ranks_work_under_modes_of_the_caller() -> None:
+    model, batch = mlp()
+    model.drop.p = 0.0
+    module = weft.parallelize(model, batch, plan="dp=2", emulate=True, cache=None)
+    with Doubles():
+        found, expected = module(**batch), model(**batch)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    wanted = dict(model.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name.split(".", 2)[2]].grad)
+    with Hears() as mode:
+        module(**batch).backward()
+    assert mode.products == {"rank 0", "rank 1"}
+    torch.testing.assert_close(module(**batch), model(**batch))

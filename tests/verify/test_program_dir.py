@@ -111,6 +111,21 @@ def test_an_error_while_it_runs_is_told_with_its_line(place, processes: bool) ->
     assert "program.py:" in caught.value.place and "F.gelu(yy)" in caught.value.place
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('y, over="tp"', 'y, over="zz"', 'y, over="zz"'),
+        ('{0: "tp"}', '{0: "zz"}', "class "),
+        ('{0: "tp"}', '{0: "tp"}, sync="zz"', "class "),
+    ],
+)
+def test_an_axis_that_is_none_is_told(place, old: str, new: str, line: str) -> None:
+    folder = place("tp=2", old, new)
+    with pytest.raises(RunError, match="the grid has no axis 'zz'; its axes are tp of 2") as caught:
+        verify_program(EXAMPLE, program=folder)
+    assert "program.py:" in caught.value.place and line in caught.value.place and caught.value.remedy
+
+
 def test_an_edit_of_equal_size_within_a_second_is_seen(place) -> None:
     folder = place()
     assert verify_program(EXAMPLE, program=folder).equal

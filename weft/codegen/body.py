@@ -27,10 +27,13 @@ def say_all(frame: Frame, steps: Sequence[Step | Stack]) -> None:
                 say_take(frame, step)
             case Chunks():
                 say_chunks(frame, step)
+                frame.end_source()
             case Recompute():
                 say_recompute(frame, step)
+                frame.end_source()
             case Stack():
                 say_stack(frame, step)
+                frame.end_source()
 
 
 def write_body(

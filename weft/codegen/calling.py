@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weft.codegen.cells import MANY, DrawPattern, Pattern, Varying
@@ -42,8 +41,7 @@ def say_compute(frame: Frame, step: Compute) -> None:
         frame.same(step.outputs[0], frame.read(step.inputs[0]))
         return
     if op.source.line:
-        text = f"{Path(op.source.file).name}:{op.source.line}  {' '.join(op.source.text.split())}"
-        frame.say_source((op.source.file, op.source.line), text.rstrip())
+        frame.say_source(op.source, op.target)
     if frame.chunked:
         _Call(frame, op, step, None).say(range(num_cells))
     elif num_cells == 1:

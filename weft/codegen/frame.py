@@ -7,13 +7,15 @@ autocast that the ops need. The writers of ops, moves and loops say their statem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.codegen.names import Names
 from weft.codegen.reads import Stack, last_reads
 from weft.codegen.sheet import Layer, Sheet
-from weft.codegen.text import TAB, WIDTH, assign
+from weft.codegen.sources import Run
+from weft.codegen.text import TAB, assign
+from weft.ir.graph import Source
 from weft.ir.program import Step
 
 Context = tuple[bool, Any]
@@ -26,13 +28,14 @@ Where = tuple[int, int]
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement: an assignment, a line that ends with a colon, or a comment if there is no expression."""
+    """One statement: an assignment, a line that ends with a colon, or a comment on the ops below it."""
 
     targets: str
     expression: str
     comment: str = ""
     context: Context = PLAIN
     depth: int = 0
+    run: Run | None = None
 
 
 class Frame:
@@ -59,7 +62,8 @@ class Frame:
         self.needs_layer = self.needs_draw = False
         self.now = -1
         self._statements: list[Statement] = []
-        self._sources: set[tuple[str, int]] = set()
+        self._open_run: int | None = None
+        """The statement that is the comment on the last ops, if more may follow."""
         for name in arguments:
             self.env[name] = self.names.give(name, sheet.base(name), -1)
 
@@ -67,11 +71,19 @@ class Frame:
         """One more statement."""
         self._statements.append(Statement(targets, text, comment, context, depth))
 
-    def say_source(self, place: tuple[str, int], text: str) -> None:
-        """The user's line, once in a function."""
-        if place not in self._sources:
-            self._sources.add(place)
-            self._statements.append(Statement("", "", text))
+    def say_source(self, source: Source, operator: str) -> None:
+        """The user's line that the op said next comes from."""
+        at = self._open_run
+        before = None if at is None else self._statements[at].run
+        if at is not None and before is not None and before.line == (source.file, source.line):
+            self._statements[at] = Statement("", "", run=replace(before, operators=(*before.operators, operator)))
+        else:
+            self._open_run = len(self._statements)
+            self._statements.append(Statement("", "", run=Run(source, (operator,))))
+
+    def end_source(self) -> None:
+        """What comes now is of another function: the user's line begins anew after it."""
+        self._open_run = None
 
     def name(self, value: str, *, parts: bool = False) -> str:
         """A variable for a value made now."""
@@ -135,16 +147,16 @@ class Frame:
         """The statements as text, gathered under the contexts that they need."""
         out: list[str] = []
         current: Context = PLAIN
-        pending: list[Statement] = []
+        pending: list[Run] = []
         for statement in self._statements:
-            if not statement.targets and not statement.expression:
-                pending.append(statement)
+            if statement.run is not None:
+                pending.append(statement.run)
                 continue
             if statement.context != current:
                 out += _opening(statement.context, depth)
                 current = statement.context
             inner = depth + (current != PLAIN)
-            out += [_comment(one.comment, inner) for one in pending]
+            out += [f"{TAB * inner}# {self.sheet.sources.mark(run)}" for run in pending]
             pending.clear()
             if statement.expression.endswith(":") and not statement.targets:
                 out.append(TAB * inner + statement.expression)
@@ -159,8 +171,3 @@ def _opening(context: Context, depth: int) -> list[str]:
     if autocast is not None:
         words.append(f"torch.autocast(self.device.type, dtype={autocast.dtype}, enabled={autocast.enabled})")
     return [f"{TAB * depth}with {', '.join(words)}:"] if words else []
-
-
-def _comment(text: str, depth: int) -> str:
-    line = f"{TAB * depth}# {text}"
-    return line if len(line) <= WIDTH else line[: WIDTH - 3].rstrip() + "..."

@@ -47,7 +47,7 @@ def file_text(sheet: Sheet, title: str) -> str:
         sheet.need("weft.runtime.module", {"Part"})
     tables = [*sheet.definitions.values(), *([""] if sheet.definitions else []), *tables]
     body = "\n".join([*tables, "", "", *lines])
-    return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{body}\n'
+    return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{sheet.sources.commented(body)}\n'
 
 
 def _imports(sheet: Sheet, body: str) -> str:

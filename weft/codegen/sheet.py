@@ -20,6 +20,7 @@ from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
 from weft.codegen.names import RESERVED, base_names, legal
 from weft.codegen.reads import INPUT, reads_of
+from weft.codegen.sources import Sources
 from weft.codegen.spent import spent_values
 from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
@@ -32,10 +33,11 @@ from weft.lower.script import Writer, outputs_of
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime import script as rt
+from weft.runtime.alone import Alone
 from weft.runtime.calls import FUNCTIONS
 from weft.runtime.module import Container, ParallelModule
 
-_CONTAINER = Container()
+_CONTAINER, _PROGRAM = Container(), ParallelModule(Alone())
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
 BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
 
@@ -74,6 +76,7 @@ class Sheet:
         self.imports: dict[str, set[str]] = {}
         self.definitions: dict[str, str] = {}
         """Statements that stand before all others, by what they define."""
+        self.sources = Sources()
         self.methods: list[list[str]] = []
         self.method_names: set[str] = set()
         self._texts: dict[str, str] = {}
@@ -150,7 +153,7 @@ class Sheet:
             way = _attribute(rest) if _plain(rest) else f'.at("{rest}")'
             return f"{layer.variable}{way}", True
         if not _plain(name) or _clashes(name.split(".")[0]):
-            return f'self.part("{name}")', False
+            return f'self.at("{name}")', False
         return f"self{_attribute(name)}", False
 
     def shape(self, value: str) -> str:
@@ -348,27 +351,7 @@ def _plain(name: str) -> bool:
 
 def _clashes(name: str) -> bool:
     """True if the runtime has another use for the name."""
-    own = {
-        "transport",
-        "device",
-        "place",
-        "here",
-        "constants",
-        "stream",
-        "tape",
-        "comm",
-        "grad_sync",
-        "sinks",
-        "stored",
-        "anchor",
-        "kept",
-        "aside",
-        "refusal",
-        "rerun_mode",
-        "ahead",
-        "ahead_back",
-    }
-    return name in own or hasattr(ParallelModule, name) or name.isdigit()
+    return hasattr(_PROGRAM, name) or name.isdigit()
 
 
 def _attribute(name: str) -> str:

@@ -102,6 +102,8 @@ class Form:
 def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> None:
     if not isinstance(given, Tensor):
         raise BatchMismatch(f"{where} of the batch is a {type(given).__name__}, in the example it is a tensor")
+    if given.is_meta:
+        raise BatchMismatch(f"{where} of the batch is on the meta device: it has no values")
     if given.dim() != len(shape) or dtype_name(given.dtype) != dtype:
         raise BatchMismatch(_differs(given, where, shape, dtype))
 

@@ -61,7 +61,11 @@ class Owner(Protocol):
     """Gathers of a backward."""
 
     def name_of(self, parameter: Tensor) -> str:
-        """The name of a parameter."""
+        """The name of a parameter, or of a leaf that stands for one."""
+        ...
+
+    def part(self, name: str) -> Any:
+        """The parameter itself."""
         ...
 
     def keeps(self, name: str) -> bool:
@@ -124,6 +128,8 @@ class Collectives:
         transfers, shape = self._chain(tuple(forward), tuple(parameter.shape))
         back, _ = self._chain(tuple(sync), shape)
         name = self._owner.name_of(parameter)
+        # gradients of this use have a leaf of their own, and the parameter may be laid elsewhere
+        parameter = self._owner.part(name)
         talks = any(transfer.kind != "local" for transfer in transfers)
         if not talks or self._owner.keeps(name) or not torch.is_grad_enabled():
             return self._used(name, [parameter], transfers, back, parameter.dtype, self._owner.used)[0]
@@ -138,6 +144,8 @@ class Collectives:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
         found = self._tables[key]
         name = parameter if isinstance(parameter, str) else self._owner.name_of(parameter)
+        if isinstance(parameter, Tensor):
+            parameter = self._owner.part(name)
         if found.by_chunk and isinstance(parameter, Tensor):
             gathers = [self._gather(name, parameter, way.forward) for way in found.by_chunk]
             uses = [Use(gather, self._owner.ahead, self._owner.ahead_back) for gather in gathers]

@@ -111,7 +111,7 @@ def _tell_the_end(transport: ProcessTransport) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         transport.fail(error)
-        if isinstance(error, Stopped):
+        if isinstance(error, Stopped) or isinstance(error.__cause__, Stopped):
             print(f"rank {transport.rank} stopped: another rank failed ({transport.doing})", file=sys.stderr)
         else:
             before(kind, error, trace)

@@ -22,6 +22,10 @@ Intervals = tuple[tuple[int, int], ...]
 Axes = str | tuple[str, ...]
 
 
+class UnknownAxis(LookupError):  # noqa: N818 - says what happened
+    """A name that no axis of the grid has."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank and its coordinates on the grid.
@@ -49,15 +53,23 @@ class Place:
         """The position along some axes together, the last one running fastest."""
         flat = 0
         for axis in axes:
-            flat = flat * self.sizes[axis] + self.coordinates[axis]
+            flat = flat * self.size(axis) + self.coordinates[axis]
         return flat
 
     def count(self, axes: tuple[str, ...]) -> int:
         """How many positions there are along some axes together."""
-        return math.prod(self.sizes[axis] for axis in axes)
+        return math.prod(map(self.size, axes))
+
+    def size(self, axis: str) -> int:
+        """How many positions there are along one axis."""
+        if axis not in self.sizes:
+            known = ", ".join(f"{name} of {size}" for name, size in self.grid)
+            raise UnknownAxis(f"the grid has no axis {axis!r}; its axes are {known or 'none'}")
+        return self.sizes[axis]
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes only, in order."""
+        self.count(axes)  # all are there
         choices = [range(size) if name in axes else (self.coordinates[name],) for name, size in self.grid]
         return tuple(self.rank_at(found) for found in itertools.product(*choices))
 
@@ -96,7 +108,7 @@ class Cut:
     def ranges(self, size: int, place: Place) -> Intervals:
         """The indices of a dim of that size that a rank holds, in stored order."""
         axes = as_axes(self.axes)
-        counts = tuple(place.sizes[axis] for axis in axes)
+        counts = tuple(map(place.size, axes))
         return self.table(size, counts)[place.at(axes)]
 
     def table(self, size: int, counts: tuple[int, ...]) -> tuple[Intervals, ...]:

@@ -65,6 +65,18 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def original_order(module: nn.Module) -> dict[str, int]:
+    """The place of every name in the order in which `named_parameters()` and `state_dict()` of the module go."""
+    names = (
+        f"{path}.{name}" if path else name
+        for path, inner in module.named_modules(remove_duplicate=False)
+        for held in (inner._parameters, inner._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    )
+    return {name: place for place, name in enumerate(dict.fromkeys(names))}
+
+
 def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The module as `torch.manual_seed(seed)` and the call would make it. The caller's generators are as before."""
     with torch.random.fork_rng():

@@ -58,6 +58,10 @@ class Masters:
         """Each master with its copy."""
         return ((one, self.program.part(name)) for name, one in self._held.items())
 
+    def shown(self) -> list[nn.Parameter]:
+        """The masters, if gradients come to them in a backward that the caller starts."""
+        return list(self._held.values()) if self.at_once else []
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Masters may have changed, in ways that nobody sees: bring all copies up to date."""
@@ -130,7 +134,7 @@ def masters_of(pieces: Pieces[ParallelModule], mixed: Mixed) -> Pieces[Masters]:
     tell_sums(pieces.modules, mixed)
     made = [Masters(module, mixed.masters, at_once=False) for module in pieces.modules]
     parts, trainable = (as_masters(one, mixed.masters) for one in (pieces.parts, pieces.trainable))
-    return Pieces(tuple(made), pieces.transport, parts, trainable)
+    return Pieces(tuple(made), pieces.transport, parts, trainable, pieces.order)
 
 
 def tell_sums(programs: Iterable[ParallelModule], mixed: Mixed | None) -> None:

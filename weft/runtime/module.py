@@ -10,13 +10,14 @@ backward, in the reverse order of use, by `grad_sync`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.runtime.ahead import Ahead
 from weft.runtime.collectives import Collectives
@@ -26,13 +27,14 @@ from weft.runtime.ending import tied_loss, tied_outputs
 from weft.runtime.fetched import Fetches
 from weft.runtime.gathered import changed_since
 from weft.runtime.gives import take_part
+from weft.runtime.inner import Arrived, Inner, is_watched
 from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce
 from weft.runtime.precision import NO_SUMS
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
-from weft.runtime.stored import NO_TABLES, Behind, Container, Holds, Part, Table, Tables, expand
+from weft.runtime.stored import NO_TABLES, Behind, Container, Holds, Part, Table, Tables, check_axes, expand
 from weft.runtime.tape import Tape
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
@@ -41,6 +43,7 @@ from weft.runtime.values import Gradient, give_gradient
 __all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
 
 
+T = TypeVar("T")
 Refusal = Callable[[str, str], Exception]
 """From what is wrong and what to do instead to an error."""
 
@@ -73,6 +76,7 @@ class ParallelModule(Container):
         layers: Mapping[str, int] | None = None,
     ) -> None:
         super().__init_subclass__()
+        check_axes({**parameters, **(buffers or {})}, grid)
         cls._grid = grid
         cls._stored = dict(expand(parameters, layers or {}))
         cls._buffered = dict(expand(buffers or {}, layers or {}))
@@ -114,6 +118,9 @@ class ParallelModule(Container):
         self.after_backward: Callable[[], None] | None = None
         """Is called when gradients are complete."""
         self.rerun_mode: AbstractContextManager[Any] | None = None
+        self.inner: Inner | None = None
+        """What stands for its parameters while it runs; None: they do themselves."""
+        self._hooks: dict[str, RemovableHandle] = {}
         for name, part in self._stored.items():
             self._hold(name, part, state, trained=True)
         for name, part in self._buffered.items():
@@ -150,7 +157,7 @@ class ParallelModule(Container):
             tensor = nn.Parameter(tensor, requires_grad=part.trained)
             self._names[id(tensor)] = name
             if part.trained:
-                tensor.register_post_accumulate_grad_hook(_Arrived(self, name))
+                self._hear(name, tensor)
         self._parts[name] = tensor
         for each in (name, *part.tied):
             self.stored[each] = index
@@ -175,8 +182,8 @@ class ParallelModule(Container):
             return
         part = self._stored[name]
         self._replace(name, parameter)
-        if part.trained:
-            parameter.register_post_accumulate_grad_hook(_Arrived(self, name))
+        if part.trained and self.inner is None:
+            self._hear(name, parameter)
         for each in (name, *part.tied):
             self.hold(each, parameter)
 
@@ -196,6 +203,32 @@ class ParallelModule(Container):
         """The name of a parameter."""
         return self._names[id(parameter)]
 
+    def _hear(self, name: str, parameter: Tensor) -> None:
+        """What comes to a parameter is the program's own."""
+        self._hooks[name] = parameter.register_post_accumulate_grad_hook(Arrived(self.arrived, name))
+
+    def read_apart(self) -> None:
+        """From now on what comes to its parameters themselves is from outside: nobody sums it."""
+        if self.inner is None:
+            # one that is only used in another layout than it is stored in has leaves for each use
+            places = {n: (n, *self._stored[n].tied) for n, _ in self.trained() if self._stored[n].sync is not None}
+            self.inner = Inner(self, places, self._names, self.arrived)
+            for handle in self._hooks.values():
+                handle.remove()
+            self._hooks.clear()
+
+    def shown(self) -> list[Tensor]:
+        """The parameters that the caller sees, as far as nobody watches them."""
+        if self.masters is not None:
+            parameters = self.masters.shown()
+        else:
+            parameters = [] if self.inner is None else [parameter for _, parameter in self.trained()]
+        return [one for one in parameters if one.requires_grad and not is_watched(one)]
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """What the program runs under, and runs again under in backward."""
+        return nullcontext() if self.inner is None else self.inner.reading()
+
     def keeps(self, name: str) -> bool:
         """True if a parameter stays as it is used while the optimizer updates its part."""
         return "weight" in self._stored[name].keeps
@@ -213,8 +246,10 @@ class ParallelModule(Container):
         self.ahead.begin()
         if self.rerun_mode is None:
             self._begin_turn()
+        if self.inner is not None and torch.is_grad_enabled():
+            self.inner.refresh(self._parts)
         try:
-            with self.grad_sync.watching(self):
+            with self.reading(), self.grad_sync.watching(self):
                 return super().__call__(*args, **kwargs)
         finally:
             tape.gathered.close()
@@ -254,21 +289,21 @@ class ParallelModule(Container):
         found = self._tables.sized.at("moves", key, sizes)
         return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", found)
 
-    def recompute(self, function: Callable[..., Any], *inputs: Any, plain: Sequence[int] = ()) -> Any:
+    def recompute(self, function: Callable[..., T], *inputs: Any, plain: Sequence[int] = ()) -> T:
         """Run a function without keeping what is inside it; run it again in backward.
 
         `plain`: positions of results that need no gradient."""
-        return run(self, function, inputs, self.anchor, plain=plain)
+        return cast(T, run(self, function, inputs, self.anchor, plain=plain))
 
     def chunks(
         self,
         count: int,
-        function: Callable[..., Any],
+        function: Callable[..., T],
         *inputs: Any,
         gives: Sequence[Given],
         recompute: bool = False,
         returned: bool = False,
-    ) -> Any:
+    ) -> T:
         """Run `function(chunk, *inputs)` for every chunk and put together what the chunks give.
 
         Args:
@@ -277,8 +312,8 @@ class ParallelModule(Container):
                 are not made.
         """
         if recompute:
-            return run(self, function, inputs, self.anchor, chunks=count, gives=gives, returned=returned)
-        return run_chunks(function, inputs, count, gives)
+            return cast(T, run(self, function, inputs, self.anchor, chunks=count, gives=gives, returned=returned))
+        return cast(T, run_chunks(function, inputs, count, gives))
 
     def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
         """The loss, tied to all that this forward has done: backward starts from the roots and reaches every reshard.
@@ -313,7 +348,7 @@ class ParallelModule(Container):
     def unwatched(self, parameter: Tensor) -> str | None:
         """The name of a trained parameter, if nobody else waits for autograd to come to it."""
         name = self._names.get(id(parameter))
-        return None if name is None or parameter._backward_hooks or has_hook_after(parameter) else name
+        return None if name is None or is_watched(self._parts[name]) else name
 
     def arrived(self, name: str, parameter: Tensor) -> None:
         """Autograd has come to a parameter that is used as it is stored."""
@@ -375,15 +410,23 @@ class ParallelModule(Container):
         assert self._backward is not None
         backward, self._backward = self._backward, None
         found = self.grad_sync.end(self, backward.tapes)
+        if self.inner is not None and any(tape.used for tape in backward.tapes):
+            # what is gathered may have been laid elsewhere, and nothing is to hold what it had
+            self.inner.refresh(self._parts)
         for name, parameter in self.trained():
             before, gradient = backward.before.get(name), found.get(name)
             if not parameter.requires_grad:
                 # frozen for the time being: as in eager, nothing is added
                 parameter.grad = before
                 continue
-            if before is not None and gradient is not None:
-                before.add_(gradient)
-            give_gradient(parameter, gradient if before is None else before)
+            # with inner leaves: what came from outside, besides
+            outside = parameter.grad
+            for addend in (gradient, outside):
+                if before is not None and addend is not None:
+                    before.add_(addend)
+                elif addend is not None:
+                    before = addend
+            give_gradient(parameter, before)
         self.sinks.clear()
         if self.masters is not None and self.masters.at_once:
             self.masters.collect()
@@ -434,23 +477,6 @@ def shapes_of(module: Holds) -> dict[str, Original]:
         names = (name, *part.tied)
         found.update(dict.fromkeys(names, Original(part.shape, names, part.persistent)))
     return found
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """The hook of a parameter."""
-
-    module: ParallelModule
-    name: str
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.module.arrived(self.name, parameter)
-
-
-def has_hook_after(parameter: Tensor) -> bool:
-    """True if a hook of others waits for the gradient of a parameter."""
-    hooks: Mapping[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return any(not isinstance(hook, _Arrived) for hook in (hooks or {}).values())
 
 
 @dataclass

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from weft.runtime.agree import other_batch
 from weft.runtime.batch import BatchMismatch
 from weft.runtime.guards import CLIP, Guard, handed_out
-from weft.runtime.module import Refusal, has_hook_after
+from weft.runtime.inner import has_hook_after
+from weft.runtime.module import Refusal
+from weft.runtime.own import Own
 from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
@@ -25,7 +27,7 @@ from weft.runtime.several import with_empties
 from weft.runtime.stored import Holds
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, step_of
 from weft.runtime.transport import Transport
-from weft.runtime.unchanged import BOUND, Unchanged, applied, left_behind
+from weft.runtime.unchanged import BOUND, UNCALLED, Unchanged, applied, hooks_of, left_behind
 
 
 class HasStored(Protocol):
@@ -38,12 +40,15 @@ class HasStored(Protocol):
     def transport(self) -> Transport: ...
 
 
-class OneRank(nn.Module):
+class OneRank(Own):
     """One rank of a parallel model.
 
     Args:
         refusal: makes the error for a wrong call.
     """
+
+    has_forward = True
+    """In training."""
 
     def __init__(self, *, seed: int, reduction: Reduction, refusal: Refusal | None) -> None:
         super().__init__()
@@ -208,6 +213,8 @@ class OneRank(nn.Module):
             warnings.warn(left_behind(left), stacklevel=2)
         if self.training:
             self._refuse_hooks(unchanged)
+            if not self.has_forward and any(hooks_of(self)):
+                raise self._refused(*UNCALLED)
 
     def _refuse_hooks(self, unchanged: Unchanged) -> None:
         plain = self.masters is self.program

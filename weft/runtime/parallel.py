@@ -105,6 +105,8 @@ class Parallel(OneRank):
         shown = program if masters is None else masters.tree
         self._modules, self._parameters, self._buffers = shown._modules, shown._parameters, shown._buffers
         self._non_persistent_buffers_set = shown._non_persistent_buffers_set
+        if masters is None:
+            program.read_apart()
         if refusal is not None:
             program.refusal = refusal
 
@@ -237,6 +239,8 @@ def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def share(source: ParallelModule, target: ParallelModule) -> None:
     """Let a program use the weights of another: the very same parameters, so that their gradients are too."""
     target.kept, target.masters, target.sums = source.kept, source.masters, source.sums
+    if source.inner is not None:
+        target.read_apart()
     for name in target.stored:
         held = source.part(name)
         if isinstance(held, nn.Parameter):

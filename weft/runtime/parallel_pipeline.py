@@ -50,6 +50,9 @@ class ParallelPipeline(OneRank):
         refusal: makes the error for a wrong call.
     """
 
+    has_forward = False
+    pieces: nn.ModuleList
+
     def __init__(
         self,
         flow: Flow,
@@ -68,7 +71,10 @@ class ParallelPipeline(OneRank):
         self._evaluations: list[Flow] = []
         self._losses: tuple[Tensor, ...] = ()
         # their names are told by the methods below
-        self.pieces = nn.ModuleList(pieces.modules if masters is None else [one.tree for one in masters.modules])
+        self.__dict__["pieces"] = nn.ModuleList(
+            pieces.modules if masters is None else [one.tree for one in masters.modules]
+        )
+        self.hold_apart("pieces", self.pieces)
         self._then: Callable[[], None] = lambda: None
 
     @property
@@ -228,9 +234,8 @@ class ParallelPipeline(OneRank):
 
     def _named(self, prefix: str, *, twice: bool) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
-        for name, held in self.masters.held():
-            for each in (name, *(self.masters.parts[name].tied if twice else ())):
-                yield f"{start}{each}", held
+        found = ((name, held) for name, held, _ in self.masters.held_by_name()) if twice else self.masters.held()
+        return ((f"{start}{name}", held) for name, held in found)
 
     def _apart(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
@@ -241,11 +246,9 @@ class ParallelPipeline(OneRank):
     ) -> dict[str, Any]:
         """What this rank holds, under the original names."""
         found = {} if destination is None else destination
-        for name, held in self.masters.held():
-            part = self.masters.parts[name]
+        for name, held, part in self.masters.held_by_name():
             if part.persistent:
-                for each in (name, *part.tied):
-                    found[f"{prefix}{each}"] = held if keep_vars else held.detach()
+                found[f"{prefix}{name}"] = held if keep_vars else held.detach()
         return found
 
     def load_state_dict(
@@ -265,3 +268,20 @@ class ParallelPipeline(OneRank):
             mine = {name: value for name, value in state_dict.items() if name in module.stored}
             module.load_state_dict(mine, strict=False)
         return IncompatibleKeys(missing, unexpected)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Asked by a module that holds this one: `prefix` stands before the original names."""
+        given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        assign = bool(local_metadata.get("assign_to_params_buffers"))
+        found = self.load_state_dict(given, strict=False, assign=assign)
+        missing_keys += [prefix + name for name in found.missing_keys]
+        unexpected_keys += [prefix + name for name in found.unexpected_keys]

@@ -8,7 +8,7 @@ in the same way is one memory after `join_copies()`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -51,12 +51,15 @@ class Pieces(Generic[P]):
 
     Args:
         parts: parameters and buffers of all pieces of the pipeline, by first name; trainable: those that are trained.
+            Both in the order of the original.
+        order: the place of every name in the original.
     """
 
     modules: tuple[P, ...]
     transport: Replica
     parts: Mapping[str, Part]
     trainable: Mapping[str, Part]
+    order: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def stored(self) -> dict[str, Index]:
@@ -84,6 +87,13 @@ class Pieces(Generic[P]):
             held = self.part(name)
             if held is not None:
                 yield name, held
+
+    def held_by_name(self) -> Iterator[tuple[str, Tensor, Part]]:
+        """The same under every name, in the order of the original, and how it is stored."""
+        found = [
+            (each, held, self.parts[name]) for name, held in self.held() for each in (name, *self.parts[name].tied)
+        ]
+        return iter(sorted(found, key=lambda one: self.order.get(one[0], len(self.order))))
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters that this rank stores a part of, each once."""

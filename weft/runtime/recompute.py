@@ -47,6 +47,10 @@ class Owner(Protocol):
     rerun_mode: AbstractContextManager[Any] | None
     """What it runs under when it runs again."""
 
+    def reading(self) -> AbstractContextManager[Any]:
+        """What it runs under at any time."""
+        ...
+
 
 @dataclass
 class _Work:
@@ -293,7 +297,7 @@ def _replay(
     )
     work.owner.tape, work.owner.stream = inner, work.stream
     try:
-        with work.ambient.entered(grad=True), work.owner.rerun_mode or nullcontext():
+        with work.ambient.entered(grad=True), work.owner.reading(), work.owner.rerun_mode or nullcontext():
             pairs = _roots(work, leaves, chunk, gradients)
     finally:
         work.owner.tape, work.owner.stream = outer, now

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weft.runtime.collectives import Irregular
-from weft.runtime.cuts import Axes, Cuts
+from weft.runtime.cuts import Axes, Cuts, Place, UnknownAxis, as_axes, as_cut
 from weft.runtime.moves import Move
+from weft.runtime.own import Own
 from weft.runtime.script import Index
 from weft.runtime.sizes import SizedTables
 from weft.runtime.transport import Transport
@@ -82,6 +83,10 @@ class Behind(Protocol):
 
     def collect(self) -> None: ...
 
+    def shown(self) -> list[nn.Parameter]:
+        """The masters, if gradients come to them in a backward that the caller starts."""
+        ...
+
 
 class Holds(Protocol):
     """Says what a rank holds: a program, or all pieces of one."""
@@ -101,33 +106,47 @@ class Holds(Protocol):
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-class Container(nn.Module):
+class Container(Own):
     """Holds parameters, buffers and containers under the names they have in the original model."""
+
+    _leaves: Mapping[str, Tensor] | None = None
+    """What is read in place of parameters, while a program runs (`inner.py`)."""
 
     def __getitem__(self, number: int) -> Any:
         name = str(number)
+        if self._leaves is not None and name in self._leaves:
+            return self._leaves[name]
         # lists hold modules, parameters or buffers
         return next(held[name] for held in (self._modules, self._parameters, self._buffers) if name in held)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(module for name, module in self._modules.items() if name.isdigit())
+        # by number: programs count layers, whatever order they are shown in
+        numbers = sorted((name for name in self._modules if name.isdigit()), key=int)
+        return iter([self._modules[name] for name in numbers])
 
     def __len__(self) -> int:
         return sum(name.isdigit() for name in self._modules)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        leaves = self.__dict__.get("_leaves")
+        return leaves[name] if leaves is not None and name in leaves else super().__getattr__(name)
 
     def at(self, path: str) -> Any:
         """What stands under a dotted name that cannot be written as attributes."""
+        holder, last = self.holder_of(path)
+        if holder._leaves is not None and last in holder._leaves:
+            return holder._leaves[last]
+        return holder._parameters[last] if last in holder._parameters else holder._buffers[last]
+
+    def holder_of(self, path: str) -> tuple[Container, str]:
+        """What holds a parameter or buffer directly, and its name there."""
         *way, last = path.split(".")
-        holder: nn.Module = self
+        holder: Container = self
         for name in way:
             found = holder._modules[name]
-            assert found is not None
+            assert isinstance(found, Container)
             holder = found
-        return holder._parameters[last] if last in holder._parameters else holder._buffers[last]
+        return holder, last
 
     def hold(self, path: str, tensor: Tensor, *, persistent: bool = True) -> None:
         """Put a parameter or buffer under a dotted name, making the containers on the way."""
@@ -145,6 +164,52 @@ class Container(nn.Module):
             holder._buffers[last] = tensor
             if not persistent:
                 holder._non_persistent_buffers_set.add(last)
+
+
+def put_in_order(tree: nn.Module, order: Mapping[str, int]) -> None:
+    """Let a tree of containers show what it holds in the order of the original: optimizers go by position.
+
+    Args:
+        order: the place of each name in the original; what is not in it comes last. Nothing: all stays as it is.
+    """
+    places = dict[str, int]()
+    for name, place in order.items():
+        for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
+            places[name[:end]] = min(place, places.get(name[:end], place))
+    for path, module in list(tree.named_modules()):
+        start = f"{path}." if path else ""
+        for held in (module._modules, module._parameters, module._buffers):
+            _sort_in_place(held, {name: places.get(start + name, len(order)) for name in held})
+
+
+def in_order(parts: Mapping[str, Part], order: Mapping[str, int]) -> dict[str, Part]:
+    """Parts by name, in the order of the original."""
+    return {name: parts[name] for name in sorted(parts, key=lambda name: order.get(name, len(order)))}
+
+
+def _sort_in_place(held: dict[str, Any], places: Mapping[str, int]) -> None:
+    """The same dict: others look at it too."""
+    names = sorted(held, key=places.__getitem__)
+    if names != list(held):
+        found = [(name, held[name]) for name in names]
+        held.clear()
+        held.update(found)
+
+
+def check_axes(parts: Mapping[str, Part], grid: Mapping[str, int]) -> None:
+    """Refuse parts that are cut or summed along what is no axis of the grid."""
+    place = Place(tuple(grid.items()), 0)
+    for name, part in parts.items():
+        cuts = {} if part.cuts is None or isinstance(part.cuts, Table) else part.cuts
+        told = () if part.sync is None or isinstance(part.sync, Table) else part.sync
+        sums = [
+            one.axes if isinstance(one, Move) else as_axes(one) for one in ((told,) if isinstance(told, str) else told)
+        ]
+        try:
+            for axes in (*(as_axes(as_cut(cut).axes) for cut in cuts.values()), *sums):
+                place.count(axes)
+        except UnknownAxis as error:
+            raise UnknownAxis(f"{name}: {error}") from None
 
 
 def expand(parts: Mapping[str, Part], layers: Mapping[str, int]) -> Iterator[tuple[str, Part]]:

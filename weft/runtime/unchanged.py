@@ -2,14 +2,15 @@
 
 In: the trees of containers that a module shows, as they are when it is made. Out: nothing, or what is wrong and what to
 do instead: a parameter that was replaced, one of another dtype, one that was frozen when the program was made and is to
-be trained now. A parameter that is gathered is laid where others read it in the first steps: what looks at its memory
-from before is warned of. `applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and
-other values are taken into the memory that is there, which other tensors of the program look into.
+be trained now, a hook that nobody would call. A parameter that is gathered is laid where others read it in the first
+steps: what looks at its memory from before is warned of. `applied()` is what `to()`, `half()` and the like do: another
+dtype or device is refused, and other values are taken into the memory that is there, which other tensors of the program
+look into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,13 @@ BOUND = (
 )
 LOOKS = 4
 """Steps in which parameters may get other memory, where others read it, and one more."""
+WITHIN = (
+    "hooks of the parallel module itself are called; to see inside, edit the program: weft show FILE --plan P --out DIR"
+)
+UNCALLED = (
+    "a model in pieces has a hook, which would not be called in training: it has no forward of its own there",
+    "do before and after train_step() what the hook does; in evaluation hooks are called",
+)
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -72,6 +80,7 @@ class Unchanged:
     """
 
     def __init__(self, trees: Iterable[nn.Module], trained: Collection[str]) -> None:
+        trees = tuple(trees)
         self._shown = [
             _Shown(
                 name,
@@ -88,6 +97,8 @@ class Unchanged:
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
         self._num_looks = LOOKS
+        self._inside = [(path, module) for tree in trees for path, module in tree.named_modules() if path]
+        self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
 
     def left(self) -> str | None:
         """A parameter that was laid elsewhere while something looks at where it lay. Asked in every step: in the first
@@ -103,7 +114,15 @@ class Unchanged:
             thawed = training and not one.trained and held.requires_grad
             if one.holder.get(one.key) is not held or held.dtype != one.dtype or thawed:
                 return one.wrong()
+        if any(self._hooks):
+            hooked = next(path for path, module in self._inside if any(hooks_of(module)))
+            return f"{hooked} has a hook, which would never be called: programs call no submodules", WITHIN
         return None
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """What is called when a module is, or its backward."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _places(tree: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]]:

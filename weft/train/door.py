@@ -16,8 +16,8 @@ on every rank, and gradients flow through the part to inputs that require one:
 In evaluation a batch of other arguments (without labels) has a program of its own, which returns the model's outputs;
 `parallel.generate(...)` decodes as a Hugging Face model does.
 
-Promised: rank 0 compiles and all ranks run its program, or none; every rank starts from its parts of the values that
-the module has, and ranks whose modules differ are refused.
+Promised: rank 0 compiles and all ranks run its program, or raise what it raises; every rank starts from its parts of
+the values that the module has, and ranks whose modules differ are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
 from weft.runtime.guards import mark_replaced
-from weft.runtime.initialise import Start, begin, module_tensors
+from weft.runtime.initialise import Start, begin, original_order
 from weft.runtime.precision import Precision
 from weft.runtime.reduction import BadReduction, How, Reduction
 from weft.runtime.transport import Transport
@@ -49,6 +49,7 @@ from weft.train.limit import check_limit
 from weft.train.opened import AnyParallel, Content, MakeFiles, is_pipeline, num_devices, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
+from weft.train.together import shared
 from weft.train.weights import Values, Weights, sample_hash
 from weft.verify.door import PlanLike
 from weft.verify.model_file import Subject
@@ -140,7 +141,7 @@ def _emulated(files: Content, opened: _Opening, programs: Programs) -> nn.Module
     """All ranks as threads of this process."""
     once = Once(programs)
     kind = EmulatedPipeline if is_pipeline(files) else Emulated
-    return kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once)
+    return kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once, opened.order)
 
 
 def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, programs: Programs) -> nn.Module:
@@ -151,9 +152,9 @@ def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, pr
         return opened.rank(files, Alone(), programs)
     job = connect()
     refuse_different(job.transport, start)
-    files = job.share(trained)
+    files = shared(job, trained)
     refuse_size(num_devices(files), job.transport.num_ranks)
-    return opened.rank(files, job.transport, lambda wanted: job.share(lambda: programs(wanted)))
+    return opened.rank(files, job.transport, lambda wanted: shared(job, lambda: programs(wanted)))
 
 
 class _Opening:
@@ -172,7 +173,7 @@ class _Opening:
     ) -> None:
         self.reduction, self._mixed = reduction, None if precision is None else precision.mixed(start.module)
         self._values, self._own, self._seed = own if weights is None else weights, own, seed
-        self._known = frozenset(module_tensors(start.module))
+        self.order = original_order(start.module)
         self._in_autocast = torch.is_autocast_enabled("cpu")
 
     def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> AnyParallel:
@@ -182,7 +183,7 @@ class _Opening:
             self._values,
             seed=self._seed,
             otherwise=self._own,
-            known=self._known,
+            known=self.order,
             make_files=make_files,
             reduction=self.reduction,
             mixed=self._mixed,

@@ -17,22 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from weft.errors import RunError, WeftError
 from weft.runtime.batch import BatchMismatch
-from weft.runtime.context import Ambient
+from weft.runtime.context import Ambient, Modes
+from weft.runtime.ending import refuse_parts
 from weft.runtime.guarded import guard_all
 from weft.runtime.guards import CLIP, Guard, handed_out
+from weft.runtime.inner import is_watched
 from weft.runtime.module import TWICE, shapes_of
+from weft.runtime.own import Own
 from weft.runtime.parallel import Parallel
 from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
-from weft.runtime.script import Index
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
-from weft.runtime.unchanged import BOUND
+from weft.runtime.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
 from weft.train.opened import AnyParallel, MakeFiles, Wanted, refusal
 from weft.verify.parallel import emulate, join
 
@@ -77,14 +78,14 @@ class Crew:
 
     def each(self, work: Work) -> list[Any]:
         """Do something on every rank; the results in rank order."""
-        ambient = Ambient.here()
+        ambient, modes = Ambient.here(), Modes.here()
 
-        def under_ambient(module: AnyParallel) -> Any:
-            with ambient.entered():
+        def as_here(module: AnyParallel) -> Any:
+            with ambient.entered(), modes.entered():
                 return work(module)
 
         for told in self._told:
-            told.put(under_ambient)
+            told.put(as_here)
         return self._answers()
 
     def _answers(self) -> list[Any]:
@@ -107,24 +108,29 @@ def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]], thread: threading.T
         thread.join(GOODBYE)
 
 
-class Emulated(nn.Module):
+class Emulated(Own):
     """A parallel module with all of its ranks here.
 
     Args:
         make: makes a rank's module on its transport.
         prepare: is called before the ranks need a program, here and not in their threads.
+        order: the place of each name in the original.
     """
 
     replica, num_replicas = 0, 1
+    ranks: nn.ModuleList
 
-    def __init__(self, make: Make, num_ranks: int, prepare: MakeFiles) -> None:
+    def __init__(self, make: Make, num_ranks: int, prepare: MakeFiles, order: Mapping[str, int]) -> None:
         super().__init__()
         self._prepare = prepare
         self._crew = Crew(num_ranks, make)
-        self.ranks = nn.ModuleList(self._crew.modules)
+        self.__dict__["ranks"] = nn.ModuleList(self._crew.modules)
+        self.hold_apart("ranks", self.ranks)
         self._stored = [module.stored for module in self._crew.modules]
         originals = [shapes_of(module.program) for module in self._crew.modules]
-        self._shapes = {name: found.shape for one in originals for name, found in one.items()}
+        shapes = {name: found.shape for one in originals for name, found in one.items()}
+        self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
+        self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.__dict__["_guard"] = guard_all(self._crew.modules, refusal)
 
@@ -165,7 +171,8 @@ class Emulated(nn.Module):
         if not torch.is_grad_enabled():
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
         call = _Call(self._crew, leaves, spec, grads)
-        found: tuple[Tensor, ...] = _Ranks.apply(self._anchor, call, *(leaves[at] for at in grads))
+        shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
+        found: tuple[Tensor, ...] = _Ranks.apply(self._anchor, call, *(leaves[at] for at in grads), *shown)
         return pytree.tree_unflatten(call.joined(found), call.out_spec)
 
     def _refuse_surroundings(self) -> None:
@@ -215,25 +222,45 @@ class Emulated(nn.Module):
         self._crew.each(lambda module: module.train(mode))
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""
         parts = [dict(rank.state_dict()) for rank in self.ranks]
-        found = {}
-        for name in dict.fromkeys(name for part in parts for name in part):
+        for name in (name for name in self._shapes if any(name in part for part in parts)):
             pieces = [(rank, self._stored[rank][name], part[name]) for rank, part in enumerate(parts) if name in part]
-            found[name], faults = join(self._shapes[name], pieces)
+            destination[prefix + name], faults = join(self._shapes[name], pieces)
             if faults:
                 raise RunError(f"{name}: {'; '.join(faults)}", remedy="give the ranks one elementwise optimizer")
-        return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Cut whole tensors into the ranks' parts; arguments as of `nn.Module.load_state_dict`."""
-        found = None
+        for name, whole in state_dict.items():
+            if (wrong := self._wrong(name, whole)) is not None:
+                raise RunError(wrong, remedy="load a state dict of this very model")
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Asked by torch, of this module or of one that holds it: `prefix` stands before the original names."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise refusal(*ASSIGN)
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        given = {key.removeprefix(prefix): whole for key, whole in state_dict.items() if key.startswith(prefix)}
+        missing_keys += [prefix + name for name in self._shapes if name in self._saved and name not in given]
+        unexpected_keys += [prefix + name for name in given if strict and name not in self._saved]
+        wrong = [found for name, whole in given.items() if (found := self._wrong(name, whole)) is not None]
+        error_msgs += wrong
         for rank, stored in zip(self.ranks, self._stored, strict=True):
-            parts = {name: self._part(name, whole, stored) for name, whole in state_dict.items() if name in stored}
-            unknown = {name: whole for name, whole in state_dict.items() if name not in self._shapes}
-            found = rank.load_state_dict({**parts, **unknown}, *args, **kwargs)
-        return found
+            mine = {name: take(whole, stored[name]) for name, whole in given.items() if name in stored and not wrong}
+            rank.load_state_dict(mine, strict=False)
 
     def __deepcopy__(self, memo: Any) -> Emulated:
         raise refusal(*BOUND)
@@ -241,13 +268,12 @@ class Emulated(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refusal(*BOUND)
 
-    def _part(self, name: str, whole: Tensor, stored: Mapping[str, Index]) -> Tensor:
-        if tuple(whole.shape) != self._shapes[name]:
-            raise RunError(
-                f"{name} has shape {list(whole.shape)}, planned as {list(self._shapes[name])}",
-                remedy="load a state dict of this very model",
-            )
-        return take(whole, stored[name])
+    def _wrong(self, name: str, whole: Any) -> str | None:
+        """Why a tensor is not that of the original, if it is not."""
+        if name not in self._shapes or (isinstance(whole, Tensor) and tuple(whole.shape) == self._shapes[name]):
+            return None
+        found = f"has shape {list(whole.shape)}" if isinstance(whole, Tensor) else f"is a {type(whole).__name__}"
+        return f"{name} {found}, planned as {list(self._shapes[name])}"
 
 
 class EmulatedPipeline(Emulated):
@@ -282,6 +308,8 @@ class EmulatedPipeline(Emulated):
         is returned."""
         if not torch.is_grad_enabled():
             raise refusal(*NO_GRADIENT)
+        if any(hooks_of(self)):
+            raise refusal(*UNCALLED)
         self._refuse_surroundings()
         # what is no batch is refused, and what is missing made, here: a rank that fails ends all
         for rows in self._first.looked_at(batch):
@@ -351,7 +379,7 @@ class _Ranks(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, call: _Call, *given: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             found = [leaf for leaf in call.forward() if isinstance(leaf, Tensor)]
-        ctx.call = call
+        ctx.call, ctx.num_given = call, len(given)
         # what the ranks returned stays theirs
         made = [tensor.detach().clone() for tensor in found]
         ctx.live = [at for at, tensor in enumerate(found) if tensor.requires_grad]
@@ -359,9 +387,11 @@ class _Ranks(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_parts(ctx, refusal)
         if ctx.call.spent:
             raise refusal(*TWICE)
         ctx.call.spent = True
-        return (None, None, *ctx.call.backward([gradients[at] for at in ctx.live]))
+        found = ctx.call.backward([gradients[at] for at in ctx.live])
+        # the parameters are only there to be asked for: the ranks have their gradients
+        return (None, None, *found, *(None,) * (ctx.num_given - len(found)))

@@ -21,7 +21,7 @@ from weft.errors import RunError
 from weft.runtime.backend import PrefixStore, peak_memory
 from weft.runtime.clip import Clip
 from weft.runtime.connect import Job
-from weft.runtime.initialise import Start, module_tensors
+from weft.runtime.initialise import Start, original_order
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.scaling import GradScaler
 from weft.runtime.training import call
@@ -108,7 +108,7 @@ def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyPar
         weights if order.saved is None else order.saved.model,
         seed=order.settings.seed,
         otherwise=own,
-        known=frozenset(module_tensors(subject.model)),
+        known=original_order(subject.model),
         make_files=make_files,
         reduction=subject.reduction,
         mixed=subject.mixed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.runtime.initialise import Start, module_tensors
+from weft.runtime.initialise import Start, original_order
 from weft.runtime.launch import Pool
 from weft.runtime.ledger import Bytes, Owner, counted_step
 from weft.runtime.module import ParallelModule
@@ -62,7 +62,7 @@ def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
         transport,
         subject.weights or own,
         otherwise=own,
-        known=frozenset(module_tensors(subject.model)),
+        known=original_order(subject.model),
         reduction=subject.reduction,
         mixed=subject.mixed,
     )

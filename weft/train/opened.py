@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.cache import write_files
 from weft.capture.source import place_of_call
@@ -31,6 +31,7 @@ from weft.runtime.program_files import cut_parameters, load_program, read_meta
 from weft.runtime.reduction import Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
+from weft.runtime.stored import in_order, put_in_order
 from weft.runtime.transport import Transport
 from weft.train.weights import Values, fill, fill_all
 
@@ -39,6 +40,7 @@ Content = Mapping[str, bytes]
 
 AnyParallel = Parallel | ParallelPipeline
 """What a rank trains."""
+T = TypeVar("T", Parallel, ParallelPipeline)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
     *,
     seed: int = 0,
     otherwise: Values | None = None,
-    known: Collection[str] = (),
+    known: Mapping[str, int] | None = None,
     make_files: MakeFiles | None = None,
     reduction: Reduction | None = None,
     mixed: Mixed | None = None,
@@ -109,27 +111,28 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
 
     Args:
         otherwise: has the buffers that `weights` lack because they are not saved.
-        known: all names of the original model.
+        known: all names of the original model, and the place of each in its order, which the rank's module shows too;
+            not given: the order of use.
         make_files: gives the programs of `eval()` and those for other sizes when they are asked for.
         reduction: what the losses of micro-batches and replicas count.
         mixed: how a program in another precision than the weights' is trained.
     """
-    replica = Replica(transport, num_devices(files))
+    replica, order = Replica(transport, num_devices(files)), known or {}
     if is_pipeline(files):
         pipeline = open_pipeline(
             files,
             replica,
-            lambda pieces: _fill_pieces(pieces, weights, otherwise, known),
+            lambda pieces: _fill_pieces(pieces, weights, otherwise, order),
+            order=order,
             seed=seed,
             make_files=make_files,
             reduction=reduction,
             mixed=mixed,
         )
-        guard_rank(pipeline, refusal)
-        return pipeline
+        return _ready(pipeline, order)
     runnable = open_program(files, replica)
     masters = with_masters(runnable.program, mixed)
-    fill(runnable.program if masters is None else masters, weights, otherwise, known)
+    fill(runnable.program if masters is None else masters, weights, otherwise, order)
 
     def make_eval(batch: Batch | None) -> Runnable:
         assert make_files is not None
@@ -144,6 +147,13 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
         reduction=reduction,
         refusal=refusal,
     )
+    return _ready(module, order)
+
+
+def _ready(module: T, order: Mapping[str, int]) -> T:
+    """The module as users see it: watched, what it holds in the original's order."""
+    for tree in module.trees():
+        put_in_order(tree, order)
     guard_rank(module, refusal)
     return module
 
@@ -153,15 +163,18 @@ def open_pipeline(
     transport: Replica,
     fill_in: Callable[[Pieces[Any]], None],
     *,
+    order: Mapping[str, int] | None = None,
     seed: int,
     make_files: MakeFiles | None,
     reduction: Reduction | None,
     mixed: Mixed | None = None,
 ) -> ParallelPipeline:
-    """The same for a program in pieces."""
+    """The same for a program in pieces; `order`: the place of each name in the original."""
+    order = order or {}
     with _written(files) as folder:
         flow = flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync))
-        pieces = Pieces(tuple(flow.rank.modules), transport, *pipeline_parts(folder))
+        parts, trained = (in_order(one, order) for one in pipeline_parts(folder))
+        pieces = Pieces(tuple(flow.rank.modules), transport, parts, trained, order)
     masters = None if mixed is None else masters_of(pieces, mixed)
     tell_sums(flow.modules, mixed)
     fill_in(pieces if masters is None else masters)

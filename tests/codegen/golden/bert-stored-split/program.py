@@ -90,7 +90,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         )  # (16, 16)
         # modeling_bert.py:477  hidden_states = self.dense(hidden_states)
         hidden_states = F.linear(embeddings, dense_weight, self.cls.predictions.transform.dense.bias)  # (3, 8, 16)
-        # activations.py:89  return self.act(input)
+        # activations.py:89 ...
         transform_act_fn = F.gelu(hidden_states)  # (3, 8, 16)
         # modeling_bert.py:479  hidden_states = self.LayerNorm(hidden_states)
         hidden_states = F.layer_norm(

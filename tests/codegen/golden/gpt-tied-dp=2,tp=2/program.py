@@ -51,7 +51,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         x = dropout(x, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         for i, layer in enumerate(self.transformer.h):
             x = self.block(layer, 1 + 3 * i, x)
-        # models.py:46  return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        # models.py:46 ...
         ln_f = F.layer_norm(x, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)  # (3, 8, 16)
         ln_f = self.comm.sum_grad(ln_f, over="tp")  # (3, 8, 16)
         # models.py:133  logits = self.lm_head(self.transformer.ln_f(x))
@@ -104,6 +104,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         resid_dropout = self.comm.all_reduce(resid_dropout, over="tp")  # (3, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
         x = x + resid_dropout  # (3, 8, 16)
+        # models.py:46 ...
         ln_2 = F.layer_norm(x, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (3, 8, 16)
         ln_2 = self.comm.sum_grad(ln_2, over="tp")  # (3, 8, 16)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))

@@ -92,7 +92,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
     def block(self, layer: Container, draw: int, hidden_states: Tensor) -> Tensor:
         # modeling_gpt2.py:273  hidden_states = self.ln_1(hidden_states)
         hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (3, 8, 16)
-        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        # pytorch_utils.py:119 ...
         view = hidden_states_1.reshape(24, 16)  # (24, 16)
         c_attn_bias_parts = self.comm.use_parts(layer.attn.c_attn.bias, "c_attn_bias")  # (24,)
         c_attn_weight_parts = self.comm.use_parts(layer.attn.c_attn.weight, "c_attn_weight")  # (16, 24)
@@ -118,6 +118,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         hidden_states = attn_output + hidden_states  # (3, 8, 16)
         # modeling_gpt2.py:304  hidden_states = self.ln_2(hidden_states)
         hidden_states_1 = F.layer_norm(hidden_states, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (3, 8, 16)
+        # pytorch_utils.py:119 ...
         view = hidden_states_1.reshape(24, 16)  # (24, 16)
         c_fc_bias_parts = self.comm.use_parts(layer.mlp.c_fc.bias, "c_fc_bias")  # (32,)
         c_fc_weight_parts = self.comm.use_parts(layer.mlp.c_fc.weight, "c_fc_weight")  # (16, 32)
@@ -134,6 +135,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
             gives=[Given()],
             recompute=True,
         )  # (24, 16)
+        # pytorch_utils.py:120 ...
         x = x.reshape(3, 8, 16)  # (3, 8, 16)
         # modeling_gpt2.py:242  hidden_states = self.dropout(hidden_states)
         hidden_states_1 = dropout(x, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
@@ -150,9 +152,9 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         c_proj_bias: tuple[Tensor, ...],
         c_proj_weight: tuple[Tensor, ...],
     ) -> Tensor:
-        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        # pytorch_utils.py:119 ...
         x = torch.addmm(c_attn_bias[chunk], view, c_attn_weight[chunk])  # (24, 24)
-        # pytorch_utils.py:120  x = x.view(size_out)
+        # pytorch_utils.py:120 ...
         x = x.reshape(3, 8, 24)  # (3, 8, 24)
         # modeling_gpt2.py:185  query_states, key_states, value_states = self.c_attn(hidden_states).split(self.split_...
         query_states, key_states, value_states = x.split((8, 8, 8), 2)
@@ -181,6 +183,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         attn_output = transpose.contiguous()  # (3, 8, 2, 4)
         # modeling_gpt2.py:222  attn_output = attn_output.reshape(*attn_output.shape[:-2], -1).contiguous()
         attn_output = attn_output.reshape(3, 8, 8)  # (3, 8, 8)
+        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
         view = attn_output.reshape(24, 8)  # (24, 8)
         return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
 
@@ -193,9 +196,9 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         c_proj_bias: tuple[Tensor, ...],
         c_proj_weight: tuple[Tensor, ...],
     ) -> Tensor:
-        # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        # pytorch_utils.py:119 ...
         x = torch.addmm(c_fc_bias[chunk], view, c_fc_weight[chunk])  # (24, 32)
-        # pytorch_utils.py:120  x = x.view(size_out)
+        # pytorch_utils.py:120 ...
         x = x.reshape(3, 8, 32)  # (3, 8, 32)
         # activations.py:66  return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * to...
         mul = x * 0.5  # (3, 8, 32)
@@ -206,5 +209,6 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         tanh = torch.tanh(mul_1)  # (3, 8, 32)
         add = tanh + 1.0  # (3, 8, 32)
         mul = mul * add  # (3, 8, 32)
+        # pytorch_utils.py:119 ...
         view = mul.reshape(24, 32)  # (24, 32)
         return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)

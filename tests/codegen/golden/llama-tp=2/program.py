@@ -53,16 +53,16 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         sin = sin * 1.0  # (1, 8, 4)
         for i, layer in enumerate(self.model.layers):
             inputs_embeds = self.block(layer, i, inputs_embeds, cos, sin)
-        # modeling_llama.py:63  hidden_states = hidden_states.to(torch.float32)
+        # modeling_llama.py:63 ...
         hidden_states = inputs_embeds.to(torch.float32)  # (6, 8, 16)
-        # modeling_llama.py:64  variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        # modeling_llama.py:64 ...
         pow_1 = hidden_states**2  # (6, 8, 16)
         variance_1 = pow_1.mean((-1,), keepdim=True)  # (6, 8, 1)
-        # modeling_llama.py:65  hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        # modeling_llama.py:65 ...
         add = variance_1 + 1e-06  # (6, 8, 1)
         rsqrt = torch.rsqrt(add)  # (6, 8, 1)
         hidden_states = hidden_states * rsqrt  # (6, 8, 16)
-        # modeling_llama.py:66  return self.weight * hidden_states.to(input_dtype)
+        # modeling_llama.py:66 ...
         to = hidden_states.to(torch.float32)  # (6, 8, 16)
         mul = self.model.norm.weight * to  # (6, 8, 16)
         alias = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
@@ -125,7 +125,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         cos = cos.reshape(1, 1, 8, 4)  # (1, 1, 8, 4)
         # modeling_llama.py:146  sin = sin.unsqueeze(unsqueeze_dim)
         sin = sin.reshape(1, 1, 8, 4)  # (1, 1, 8, 4)
-        # modeling_llama.py:147  q_embed = (q * cos) + (rotate_half(q) * sin)
+        # modeling_llama.py:147 ...
         q_embed = query_states * cos  # (6, 2, 8, 4)
         # modeling_llama.py:121  x1 = x[..., : x.shape[-1] // 2]
         x1 = query_states[:, :, :, :2]  # (6, 2, 8, 2)
@@ -134,14 +134,19 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # modeling_llama.py:123  return torch.cat((-x2, x1), dim=-1)
         neg = -x2  # (6, 2, 8, 2)
         cat = torch.cat((neg, x1), -1)  # (6, 2, 8, 4)
+        # modeling_llama.py:147  q_embed = (q * cos) + (rotate_half(q) * sin)
         mul = cat * sin  # (6, 2, 8, 4)
         q_embed = q_embed + mul  # (6, 2, 8, 4)
-        # modeling_llama.py:148  k_embed = (k * cos) + (rotate_half(k) * sin)
+        # modeling_llama.py:148 ...
         k_embed = key_states * cos  # (6, 1, 8, 4)
+        # modeling_llama.py:121 ...
         x1 = key_states[:, :, :, :2]  # (6, 1, 8, 2)
+        # modeling_llama.py:122 ...
         x2 = key_states[:, :, :, 2:4]  # (6, 1, 8, 2)
+        # modeling_llama.py:123 ...
         neg = -x2  # (6, 1, 8, 2)
         cat = torch.cat((neg, x1), -1)  # (6, 1, 8, 4)
+        # modeling_llama.py:148  k_embed = (k * cos) + (rotate_half(k) * sin)
         mul = cat * sin  # (6, 1, 8, 4)
         k_embed = k_embed + mul  # (6, 1, 8, 4)
         # sdpa_attention.py:174  attn_output = torch.nn.functional.scaled_dot_product_attention(
@@ -166,19 +171,24 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         attn_output = self.comm.all_reduce(attn_output, over="tp")  # (6, 8, 16)
         # modeling_llama.py:306  hidden_states = residual + hidden_states
         hidden_states = hidden_states + attn_output  # (6, 8, 16)
+        # modeling_llama.py:63 ...
         hidden_states = hidden_states.to(torch.float32)  # (6, 8, 16)
+        # modeling_llama.py:64 ...
         pow_1 = hidden_states**2  # (6, 8, 16)
         variance_1 = pow_1.mean((-1,), keepdim=True)  # (6, 8, 1)
+        # modeling_llama.py:65 ...
         add = variance_1 + 1e-06  # (6, 8, 1)
         rsqrt = torch.rsqrt(add)  # (6, 8, 1)
         hidden_states_1 = hidden_states * rsqrt  # (6, 8, 16)
+        # modeling_llama.py:66 ...
         to = hidden_states_1.to(torch.float32)  # (6, 8, 16)
         mul = layer.post_attention_layernorm.weight * to  # (6, 8, 16)
         mul = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
-        # modeling_llama.py:164  down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        # modeling_llama.py:164 ...
         down_proj = F.linear(mul, layer.mlp.gate_proj.weight)  # (6, 8, 16)
         # activations.py:103  return nn.functional.silu(input)
         act_fn = F.silu(down_proj)  # (6, 8, 16)
+        # modeling_llama.py:164  down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         down_proj = F.linear(mul, layer.mlp.up_proj.weight)  # (6, 8, 16)
         down_proj = act_fn * down_proj  # (6, 8, 16)
         down_proj = F.linear(down_proj, layer.mlp.down_proj.weight)  # (6, 8, 16)

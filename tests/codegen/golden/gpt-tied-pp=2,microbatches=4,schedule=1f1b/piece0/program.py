@@ -69,6 +69,7 @@ class GPT_transformer_wte__h_0(ParallelModule, grid=GRID, parameters=PARAMETERS,
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(2, (2, 8, 16)))  # (2, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
         x = x + resid_dropout  # (2, 8, 16)
+        # models.py:46 ...
         ln_2 = F.layer_norm(x, (16,), self.transformer.h[0].ln_2.weight, self.transformer.h[0].ln_2.bias)  # (2, 8, 16)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
         c_fc = F.linear(ln_2, self.transformer.h[0].mlp.c_fc.weight, self.transformer.h[0].mlp.c_fc.bias)  # (2, 8, 64)

@@ -59,6 +59,7 @@ class GPT_transformer_h_1__lm_head(ParallelModule, grid=GRID, parameters=PARAMET
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(5, (2, 8, 16)))  # (2, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
         x = h_0 + resid_dropout  # (2, 8, 16)
+        # models.py:46 ...
         ln_2 = F.layer_norm(x, (16,), self.transformer.h[1].ln_2.weight, self.transformer.h[1].ln_2.bias)  # (2, 8, 16)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
         c_fc = F.linear(ln_2, self.transformer.h[1].mlp.c_fc.weight, self.transformer.h[1].mlp.c_fc.bias)  # (2, 8, 64)
@@ -67,6 +68,7 @@ class GPT_transformer_h_1__lm_head(ParallelModule, grid=GRID, parameters=PARAMET
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(6, (2, 8, 16)))  # (2, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))
         add = x + dropout_1  # (2, 8, 16)
+        # models.py:46 ...
         ln_f = F.layer_norm(add, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)  # (2, 8, 16)
         # models.py:133  logits = self.lm_head(self.transformer.ln_f(x))
         logits = F.linear(ln_f, self.transformer.wte.weight)  # (2, 8, 32)

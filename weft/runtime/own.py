@@ -1,0 +1,51 @@
+"""Own: a module that shows what the user's model has, under the user's names, beside attributes of its own.
+
+In: attributes that are set in construction, before what it shows. Out: they can be set again whatever the submodules,
+parameters and buffers are called that it shows; `get_submodule` finds those under any name. What it holds apart is
+among its modules, and not among those that torch saves and loads by their names, also as part of another module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+
+class Own(nn.Module):
+    """A module whose own attributes are not mistaken for what it shows under the same names."""
+
+    _held_apart: Mapping[str, nn.Module] = MappingProxyType({})
+
+    def hold_apart(self, name: str, module: nn.Module) -> None:
+        """Another child, whose name is not to be in state dicts."""
+        self.__dict__["_held_apart"] = {**self._held_apart, name: module}
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from super().named_children()
+        yield from self._held_apart.items()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        seen = set[nn.Module]() if memo is None else memo
+        if self not in seen:
+            yield from super().named_modules(seen, prefix, remove_duplicate)
+            start = f"{prefix}." if prefix else ""
+            for name, module in self._held_apart.items():
+                yield from module.named_modules(seen, f"{start}{name}", remove_duplicate)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch looks for a name among parameters, modules and buffers first
+        if name in self.__dict__ and not isinstance(value, nn.Module | nn.Parameter):
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module; what is shown comes before attributes."""
+        first, _, rest = target.partition(".")
+        found = self._modules.get(first)
+        return super().get_submodule(target) if found is None else found.get_submodule(rest)
