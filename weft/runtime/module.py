@@ -34,7 +34,7 @@ from weft.runtime.precision import NO_SUMS
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
-from weft.runtime.stored import NO_TABLES, Behind, Container, Holds, Part, Table, Tables, check_axes, expand
+from weft.runtime.stored import NO_TABLES, Behind, Container, Part, Table, Tables, check_axes, expand
 from weft.runtime.tape import Tape
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
@@ -459,24 +459,6 @@ class ParallelModule(Container):
             found.append(move.transfer(shape, self.place))
             shape = found[-1].shapes[0]
         return tuple(found)
-
-
-@dataclass(frozen=True)
-class Original:
-    """A tensor of the original model: its whole shape, all of its names, and whether a state dict has it."""
-
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    persistent: bool = True
-
-
-def shapes_of(module: Holds) -> dict[str, Original]:
-    """The parameters and buffers of the original model, by each of their names."""
-    found: dict[str, Original] = {}
-    for name, part in module.stored_parts().items():
-        names = (name, *part.tied)
-        found.update(dict.fromkeys(names, Original(part.shape, names, part.persistent)))
-    return found
 
 
 @dataclass

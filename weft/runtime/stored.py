@@ -166,6 +166,24 @@ class Container(Own):
                 holder._non_persistent_buffers_set.add(last)
 
 
+@dataclass(frozen=True)
+class Original:
+    """A tensor of the original model: its whole shape, all of its names, and whether a state dict has it."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    persistent: bool = True
+
+
+def shapes_of(module: Holds) -> dict[str, Original]:
+    """The parameters and buffers of the original model, by each of their names."""
+    found: dict[str, Original] = {}
+    for name, part in module.stored_parts().items():
+        names = (name, *part.tied)
+        found.update(dict.fromkeys(names, Original(part.shape, names, part.persistent)))
+    return found
+
+
 def put_in_order(tree: nn.Module, order: Mapping[str, int]) -> None:
     """Let a tree of containers show what it holds in the order of the original: optimizers go by position.
 

@@ -26,10 +26,11 @@ from weft.runtime.ending import refuse_parts
 from weft.runtime.guarded import guard_all
 from weft.runtime.guards import CLIP, Guard, handed_out
 from weft.runtime.inner import is_watched
-from weft.runtime.module import TWICE, shapes_of
+from weft.runtime.module import TWICE
 from weft.runtime.own import Own
 from weft.runtime.parallel import Parallel
 from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
+from weft.runtime.stored import shapes_of
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport

@@ -28,8 +28,8 @@ from weft.ir.graph import Graph
 from weft.runtime.batch import dtype_name
 from weft.runtime.holdings import Holdings, exchange, gather, tell_all
 from weft.runtime.initialise import Whole, part_of
-from weft.runtime.module import shapes_of
 from weft.runtime.pieces import Pieces
+from weft.runtime.stored import shapes_of
 from weft.train.opened import AnyParallel
 from weft.train.weights import listed, open_weights
 

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from weft.errors import RunError
 from weft.runtime.counted import Counted, NotElementwise
 from weft.runtime.initialise import Whole, module_tensors, part_of
-from weft.runtime.module import shapes_of
 from weft.runtime.record import At, Record
 from weft.runtime.replaying import replay
 from weft.runtime.script import Index
-from weft.runtime.stored import Holds
+from weft.runtime.stored import Holds, shapes_of
 from weft.verify.weight_files import Files, open_files
 
 Weights = nn.Module | Mapping[str, Tensor] | Files
