@@ -280,6 +280,11 @@ class BucketSync:
             if transfers is None and name not in used and tapes:
                 # it came in a bucket
                 continue
+            sink = module.sinks.get(name)
+            if transfers == () and sink is not None and sink.total is not None and name not in used and replicas == 1:
+                # it goes nowhere, and is not rounded for it
+                found[name] = sink.total
+                continue
             total = self._as_stored(module, name)
             if name in used:
                 total.add(used[name])

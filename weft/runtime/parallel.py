@@ -105,7 +105,7 @@ class Parallel(OneRank):
         shown = program if masters is None else masters.tree
         self._modules, self._parameters, self._buffers = shown._modules, shown._parameters, shown._buffers
         self._non_persistent_buffers_set = shown._non_persistent_buffers_set
-        if masters is None:
+        if masters is None and self._transport.whole.num_ranks > 1:
             program.read_apart()
         if refusal is not None:
             program.refusal = refusal
