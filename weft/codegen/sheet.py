@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from weft.runtime.alone import Alone
 from weft.runtime.calls import FUNCTIONS
 from weft.runtime.module import Container, ParallelModule
 
-_CONTAINER, _PROGRAM = Container(), ParallelModule(Alone())
+_CONTAINER = Container()
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
 BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
 
@@ -351,7 +352,13 @@ def _plain(name: str) -> bool:
 
 def _clashes(name: str) -> bool:
     """True if the runtime has another use for the name."""
-    return hasattr(_PROGRAM, name) or name.isdigit()
+    return hasattr(_a_program(), name) or name.isdigit()
+
+
+@cache
+def _a_program() -> ParallelModule:
+    """One that holds nothing: it has all attributes that any has."""
+    return ParallelModule(Alone())
 
 
 def _attribute(name: str) -> str:

@@ -119,7 +119,7 @@ _WATCHING: ContextVar[Direct | None] = ContextVar("weft_direct", default=None)
 """What this thread's forward runs under."""
 
 
-def is_watched() -> bool:
+def products_are_watched() -> bool:
     """True if somebody has a way with the products of this thread."""
     return _WATCHING.get() is not None or torch._C._len_torch_function_stack() > 0
 

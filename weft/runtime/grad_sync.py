@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from weft.runtime.direct import Direct, Write, is_watched
+from weft.runtime.direct import Direct, Write, products_are_watched
 from weft.runtime.module import ParallelModule, separate
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Transfer
@@ -157,7 +157,7 @@ class BucketSync:
     def watching(self, module: ParallelModule) -> AbstractContextManager[Any]:
         """What a forward runs under."""
         starts = self._overlap and isinstance(job_of(module), Starts)
-        if not starts or is_watched():
+        if not starts or products_are_watched():
             return nullcontext()
         if module.sums.compute is not None and module.sums.sent(module.sums.compute) != module.sums.compute:
             # products make gradients in another dtype than they are summed in

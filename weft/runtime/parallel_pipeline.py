@@ -27,6 +27,7 @@ from weft.runtime.masters import Masters
 from weft.runtime.microbatches import Arguments, TooFewRows
 from weft.runtime.module import ParallelModule, Refusal
 from weft.runtime.one_rank import OneRank
+from weft.runtime.own import Loaded, LoadsByName
 from weft.runtime.parallel import fits
 from weft.runtime.pieces import Pieces
 from weft.runtime.random import Stream
@@ -41,7 +42,7 @@ NO_FORWARD = (
 NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
 
 
-class ParallelPipeline(OneRank):
+class ParallelPipeline(LoadsByName, OneRank):
     """One rank of a parallel model in pieces.
 
     Args:
@@ -269,19 +270,7 @@ class ParallelPipeline(OneRank):
             module.load_state_dict(mine, strict=False)
         return IncompatibleKeys(missing, unexpected)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Asked by a module that holds this one: `prefix` stands before the original names."""
-        given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        assign = bool(local_metadata.get("assign_to_params_buffers"))
+    def load_given(self, given: Mapping[str, Any], *, strict: bool, assign: bool) -> Loaded:
+        """Asked by torch for a module that holds this one, and says itself what is missing."""
         found = self.load_state_dict(given, strict=False, assign=assign)
-        missing_keys += [prefix + name for name in found.missing_keys]
-        unexpected_keys += [prefix + name for name in found.unexpected_keys]
+        return Loaded(found.missing_keys, found.unexpected_keys, [])

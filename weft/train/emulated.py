@@ -27,7 +27,7 @@ from weft.runtime.guarded import guard_all
 from weft.runtime.guards import CLIP, Guard, handed_out
 from weft.runtime.inner import is_watched
 from weft.runtime.module import TWICE
-from weft.runtime.own import Own
+from weft.runtime.own import Loaded, LoadsByName
 from weft.runtime.parallel import Parallel
 from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
 from weft.runtime.stored import shapes_of
@@ -109,7 +109,7 @@ def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]], thread: threading.T
         thread.join(GOODBYE)
 
 
-class Emulated(Own):
+class Emulated(LoadsByName):
     """A parallel module with all of its ranks here.
 
     Args:
@@ -239,29 +239,17 @@ class Emulated(Own):
                 raise RunError(wrong, remedy="load a state dict of this very model")
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Asked by torch, of this module or of one that holds it: `prefix` stands before the original names."""
-        if local_metadata.get("assign_to_params_buffers"):
+    def load_given(self, given: Mapping[str, Any], *, strict: bool, assign: bool) -> Loaded:
+        """Cut whole tensors into the ranks' parts, if they are those of the original."""
+        if assign:
             raise refusal(*ASSIGN)
-        for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        given = {key.removeprefix(prefix): whole for key, whole in state_dict.items() if key.startswith(prefix)}
-        missing_keys += [prefix + name for name in self._shapes if name in self._saved and name not in given]
-        unexpected_keys += [prefix + name for name in given if strict and name not in self._saved]
+        missing = [name for name in self._shapes if name in self._saved and name not in given]
+        unexpected = [name for name in given if strict and name not in self._saved]
         wrong = [found for name, whole in given.items() if (found := self._wrong(name, whole)) is not None]
-        error_msgs += wrong
         for rank, stored in zip(self.ranks, self._stored, strict=True):
             mine = {name: take(whole, stored[name]) for name, whole in given.items() if name in stored and not wrong}
             rank.load_state_dict(mine, strict=False)
+        return Loaded(missing, unexpected, wrong)
 
     def __deepcopy__(self, memo: Any) -> Emulated:
         raise refusal(*BOUND)
