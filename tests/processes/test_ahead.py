@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tests.processes.conftest import Pools
+from weft.runtime import products as F
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.processes import ProcessTransport
-from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.transport import Transport
-
-put_stand_ins(globals())  # as in a loaded program
 
 PARTS = {f"layers.{i}.weight": Part((6, 6), {0: "dp"}, dtype=torch.float64, sync=None) for i in range(4)}
 TWICE = (0, 1, 2, 1, 3)

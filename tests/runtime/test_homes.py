@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from weft.runtime import products as F
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.launch import Pool
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.processes import ProcessTransport
-from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.transport import Transport
-
-put_stand_ins(globals())  # as in a loaded program
 
 RANKS = 3
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -44,7 +41,7 @@ def net(keeps: tuple[str, ...]) -> type[ParallelModule]:
         def brought(self, name: str) -> Tensor:
             shape, dim = SHAPES[name]
             forward = [all_gather(dim, "dp", of=shape[dim])]
-            found: Tensor = self.comm.use(self.at(name), forward, sync=[reduce_scatter(dim, "dp")])
+            found: Tensor = self.comm.use(self.model.at(name), forward, sync=[reduce_scatter(dim, "dp")])
             return found
 
         def forward(self, ids: Tensor) -> Tensor:

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from weft.runtime import products as F
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter
-from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.transport import Transport
-
-put_stand_ins(globals())  # as in a loaded program
 
 SHAPE = (6, 4)
 KEEPS = ((), ("weight",), ("weight", "gradient"))

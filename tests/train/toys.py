@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.runtime.module import ParallelModule, Part
+from weft.runtime.products import linear
 
 ROWS = 12
 WEIGHT = Part((6, 6), dtype=torch.float64, sync="dp")
@@ -22,12 +23,12 @@ def tower(num_ranks: int, recompute: bool = False) -> type[ParallelModule]:
         def forward(self, x: Tensor) -> Tensor:
             for number in (0, 1, 3):
                 x = self.recompute(self.layer, x, number) if recompute else self.layer(x, number)
-            share = (self.scale * x).square().mean() / num_ranks
+            share = (self.model.scale * x).square().mean() / num_ranks
             loss = self.comm.all_reduce(share, over="dp")
             return self.finish(loss, share)
 
         def layer(self, x: Tensor, number: int) -> Tensor:
-            return torch.tanh(F.linear(x, self.layers[number].weight))
+            return torch.tanh(linear(x, self.model.layers[number].weight))
 
     return Tower
 

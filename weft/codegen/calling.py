@@ -14,7 +14,7 @@ from weft.codegen.cells import MANY, DrawPattern, Pattern, Varying
 from weft.codegen.frame import Context, Frame
 from weft.codegen.moves import axes_text, cut_text
 from weft.codegen.opaque import called, need_operator, opaque
-from weft.codegen.operators import Written, expression
+from weft.codegen.operators import PRODUCTS, WEIGHTS, Written, expression
 from weft.codegen.spread import describe
 from weft.codegen.text import literal, tuple_of
 from weft.ir.graph import Op, Ref, Size
@@ -126,10 +126,26 @@ class _Call:
             return called(sheet, self.op, pattern.function, [*map(show, args), *_spoken(pattern.function, kwargs)])
         if not pattern.target.startswith("weft."):
             need_operator(sheet, self.op, pattern.target)
+            if self._has_weight(pattern):
+                found = expression(pattern.target, args, kwargs, show, PRODUCTS)
+                product = found.partition("(")[0]
+                if "." not in product:
+                    sheet.need("weft.runtime.products", {product})
+                    return found
             return expression(pattern.target, args, kwargs, show)
         function = FUNCTIONS[pattern.target.removeprefix("weft.")]
         sheet.need(function.__module__, {function.__name__})
         return f"{function.__name__}({', '.join([*map(show, args), *_spoken(function, kwargs), *draws])})"
+
+    def _has_weight(self, pattern: Pattern) -> bool:
+        """True for a product that a trained parameter is the weight of."""
+        place = WEIGHTS.get(pattern.target)
+        weight = None if place is None else pattern.args[place]
+        if not isinstance(weight, Ref):
+            return False
+        program, value = self.frame.program, self.frame.program.values[self.step.inputs[int(weight.name)]]
+        parameter = program.graph.parameter_tensors.get(value.tensor)
+        return parameter is not None and parameter.trainable and value.grad is not None
 
     def _bind(self, value: Any, pattern: Pattern, hint: str) -> Any:
         """An argument with variables, communicators and lookups put in."""

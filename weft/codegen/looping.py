@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from weft.codegen.frame import Frame
 from weft.codegen.reads import Stack, from_outside
-from weft.codegen.sheet import Layer
+from weft.codegen.sheet import Layer, attribute
 from weft.codegen.text import literal
 from weft.ir.program import Chunks, Compute, Give, Recompute, Take
 from weft.runtime.transfers import covers
@@ -90,14 +90,15 @@ def say_stack(frame: Frame, step: Stack) -> None:
     """Like layers: the first one's steps as a method, called in a loop."""
     *_, last = step.stack.split(".")
     single = last[:-1] if last.endswith("s") and len(last) > 2 else last
-    layer = Layer(f"{step.stack}.{step.start}.", single if len(single) > 1 else "layer", step.draw)
+    variable = frame.names.give(f"{step.stack}.{step.start}", single if len(single) > 1 else "layer", frame.now)
+    layer = Layer(f"{step.stack}.{step.start}.", variable, step.draw)
     outside = [name for name in step.outside if name in frame.env]
     method, extra = frame.sheet.method(
         "layer", step.iterations[0], [*step.initial, *outside], step.given, layer=layer, chunked=False, name="block"
     )
     results = _results(frame, step)
     count = len(step.iterations)
-    home = "self" + "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in step.stack.split("."))
+    home = f"self.model{attribute(step.stack)}"
     whole = step.start == 0 and frame.sheet.num_layers(step.stack) == count
     own = layer.variable if whole else f"{home}[i]"
     words = [own if word == layer.variable else _draw_text(step) for word in extra]

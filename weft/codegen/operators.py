@@ -165,6 +165,26 @@ TEMPLATES: Mapping[str, str] = {
 }
 """Templates by target."""
 
+PRODUCTS: Mapping[str, str] = {
+    "aten.linear.default": "linear(input, weight, bias?)",
+    "aten.addmm.default": "addmm(self, mat1, mat2, beta=?, alpha=?)",
+    "aten.matmul.default": "matmul(self, other)",
+    "aten.mm.default": "mm(self, mat2)",
+    "aten.bmm.default": "bmm(self, mat2)",
+    "aten.embedding.default": "embedding(indices, weight, padding_idx=?)",
+}
+"""Templates of products that have a trained parameter as an operand: `weft.runtime.products` has their functions."""
+
+WEIGHTS = {
+    "aten.linear.default": 1,
+    "aten.addmm.default": 2,
+    "aten.matmul.default": 1,
+    "aten.mm.default": 1,
+    "aten.bmm.default": 1,
+    "aten.embedding.default": 0,
+}
+"""By operator, the position of the weight among its arguments."""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -176,7 +196,13 @@ class Written:
 Show = Callable[[Any], str]
 
 
-def expression(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], show: Show) -> str:
+def expression(
+    target: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    show: Show,
+    templates: Mapping[str, str] = TEMPLATES,
+) -> str:
     """The call as Python. Tensors among the arguments are `Written`; `show` writes anything."""
     operator = overload(target)
     assert operator is not None, f"{target} is no operator of torch"
@@ -188,7 +214,7 @@ def expression(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], show
         return _slice(given, show)
     if target == "aten.index.Tensor":
         return _index(given, show)
-    template = TEMPLATES.get(target)
+    template = templates.get(target)
     found = None if template is None else _filled(template, given, defaults, plain, show)
     if found is not None:
         return found

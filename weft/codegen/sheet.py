@@ -20,12 +20,13 @@ from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
 from weft.codegen.names import RESERVED, base_names, legal
+from weft.codegen.operators import PRODUCTS
 from weft.codegen.reads import INPUT, reads_of
 from weft.codegen.sources import Sources
 from weft.codegen.spent import spent_values
 from weft.codegen.spread import Spreads, Team, every_step
 from weft.codegen.tables import Tables
-from weft.codegen.text import statement
+from weft.codegen.text import literal, statement
 from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
@@ -92,6 +93,7 @@ class Sheet:
         self.inputs = inputs
         self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
+        self.reserved |= {template.partition("(")[0] for template in PRODUCTS.values()}
         self._reads = Counter(name for step in program.steps for name in reads_of(step, program))
         self._reads.update([*program.outputs.values(), *program.updates.values()])
         self._reads.update([program.loss] if program.loss else [])
@@ -150,12 +152,8 @@ class Sheet:
         if tensor not in self._dotted:
             return f'self.constants["{name}"]', False
         if layer is not None and name.startswith(layer.prefix):
-            rest = name.removeprefix(layer.prefix)
-            way = _attribute(rest) if _plain(rest) else f'.at("{rest}")'
-            return f"{layer.variable}{way}", True
-        if not _plain(name) or _clashes(name.split(".")[0]):
-            return f'self.at("{name}")', False
-        return f"self{_attribute(name)}", False
+            return f"{layer.variable}{attribute(name.removeprefix(layer.prefix))}", True
+        return f"self.model{attribute(name)}", False
 
     def shape(self, value: str) -> str:
         """The local shape, for a comment."""
@@ -284,14 +282,10 @@ class Sheet:
         """A method name that nothing else has."""
         base = legal(base)
         for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))):
-            if name not in self.method_names and not _clashes(name) and name not in self._roots:
+            if name not in self.method_names and not hasattr(_a_program(), name):
                 self.method_names.add(name)
                 return name
         raise AssertionError("names never run out")
-
-    @property
-    def _roots(self) -> set[str]:
-        return {name.split(".")[0] for one in self.named for name in one.names}
 
     def _type(self, value: str) -> str:
         if value.startswith(INPUT):
@@ -342,25 +336,22 @@ def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> di
     return found
 
 
-def _plain(name: str) -> bool:
-    """True if every word of a dotted name can stand in the text as an attribute."""
-    return all(
-        re.fullmatch(r"[A-Za-z_]\w*|\d+", word) and word not in keyword.kwlist and not hasattr(_CONTAINER, word)
-        for word in name.split(".")
-    )
+def attribute(name: str) -> str:
+    """A dotted name as it stands in the text behind what holds it: `.h[0].attn.weight` of `h.0.attn.weight`."""
+    words = name.split(".")
+    if not all(_is_plain(word) for word in words):
+        return f".at({literal(name)})"
+    return "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in words)
 
 
-def _clashes(name: str) -> bool:
-    """True if the runtime has another use for the name."""
-    return hasattr(_a_program(), name) or name.isdigit()
+def _is_plain(word: str) -> bool:
+    """True if a word can stand in the text, as an attribute or a number."""
+    # Python mangles names that begin with two underscores, and normalises what is not ASCII
+    found = re.fullmatch(r"(?!__)[A-Za-z_]\w*|0|[1-9]\d*", word, re.ASCII)
+    return found is not None and not keyword.iskeyword(word) and not hasattr(_CONTAINER, word)
 
 
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
     return ParallelModule(Alone())
-
-
-def _attribute(name: str) -> str:
-    """`.h[0].attn.weight` of `h.0.attn.weight`."""
-    return "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in name.split("."))

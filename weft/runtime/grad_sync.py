@@ -10,7 +10,7 @@ step counts arrivals and sums at its end; later ones of as many backwards start 
 comes later still, because somebody used the module otherwise, is summed at the end. What is used in another layout than
 it is stored in goes home use by use (`use_sync.py`).
 A parameter as large as a bucket is its own; smaller ones share one flat tensor. Products write the gradients of their
-weights into it (`direct.py`), others are copied there. The gradients are views of it afterwards.
+weights into it (`products.py`), others are copied there. The gradients are views of it afterwards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from weft.runtime.direct import Direct, Write, products_are_watched
 from weft.runtime.module import ParallelModule, separate
+from weft.runtime.products import Direct, Target, Write, products_are_watched
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Transfer
 from weft.runtime.tape import Tape, Used
@@ -324,29 +324,24 @@ class _Slots:
 
     sync: BucketSync
     module: ParallelModule
-    used: dict[int, tuple[Tensor, Used, Told]] = field(default_factory=dict)
-    """By identity, weights that stand for parameters in another layout."""
 
-    def has_slot(self, parameter: Tensor) -> bool:
-        name = self.module.unwatched(parameter)
+    def target(self, weight: Tensor) -> Target | None:
+        name = self.module.unwatched(weight)
         if name is not None:
-            return self.sync.has_place(name)
-        found = self.module.tape.told_of(parameter)
+            return partial(self._write_stored, name) if weight.is_leaf and self.sync.has_place(name) else None
+        found = self.module.tape.told_of(weight) if weight.is_leaf else None
         if found is None or not self.sync.writes(found[0]):
-            return False
-        self.used[id(parameter)] = parameter, *found
-        return True
+            return None
+        return partial(self._write_use, *found, weight.dtype)
 
-    def write(self, parameter: Tensor, make: Write) -> None:
-        if id(parameter) in self.used:
-            _, use, sink = self.used[id(parameter)]
-            room = self.sync.room_of_use(use, parameter.dtype) if sink.total is None else None
-            if room is None:
-                sink.add(make(None))
-            else:
-                sink.begin(make(room))
-            return
-        name = self.module.name_of(parameter)
+    def _write_use(self, use: Used, sink: Told, dtype: torch.dtype, make: Write) -> None:
+        room = self.sync.room_of_use(use, dtype) if sink.total is None else None
+        if room is None:
+            sink.add(make(None))
+        else:
+            sink.begin(make(room))
+
+    def _write_stored(self, name: str, make: Write) -> None:
         room = self.sync.room(self.module, name)
         if room is not None:
             self.module.sinks[name] = Gradient(make(room))

@@ -1,10 +1,11 @@
 """ParallelModule: the base of generated programs, an `nn.Module` that holds one rank's share of a model.
 
 In: a transport, and the rank's stored parts of parameters and buffers by their original dotted names. Parameters stand
-in nested containers under those names (`self.h[0].attn.c_attn.weight`), so that `parameters()` is what the optimizer
-updates here and `state_dict()` has the original names. `forward` is generated; `loss.backward()` then leaves in each
-`.grad` the complete gradient of the stored part, added to what was there. The gradients are brought home at the end of
-backward, in the reverse order of use, by `grad_sync`.
+in nested containers under those names (`self.model.h[0].attn.c_attn.weight`; whatever they are, none of them is an
+attribute of the program itself), so that `parameters()` is what the optimizer updates here and `state_dict()` has the
+original names. `forward` is generated; `loss.backward()` then leaves in each `.grad` the complete gradient of the
+stored part, added to what was there. The gradients are reduced to their owners at the end of backward, in the reverse
+order of use, by `grad_sync`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from weft.runtime.gives import take_part
 from weft.runtime.inner import Arrived, Inner, is_watched
 from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce
+from weft.runtime.own import Own
 from weft.runtime.precision import NO_SUMS
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
@@ -54,7 +56,7 @@ TWICE = (
 )
 
 
-class ParallelModule(Container):
+class ParallelModule(Own):
     """One rank's share of a model.
 
     Args:
@@ -66,6 +68,8 @@ class ParallelModule(Container):
     _grid: ClassVar[Mapping[str, int]] = {}
     _stored: ClassVar[Mapping[str, Part]] = {}
     _buffered: ClassVar[Mapping[str, Part]] = {}
+    model: Container
+    """What the rank stores, under the original names."""
 
     def __init_subclass__(
         cls,
@@ -91,6 +95,11 @@ class ParallelModule(Container):
         grad_sync: GradSync | None = None,
     ) -> None:
         super().__init__()
+        tree = Container()
+        # Not as a child: names are to be the original ones.
+        self.__dict__["model"] = tree
+        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
         self.transport, self.device = transport, transport.device
         self.place = Place(tuple(self._grid.items()), transport.rank)
         self.here, self.constants = SimpleNamespace(**tables.here), dict(constants or {})
@@ -161,7 +170,7 @@ class ParallelModule(Container):
         self._parts[name] = tensor
         for each in (name, *part.tied):
             self.stored[each] = index
-            self.hold(each, tensor, persistent=part.persistent)
+            self.model.hold(each, tensor, persistent=part.persistent)
 
     def _index(self, part: Part) -> Index | None:
         if isinstance(part.cuts, Table):
@@ -173,8 +182,7 @@ class ParallelModule(Container):
         held = self._parts.get(name)
         if held is None or isinstance(held, nn.Parameter):
             return held
-        *way, last = name.split(".")
-        return self.get_submodule(".".join(way))._buffers[last]
+        return self.model.at(name)
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Use this very parameter under a name, as another program of the same model does."""
@@ -185,14 +193,14 @@ class ParallelModule(Container):
         if part.trained and self.inner is None:
             self._hear(name, parameter)
         for each in (name, *part.tied):
-            self.hold(each, parameter)
+            self.model.hold(each, parameter)
 
     def borrow(self, name: str, parameter: nn.Parameter) -> None:
         """Read this very parameter under a name: another program of this rank holds and trains it."""
         self._borrowed.add(name)
         self._replace(name, parameter)
         for each in (name, *self._stored[name].tied):
-            self.hold(each, parameter)
+            self.model.hold(each, parameter)
 
     def _replace(self, name: str, parameter: nn.Parameter) -> None:
         # what stands there next, once the one before is gone, is not it
@@ -212,7 +220,7 @@ class ParallelModule(Container):
         if self.inner is None:
             # one that is only used in another layout than it is stored in has leaves for each use
             places = {n: (n, *self._stored[n].tied) for n, _ in self.trained() if self._stored[n].sync is not None}
-            self.inner = Inner(self, places, self._names, self.arrived)
+            self.inner = Inner(self.model, places, self._names, self.arrived)
             for handle in self._hooks.values():
                 handle.remove()
             self._hooks.clear()
@@ -236,8 +244,8 @@ class ParallelModule(Container):
     def update(self, name: str, value: Tensor) -> None:
         """A buffer's new content."""
         for each in (name, *self._buffered[name].tied):
-            *way, last = each.split(".")
-            self.get_submodule(".".join(way))._buffers[last] = value.detach()
+            holder, last = self.model.holder_of(each)
+            holder._buffers[last] = value.detach()
 
     # What forward needs.
 
@@ -382,7 +390,7 @@ class ParallelModule(Container):
         self._backward.tapes.append(tape)
 
     def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
-        """From now on backward does not complete gradients: more will come (`runtime/deferred.py`).
+        """From now on backward does not complete gradients: more will come (`grad_accumulation.py`).
 
         Args:
             mode: what is recomputed in backward runs under it.
@@ -401,10 +409,6 @@ class ParallelModule(Container):
             self.grad_sync.begin(self)
         if self._backward is not None:
             self._end_backward()
-
-    def is_weight(self, tensor: Tensor) -> bool:
-        """True for a trained parameter, as it is stored or as it is used."""
-        return id(tensor) in self._names or self.tape.is_use(tensor)
 
     def _end_backward(self) -> None:
         assert self._backward is not None

@@ -5,9 +5,9 @@ the rank's events. Out: after a step the losses of all micro-batches, on every r
 
 A piece runs on tensors that are detached from whatever made them: its backward is started with the gradients that its
 readers send back, and ends in gradients of what it took, which go to those who gave; the gradients of its weights are
-worked out after that, if they can be (`totals.py`). What one rank sends another does not wait to be taken; what it
-needs it waits for under a tag that says which tensor of which micro-batch, so whatever order of events has no circle
-(`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in the order of their backwards,
+worked out after that, if they can be (`grad_accumulation.py`). What one rank sends another does not wait to be taken;
+what it needs it waits for under a tag that says which tensor of which micro-batch, so whatever order of events has no
+circle (`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in the order of their backwards,
 and completed after the last.
 """
 
@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.runtime.deferred import Deferred
 from weft.runtime.gathered import as_edge
+from weft.runtime.grad_accumulation import Queue, accumulating, add_queued
 from weft.runtime.mail import Crossing, Mail, Readers
 from weft.runtime.module import ParallelModule
 from weft.runtime.parallel import give_back
 from weft.runtime.random import Stream
 from weft.runtime.script import Transfer
-from weft.runtime.totals import Later, add_now, adding
 from weft.runtime.transfers import real_dtype
 from weft.runtime.transport import Doing, Transport
 from weft.runtime.values import Gradient, give_gradient
@@ -95,26 +94,8 @@ class _Held:
     taken: dict[str, Gradient]
     """Where the gradients of what it took arrive."""
     given: dict[str, GradientEdge]
-    queue: Deferred | None
-    """Weight gradients that wait for their own event."""
-    later: Later | None
-    """Weight gradients that wait until those of what was taken are on their way."""
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A module whose gradients the pipeline completes, as a queue of weight gradients sees it."""
-
-    module: ParallelModule
-
-    def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
-        return None
-
-    def complete_gradients(self) -> None:
-        return None
-
-    def is_weight(self, tensor: Tensor) -> bool:
-        return self.module.is_weight(tensor)
+    queue: Queue | None
+    """Weight gradients that wait for their own event, or until those of what was taken are on their way."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +137,7 @@ class Rank:
     _many: bool = False
     """Gradients of several micro-batches are added up."""
     _held: dict[tuple[str, int], _Held] = field(default_factory=dict)
-    _queues: dict[tuple[str, int], Deferred] = field(default_factory=dict)
+    _queues: dict[tuple[str, int], Queue] = field(default_factory=dict)
     _losses: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,7 +191,7 @@ class Rank:
                 if event.phase == B:
                     self._backward(share, piece, event.micro, shares[event.micro])
                 else:
-                    self._queues.pop((event.piece, event.micro)).run()
+                    add_queued(self._queues.pop((event.piece, event.micro)))
                 piece.module.aside = len(self.sizes) > 1
         self._complete(completes)
         self._tie()
@@ -288,9 +269,8 @@ class Rank:
                     sink = sinks[one.tensor] = Gradient()
                     tensor = as_edge(tensor, piece.module.anchor, sink)
                 taken[one.tensor] = tensor
-        queue = Deferred(_Weights(piece.module)) if (piece.name, micro) in self._divided else None
-        later = Later() if sinks and self._many else None
-        with queue or self._mode(piece, later):
+        queue = Queue() if (piece.name, micro) in self._divided or (sinks and self._many) else None
+        with self._mode(piece, queue):
             found = piece.module(*(batch[at] for at in piece.inputs), *(taken[name] for name in piece.takes))
         self._tell_buffers(share, piece)
         results = (found,) if isinstance(found, Tensor) else found
@@ -309,11 +289,11 @@ class Rank:
         if trained:
             # what was frozen since the program was made, with all before it, has no gradient
             roots = {name: get_gradient_edge(given[name]) for name in trained if given[name].requires_grad}
-            self._held[piece.name, micro] = _Held(sinks, roots, queue, later)
+            self._held[piece.name, micro] = _Held(sinks, roots, queue)
 
-    def _mode(self, piece: Piece, later: Later | None) -> AbstractContextManager[Any]:
-        """What a piece runs under whose weight gradients have no event of their own."""
-        return adding(piece.module, later) if self._many else nullcontext()
+    def _mode(self, piece: Piece, queue: Queue | None) -> AbstractContextManager[Any]:
+        """What a piece runs under: its weight gradients are added up, or queued."""
+        return accumulating(piece.module, queue) if self._many or queue is not None else nullcontext()
 
     def _tell_buffers(self, share: Share, piece: Piece) -> None:
         """What a forward made of the piece's buffers is what the next one reads, whatever its size."""
@@ -329,16 +309,17 @@ class Rank:
                 gradients.setdefault(one.tensor, Gradient()).add(self._mail.receive_back(one, micro))
         if self.loss[0] in held.given:
             gradients[self.loss[0]] = Gradient(torch.full_like(self._losses[micro], counts))
-        # what is run again in backward defers, or adds up, too
-        piece.module.rerun_mode = held.queue or self._mode(piece, held.later)
+        # what is run again in backward queues, or adds up, too
+        piece.module.rerun_mode = self._mode(piece, held.queue)
         _run_backward(held.given, gradients)
-        if held.queue is not None:
-            self._queues[piece.name, micro] = held.queue
         for one in share.crossings:
             if one.target == piece.name and one.trained:
                 self._mail.send_back(one, micro, held.taken[one.tensor].total, share.readers)
-        if held.later:
-            add_now(piece.module, held.later)
+        if held.queue is not None:
+            if (piece.name, micro) in self._divided:
+                self._queues[piece.name, micro] = held.queue
+            else:
+                add_queued(held.queue)
 
     def _tie(self) -> None:
         """Each holder of a shared parameter gets the sum of all holders' gradients, added in one order."""

@@ -27,7 +27,6 @@ from weft.runtime.cuts import Place, index_at
 from weft.runtime.module import GradSync, ParallelModule
 from weft.runtime.script import Index, Piece, Transfer
 from weft.runtime.sizes import SizedTables, is_sized
-from weft.runtime.stand_ins import put_stand_ins
 from weft.runtime.stored import Table, Tables
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
@@ -70,7 +69,6 @@ def load_class(directory: Path, meta: Mapping[str, Any], file: str) -> type[Para
     # change neither
     text, path = (directory / file).read_bytes(), str(directory / file)
     exec(compile(text, path, "exec"), vars(module))
-    put_stand_ins(vars(module))
     # traces show its lines also when the directory is gone
     linecache.cache[path] = (len(text), None, text.decode().splitlines(keepends=True), path)
     found: type[ParallelModule] = getattr(module, meta["class"])

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Axes, Cuts, Place, UnknownAxis, as_axes, as_cut
 from weft.runtime.moves import Move
-from weft.runtime.own import Own
 from weft.runtime.script import Index
 from weft.runtime.sizes import SizedTables
 from weft.runtime.transport import Transport
@@ -106,7 +105,7 @@ class Holds(Protocol):
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-class Container(Own):
+class Container(nn.Module):
     """Holds parameters, buffers and containers under the names they have in the original model."""
 
     _leaves: Mapping[str, Tensor] | None = None
@@ -132,11 +131,11 @@ class Container(Own):
         return leaves[name] if leaves is not None and name in leaves else super().__getattr__(name)
 
     def at(self, path: str) -> Any:
-        """What stands under a dotted name that cannot be written as attributes."""
+        """What stands under a dotted name, also one that cannot be written as attributes."""
         holder, last = self.holder_of(path)
         if holder._leaves is not None and last in holder._leaves:
             return holder._leaves[last]
-        return holder._parameters[last] if last in holder._parameters else holder._buffers[last]
+        return next(held[last] for held in (holder._parameters, holder._buffers, holder._modules) if last in held)
 
     def holder_of(self, path: str) -> tuple[Container, str]:
         """What holds a parameter or buffer directly, and its name there."""

@@ -8,6 +8,7 @@ from weft.runtime.attention import attention
 from weft.runtime.losses import cross_entropy
 from weft.runtime.module import Container, ParallelModule, Part
 from weft.runtime.moves import all_gather, reduce_scatter, slice_to
+from weft.runtime.products import embedding, linear
 from weft.runtime.random import dropout
 
 GRID = {"dp": 2}
@@ -51,57 +52,63 @@ BUFFERS: dict[str, Part] = {
 class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, layers=LAYERS):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         # modeling_bert.py:92  buffered_token_type_ids = self.token_type_ids.expand(position_ids.shape[0], -1)
-        buffered_token_type_ids = self.bert.embeddings.token_type_ids.expand(1, 8)  # (1, 8)
+        buffered_token_type_ids = self.model.bert.embeddings.token_type_ids.expand(1, 8)  # (1, 8)
         # modeling_bert.py:93  buffered_token_type_ids = torch.gather(buffered_token_type_ids, dim=1, index=position_...
-        buffered_token_type_ids = buffered_token_type_ids.gather(1, self.bert.embeddings.position_ids)  # (1, 8)
+        buffered_token_type_ids = buffered_token_type_ids.gather(1, self.model.bert.embeddings.position_ids)  # (1, 8)
         # modeling_bert.py:94  token_type_ids = buffered_token_type_ids.expand(batch_size, seq_length)
         token_type_ids = buffered_token_type_ids.expand(3, 8)  # (3, 8)
         word_embeddings_weight = self.comm.use(
-            self.bert.embeddings.word_embeddings.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
+            self.model.bert.embeddings.word_embeddings.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (32, 16)
         input_ids = self.comm.slice(input_ids, 0, over="dp")  # (3, 8)
         # modeling_bert.py:99  inputs_embeds = self.word_embeddings(input_ids)
-        inputs_embeds = F.embedding(input_ids, word_embeddings_weight, padding_idx=0)  # (3, 8, 16)
+        inputs_embeds = embedding(input_ids, word_embeddings_weight, padding_idx=0)  # (3, 8, 16)
         token_type_embeddings_weight = self.comm.use(
-            self.bert.embeddings.token_type_embeddings.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
+            self.model.bert.embeddings.token_type_embeddings.weight,
+            [all_gather(0, "dp")],
+            sync=[reduce_scatter(0, "dp")],
         )  # (2, 16)
         # modeling_bert.py:100  token_type_embeddings = self.token_type_embeddings(token_type_ids)
-        token_type_embeddings = F.embedding(token_type_ids, token_type_embeddings_weight)  # (3, 8, 16)
+        token_type_embeddings = embedding(token_type_ids, token_type_embeddings_weight)  # (3, 8, 16)
         # modeling_bert.py:101  embeddings = inputs_embeds + token_type_embeddings
         embeddings = inputs_embeds + token_type_embeddings  # (3, 8, 16)
         position_embeddings_weight = self.comm.use(
-            self.bert.embeddings.position_embeddings.weight, [all_gather(0, "dp")], sync=[slice_to(0, "dp")]
+            self.model.bert.embeddings.position_embeddings.weight, [all_gather(0, "dp")], sync=[slice_to(0, "dp")]
         )  # (8, 16)
         # modeling_bert.py:103  position_embeddings = self.position_embeddings(position_ids)
-        position_embeddings = F.embedding(self.bert.embeddings.position_ids, position_embeddings_weight)  # (1, 8, 16)
+        position_embeddings = embedding(self.model.bert.embeddings.position_ids, position_embeddings_weight)
         position_embeddings = self.comm.sum_grad(position_embeddings, over="dp")  # (1, 8, 16)
         # modeling_bert.py:104  embeddings = embeddings + position_embeddings
         embeddings = embeddings + position_embeddings  # (3, 8, 16)
         # modeling_bert.py:106  embeddings = self.LayerNorm(embeddings)
         embeddings = F.layer_norm(
-            embeddings, (16,), self.bert.embeddings.LayerNorm.weight, self.bert.embeddings.LayerNorm.bias, 1e-12
+            embeddings,
+            (16,),
+            self.model.bert.embeddings.LayerNorm.weight,
+            self.model.bert.embeddings.LayerNorm.bias,
+            1e-12,
         )  # (3, 8, 16)
         # modeling_bert.py:107  embeddings = self.dropout(embeddings)
         embeddings = dropout(embeddings, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
-        for i, layer in enumerate(self.bert.encoder.layer):
+        for i, layer in enumerate(self.model.bert.encoder.layer):
             embeddings = self.block(layer, 1 + 3 * i, embeddings)
         dense_weight = self.comm.use(
-            self.cls.predictions.transform.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
+            self.model.cls.predictions.transform.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:477  hidden_states = self.dense(hidden_states)
-        hidden_states = F.linear(embeddings, dense_weight, self.cls.predictions.transform.dense.bias)  # (3, 8, 16)
+        hidden_states = linear(embeddings, dense_weight, self.model.cls.predictions.transform.dense.bias)  # (3, 8, 16)
         # activations.py:89 ...
         transform_act_fn = F.gelu(hidden_states)  # (3, 8, 16)
         # modeling_bert.py:479  hidden_states = self.LayerNorm(hidden_states)
         hidden_states = F.layer_norm(
             transform_act_fn,
             (16,),
-            self.cls.predictions.transform.LayerNorm.weight,
-            self.cls.predictions.transform.LayerNorm.bias,
+            self.model.cls.predictions.transform.LayerNorm.weight,
+            self.model.cls.predictions.transform.LayerNorm.bias,
             1e-12,
         )  # (3, 8, 16)
         # modeling_bert.py:495  hidden_states = self.decoder(hidden_states)
-        hidden_states = F.linear(hidden_states, word_embeddings_weight, self.cls.predictions.bias)  # (3, 8, 32)
+        hidden_states = linear(hidden_states, word_embeddings_weight, self.model.cls.predictions.bias)  # (3, 8, 32)
         # modeling_bert.py:968  masked_lm_loss = loss_fct(prediction_scores.view(-1, self.config.vocab_size), labels....
         view = hidden_states.reshape(24, 32)  # (24, 32)
         labels = self.comm.slice(labels, 0, over="dp")  # (3, 8)
@@ -126,21 +133,21 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             layer.attention.self.query.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:175  query_layer = self.query(hidden_states).view(*hidden_shape).transpose(1, 2)
-        query_layer = F.linear(embeddings, query_weight, layer.attention.self.query.bias)  # (3, 8, 16)
+        query_layer = linear(embeddings, query_weight, layer.attention.self.query.bias)  # (3, 8, 16)
         view = query_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         query_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         key_weight = self.comm.use(
             layer.attention.self.key.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:176  key_layer = self.key(hidden_states).view(*hidden_shape).transpose(1, 2)
-        key_layer = F.linear(embeddings, key_weight, layer.attention.self.key.bias)  # (3, 8, 16)
+        key_layer = linear(embeddings, key_weight, layer.attention.self.key.bias)  # (3, 8, 16)
         view = key_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         key_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         value_weight = self.comm.use(
             layer.attention.self.value.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:177  value_layer = self.value(hidden_states).view(*hidden_shape).transpose(1, 2)
-        value_layer = F.linear(embeddings, value_weight, layer.attention.self.value.bias)  # (3, 8, 16)
+        value_layer = linear(embeddings, value_weight, layer.attention.self.value.bias)  # (3, 8, 16)
         view = value_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         value_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         # sdpa_attention.py:174  attn_output = torch.nn.functional.scaled_dot_product_attention(
@@ -162,7 +169,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             layer.attention.output.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:290  hidden_states = self.dense(hidden_states)
-        hidden_states = F.linear(attn_output, dense_weight, layer.attention.output.dense.bias)  # (3, 8, 16)
+        hidden_states = linear(attn_output, dense_weight, layer.attention.output.dense.bias)  # (3, 8, 16)
         # modeling_bert.py:291  hidden_states = self.dropout(hidden_states)
         hidden_states = dropout(hidden_states, 0.1, True, **self.draw(draw + 1, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         # modeling_bert.py:292  hidden_states = self.LayerNorm(hidden_states + input_tensor)
@@ -174,12 +181,12 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             layer.intermediate.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (32, 16)
         # modeling_bert.py:335  hidden_states = self.dense(hidden_states)
-        hidden_states_1 = F.linear(hidden_states, dense_weight, layer.intermediate.dense.bias)  # (3, 8, 32)
+        hidden_states_1 = linear(hidden_states, dense_weight, layer.intermediate.dense.bias)  # (3, 8, 32)
         # activations.py:89  return self.act(input)
         intermediate_act_fn = F.gelu(hidden_states_1)  # (3, 8, 32)
         dense_weight = self.comm.use(layer.output.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")])
         # modeling_bert.py:348  hidden_states = self.dense(hidden_states)
-        hidden_states_1 = F.linear(intermediate_act_fn, dense_weight, layer.output.dense.bias)  # (3, 8, 16)
+        hidden_states_1 = linear(intermediate_act_fn, dense_weight, layer.output.dense.bias)  # (3, 8, 16)
         # modeling_bert.py:349  hidden_states = self.dropout(hidden_states)
         hidden_states_1 = dropout(hidden_states_1, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))
         # modeling_bert.py:350  hidden_states = self.LayerNorm(hidden_states + input_tensor)

@@ -10,6 +10,7 @@ from weft.runtime.embedding import embedding_part
 from weft.runtime.losses import cross_entropy
 from weft.runtime.module import Container, ParallelModule, Part
 from weft.runtime.moves import all_reduce, first
+from weft.runtime.products import embedding, linear
 from weft.runtime.random import dropout
 
 GRID = {"dp": 2, "tp": 2}
@@ -43,19 +44,19 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         pos = torch.arange(0, 8, dtype=torch.int64, device=self.device)  # (8,)
         idx = self.comm.slice(idx, 0, over="dp")  # (3, 8)
         # models.py:130  x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        x = embedding_part(self.transformer.wte.weight, idx, ranges=self.here.ranges_tp, num_rows=32)  # (3, 8, 16)
-        x_1 = F.embedding(pos, self.transformer.wpe.weight)  # (8, 16)
+        x = embedding_part(self.model.transformer.wte.weight, idx, ranges=self.here.ranges_tp, num_rows=32)
+        x_1 = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
         x = self.comm.all_reduce(x, over="tp")  # (3, 8, 16)
         x_1 = self.comm.sum_grad(x_1, over="dp")  # (8, 16)
         x = x + x_1  # (3, 8, 16)
         x = dropout(x, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
-        for i, layer in enumerate(self.transformer.h):
+        for i, layer in enumerate(self.model.transformer.h):
             x = self.block(layer, 1 + 3 * i, x)
         # models.py:46 ...
-        ln_f = F.layer_norm(x, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)  # (3, 8, 16)
+        ln_f = F.layer_norm(x, (16,), self.model.transformer.ln_f.weight, self.model.transformer.ln_f.bias)
         ln_f = self.comm.sum_grad(ln_f, over="tp")  # (3, 8, 16)
         # models.py:133  logits = self.lm_head(self.transformer.ln_f(x))
-        logits = F.linear(ln_f, self.transformer.wte.weight)  # (3, 8, 16)
+        logits = linear(ln_f, self.model.transformer.wte.weight)  # (3, 8, 16)
         # models.py:134  return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         view = logits.reshape(24, 16)  # (24, 16)
         targets = self.comm.slice(targets, 0, over="dp")  # (3, 8)
@@ -80,7 +81,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         ln_1 = F.layer_norm(x, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (3, 8, 16)
         ln_1 = self.comm.sum_grad(ln_1, over="tp")  # (3, 8, 16)
         # models.py:62  q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        c_attn = F.linear(ln_1, layer.attn.c_attn.weight, layer.attn.c_attn.bias)  # (3, 8, 24)
+        c_attn = linear(ln_1, layer.attn.c_attn.weight, layer.attn.c_attn.bias)  # (3, 8, 24)
         q, k, v = c_attn.split((8, 8, 8), 2)
         # models.py:63  k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         view = k.reshape(3, 8, 2, 4)  # (3, 8, 2, 4)
@@ -99,7 +100,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         y = contiguous.reshape(3, 8, 8)  # (3, 8, 8)
         c_proj_bias = self.comm.use(layer.attn.c_proj.bias, [first("tp")], sync=[all_reduce("dp")])  # (16,)
         # models.py:74  return self.resid_dropout(self.c_proj(y))
-        c_proj = F.linear(y, layer.attn.c_proj.weight, c_proj_bias)  # (3, 8, 16)
+        c_proj = linear(y, layer.attn.c_proj.weight, c_proj_bias)  # (3, 8, 16)
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(draw + 1, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         resid_dropout = self.comm.all_reduce(resid_dropout, over="tp")  # (3, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
@@ -108,10 +109,10 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         ln_2 = F.layer_norm(x, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (3, 8, 16)
         ln_2 = self.comm.sum_grad(ln_2, over="tp")  # (3, 8, 16)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-        c_fc = F.linear(ln_2, layer.mlp.c_fc.weight, layer.mlp.c_fc.bias)  # (3, 8, 32)
+        c_fc = linear(ln_2, layer.mlp.c_fc.weight, layer.mlp.c_fc.bias)  # (3, 8, 32)
         gelu = F.gelu(c_fc)  # (3, 8, 32)
         c_proj_bias = self.comm.use(layer.mlp.c_proj.bias, [first("tp")], sync=[all_reduce("dp")])  # (16,)
-        c_proj = F.linear(gelu, layer.mlp.c_proj.weight, c_proj_bias)  # (3, 8, 16)
+        c_proj = linear(gelu, layer.mlp.c_proj.weight, c_proj_bias)  # (3, 8, 16)
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         dropout_1 = self.comm.all_reduce(dropout_1, over="tp")  # (3, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))

@@ -9,6 +9,7 @@ from weft.runtime.cuts import Cut
 from weft.runtime.entropy import entropy
 from weft.runtime.module import Container, ParallelModule, Part
 from weft.runtime.moves import first
+from weft.runtime.products import embedding, linear
 from weft.runtime.random import dropout
 
 GRID = {"tp": 2}
@@ -42,16 +43,16 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         # models.py:129  pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
         pos = torch.arange(0, 8, dtype=torch.int64, device=self.device)  # (8,)
         # models.py:130  x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        x = F.embedding(idx, self.transformer.wte.weight)  # (6, 8, 16)
-        x_1 = F.embedding(pos, self.transformer.wpe.weight)  # (8, 16)
+        x = embedding(idx, self.model.transformer.wte.weight)  # (6, 8, 16)
+        x_1 = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
         x = x + x_1  # (6, 8, 16)
         x = dropout(x, 0.1, True, **self.draw(0, (6, 8, 16)))  # (6, 8, 16)
-        for i, layer in enumerate(self.transformer.h):
+        for i, layer in enumerate(self.model.transformer.h):
             x = self.block(layer, 1 + 3 * i, x)
         # models.py:46 ...
-        ln_f = F.layer_norm(x, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)  # (6, 8, 16)
+        ln_f = F.layer_norm(x, (16,), self.model.transformer.ln_f.weight, self.model.transformer.ln_f.bias)
         # models.py:133  logits = self.lm_head(self.transformer.ln_f(x))
-        logits = F.linear(ln_f, self.lm_head.weight)  # (6, 8, 32)
+        logits = linear(ln_f, self.model.lm_head.weight)  # (6, 8, 32)
         # models.py:134  return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         view = logits.reshape(48, 32)  # (48, 32)
         view_1 = targets.reshape(48)  # (48,)
@@ -63,7 +64,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         ln_1 = F.layer_norm(x, (16,), layer.ln_1.weight, layer.ln_1.bias)  # (6, 8, 16)
         ln_1 = self.comm.sum_grad(ln_1, over="tp")  # (6, 8, 16)
         # models.py:62  q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        c_attn = F.linear(ln_1, layer.attn.c_attn.weight, layer.attn.c_attn.bias)  # (6, 8, 24)
+        c_attn = linear(ln_1, layer.attn.c_attn.weight, layer.attn.c_attn.bias)  # (6, 8, 24)
         q, k, v = c_attn.split((8, 8, 8), 2)
         # models.py:63  k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         view = k.reshape(6, 8, 2, 4)  # (6, 8, 2, 4)
@@ -82,7 +83,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         y = contiguous.reshape(6, 8, 8)  # (6, 8, 8)
         c_proj_bias = self.comm.use(layer.attn.c_proj.bias, [first("tp")], sync=[])  # (16,)
         # models.py:74  return self.resid_dropout(self.c_proj(y))
-        c_proj = F.linear(y, layer.attn.c_proj.weight, c_proj_bias)  # (6, 8, 16)
+        c_proj = linear(y, layer.attn.c_proj.weight, c_proj_bias)  # (6, 8, 16)
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(draw + 1, (6, 8, 16)))  # (6, 8, 16)
         resid_dropout = self.comm.all_reduce(resid_dropout, over="tp")  # (6, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
@@ -91,10 +92,10 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         ln_2 = F.layer_norm(x, (16,), layer.ln_2.weight, layer.ln_2.bias)  # (6, 8, 16)
         ln_2 = self.comm.sum_grad(ln_2, over="tp")  # (6, 8, 16)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-        c_fc = F.linear(ln_2, layer.mlp.c_fc.weight, layer.mlp.c_fc.bias)  # (6, 8, 32)
+        c_fc = linear(ln_2, layer.mlp.c_fc.weight, layer.mlp.c_fc.bias)  # (6, 8, 32)
         gelu = F.gelu(c_fc)  # (6, 8, 32)
         c_proj_bias = self.comm.use(layer.mlp.c_proj.bias, [first("tp")], sync=[])  # (16,)
-        c_proj = F.linear(gelu, layer.mlp.c_proj.weight, c_proj_bias)  # (6, 8, 16)
+        c_proj = linear(gelu, layer.mlp.c_proj.weight, c_proj_bias)  # (6, 8, 16)
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(draw + 2, (6, 8, 16)))  # (6, 8, 16)
         dropout_1 = self.comm.all_reduce(dropout_1, over="tp")  # (6, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))

@@ -7,6 +7,7 @@ from torch import Tensor
 from weft.runtime.attention import attention
 from weft.runtime.losses import cross_entropy
 from weft.runtime.module import Container, Given, ParallelModule, Part
+from weft.runtime.products import addmm, embedding, linear
 from weft.runtime.random import dropout
 
 GRID = {"dp": 2}
@@ -37,14 +38,14 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         # modeling_gpt2.py:549  input_ids = input_ids.view(-1, input_shape[-1])
         input_ids = input_ids.reshape(3, 8)  # (3, 8)
         # modeling_gpt2.py:569  inputs_embeds = self.wte(input_ids)
-        inputs_embeds = F.embedding(input_ids, self.transformer.wte.weight)  # (3, 8, 16)
+        inputs_embeds = embedding(input_ids, self.model.transformer.wte.weight)  # (3, 8, 16)
         # modeling_gpt2.py:573  position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + pa...
         arange = torch.arange(8, device=self.device)  # (8,)
         position_ids = arange + 0  # (8,)
         # modeling_gpt2.py:574  position_ids = position_ids.unsqueeze(0)
         position_ids = position_ids.reshape(1, 8)  # (1, 8)
         # modeling_gpt2.py:576  position_embeds = self.wpe(position_ids)
-        position_embeds = F.embedding(position_ids, self.transformer.wpe.weight)  # (1, 8, 16)
+        position_embeds = embedding(position_ids, self.model.transformer.wpe.weight)  # (1, 8, 16)
         # modeling_gpt2.py:577  hidden_states = inputs_embeds + position_embeds.to(inputs_embeds.device)
         to = position_embeds.to(device=self.device, dtype=torch.float32)  # (1, 8, 16)
         to = self.comm.sum_grad(to, over="dp")  # (1, 8, 16)
@@ -61,14 +62,16 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         shift_labels = shift_labels.reshape(24)  # (24,)
         # loss_utils.py:71  shift_labels = shift_labels.to(logits.device)
         shift_labels = shift_labels.to(device=self.device, dtype=torch.int64)  # (24,)
-        for i, layer in enumerate(self.transformer.h):
+        for i, layer in enumerate(self.model.transformer.h):
             hidden_states = self.block(layer, 1 + 3 * i, hidden_states)
         # modeling_gpt2.py:619  hidden_states = self.ln_f(hidden_states)
-        hidden_states = F.layer_norm(hidden_states, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)
+        hidden_states = F.layer_norm(
+            hidden_states, (16,), self.model.transformer.ln_f.weight, self.model.transformer.ln_f.bias
+        )  # (3, 8, 16)
         # modeling_gpt2.py:621  hidden_states = hidden_states.view(output_shape)
         hidden_states = hidden_states.reshape(3, 8, 16)  # (3, 8, 16)
         # modeling_gpt2.py:697  logits = self.lm_head(hidden_states)
-        logits = F.linear(hidden_states, self.transformer.wte.weight)  # (3, 8, 32)
+        logits = linear(hidden_states, self.model.transformer.wte.weight)  # (3, 8, 32)
         # loss_utils.py:61  logits = logits.float()
         logits = logits.to(torch.float32)  # (3, 8, 32)
         # loss_utils.py:69  logits = logits.view(-1, vocab_size)
@@ -153,7 +156,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         c_proj_weight: tuple[Tensor, ...],
     ) -> Tensor:
         # pytorch_utils.py:119 ...
-        x = torch.addmm(c_attn_bias[chunk], view, c_attn_weight[chunk])  # (24, 24)
+        x = addmm(c_attn_bias[chunk], view, c_attn_weight[chunk])  # (24, 24)
         # pytorch_utils.py:120 ...
         x = x.reshape(3, 8, 24)  # (3, 8, 24)
         # modeling_gpt2.py:185  query_states, key_states, value_states = self.c_attn(hidden_states).split(self.split_...
@@ -185,7 +188,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         attn_output = attn_output.reshape(3, 8, 8)  # (3, 8, 8)
         # pytorch_utils.py:119  x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
         view = attn_output.reshape(24, 8)  # (24, 8)
-        return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
+        return addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
 
     def mlp_chunk(
         self,
@@ -197,7 +200,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         c_proj_weight: tuple[Tensor, ...],
     ) -> Tensor:
         # pytorch_utils.py:119 ...
-        x = torch.addmm(c_fc_bias[chunk], view, c_fc_weight[chunk])  # (24, 32)
+        x = addmm(c_fc_bias[chunk], view, c_fc_weight[chunk])  # (24, 32)
         # pytorch_utils.py:120 ...
         x = x.reshape(3, 8, 32)  # (3, 8, 32)
         # activations.py:66  return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * to...
@@ -211,4 +214,4 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         mul = mul * add  # (3, 8, 32)
         # pytorch_utils.py:119 ...
         view = mul.reshape(24, 32)  # (24, 32)
-        return torch.addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)
+        return addmm(c_proj_bias[chunk], view, c_proj_weight[chunk])  # (24, 16)

@@ -7,6 +7,7 @@ from torch import Tensor
 from weft.runtime.attention import attention
 from weft.runtime.losses import cross_entropy
 from weft.runtime.module import Container, ParallelModule, Part
+from weft.runtime.products import embedding, linear
 
 GRID = {"tp": 2}
 LAYERS = {"model.layers": 2}
@@ -33,7 +34,7 @@ BUFFERS: dict[str, Part] = {
 class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, layers=LAYERS):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         # modeling_llama.py:370  inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
-        inputs_embeds = F.embedding(input_ids, self.model.embed_tokens.weight)  # (6, 8, 16)
+        inputs_embeds = embedding(input_ids, self.model.model.embed_tokens.weight)  # (6, 8, 16)
         # modeling_llama.py:377  position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + p...
         arange = torch.arange(8, device=self.device)  # (8,)
         position_ids = arange + 0  # (8,)
@@ -42,7 +43,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # modeling_llama.py:111  freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=to...
         unsqueeze = position_ids.reshape(1, 8, 1)  # (1, 8, 1)
         to = unsqueeze.to(torch.float32)  # (1, 8, 1)
-        freqs = to * self.model.rotary_emb.inv_freq  # (1, 8, 2)
+        freqs = to * self.model.model.rotary_emb.inv_freq  # (1, 8, 2)
         # modeling_llama.py:112  emb = torch.cat((freqs, freqs), dim=-1)
         emb = torch.cat((freqs, freqs), -1)  # (1, 8, 4)
         # modeling_llama.py:113  cos = emb.cos() * self.attention_scaling
@@ -51,7 +52,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # modeling_llama.py:114  sin = emb.sin() * self.attention_scaling
         sin = torch.sin(emb)  # (1, 8, 4)
         sin = sin * 1.0  # (1, 8, 4)
-        for i, layer in enumerate(self.model.layers):
+        for i, layer in enumerate(self.model.model.layers):
             inputs_embeds = self.block(layer, i, inputs_embeds, cos, sin)
         # modeling_llama.py:63 ...
         hidden_states = inputs_embeds.to(torch.float32)  # (6, 8, 16)
@@ -64,10 +65,10 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         hidden_states = hidden_states * rsqrt  # (6, 8, 16)
         # modeling_llama.py:66 ...
         to = hidden_states.to(torch.float32)  # (6, 8, 16)
-        mul = self.model.norm.weight * to  # (6, 8, 16)
+        mul = self.model.model.norm.weight * to  # (6, 8, 16)
         alias = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
         # modeling_llama.py:468  logits = self.lm_head(hidden_states)
-        logits = F.linear(alias, self.lm_head.weight)  # (6, 8, 16)
+        logits = linear(alias, self.model.lm_head.weight)  # (6, 8, 16)
         # loss_utils.py:61  logits = logits.float()
         logits = logits.to(torch.float32)  # (6, 8, 16)
         # loss_utils.py:65  labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
@@ -110,15 +111,15 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         mul = layer.input_layernorm.weight * to  # (6, 8, 16)
         mul = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
         # modeling_llama.py:243  query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        query_states = F.linear(mul, layer.self_attn.q_proj.weight)  # (6, 8, 8)
+        query_states = linear(mul, layer.self_attn.q_proj.weight)  # (6, 8, 8)
         view = query_states.reshape(6, 8, 2, 4)  # (6, 8, 2, 4)
         query_states = view.transpose(1, 2)  # (6, 2, 8, 4)
         # modeling_llama.py:244  key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = F.linear(mul, layer.self_attn.k_proj.weight)  # (6, 8, 4)
+        key_states = linear(mul, layer.self_attn.k_proj.weight)  # (6, 8, 4)
         view = key_states.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
         key_states = view.transpose(1, 2)  # (6, 1, 8, 4)
         # modeling_llama.py:245  value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = F.linear(mul, layer.self_attn.v_proj.weight)  # (6, 8, 4)
+        value_states = linear(mul, layer.self_attn.v_proj.weight)  # (6, 8, 4)
         view = value_states.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
         value_states = view.transpose(1, 2)  # (6, 1, 8, 4)
         # modeling_llama.py:145  cos = cos.unsqueeze(unsqueeze_dim)
@@ -167,7 +168,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # modeling_llama.py:268  attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         attn_output = attn_output.reshape(6, 8, 8)  # (6, 8, 8)
         # modeling_llama.py:269  attn_output = self.o_proj(attn_output)
-        attn_output = F.linear(attn_output, layer.self_attn.o_proj.weight)  # (6, 8, 16)
+        attn_output = linear(attn_output, layer.self_attn.o_proj.weight)  # (6, 8, 16)
         attn_output = self.comm.all_reduce(attn_output, over="tp")  # (6, 8, 16)
         # modeling_llama.py:306  hidden_states = residual + hidden_states
         hidden_states = hidden_states + attn_output  # (6, 8, 16)
@@ -185,13 +186,13 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         mul = layer.post_attention_layernorm.weight * to  # (6, 8, 16)
         mul = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
         # modeling_llama.py:164 ...
-        down_proj = F.linear(mul, layer.mlp.gate_proj.weight)  # (6, 8, 16)
+        down_proj = linear(mul, layer.mlp.gate_proj.weight)  # (6, 8, 16)
         # activations.py:103  return nn.functional.silu(input)
         act_fn = F.silu(down_proj)  # (6, 8, 16)
         # modeling_llama.py:164  down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        down_proj = F.linear(mul, layer.mlp.up_proj.weight)  # (6, 8, 16)
+        down_proj = linear(mul, layer.mlp.up_proj.weight)  # (6, 8, 16)
         down_proj = act_fn * down_proj  # (6, 8, 16)
-        down_proj = F.linear(down_proj, layer.mlp.down_proj.weight)  # (6, 8, 16)
+        down_proj = linear(down_proj, layer.mlp.down_proj.weight)  # (6, 8, 16)
         down_proj = self.comm.all_reduce(down_proj, over="tp")  # (6, 8, 16)
         # modeling_llama.py:312  hidden_states = residual + hidden_states
         return hidden_states + down_proj  # (6, 8, 16)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from weft.runtime.losses import loss_part
 from weft.runtime.module import ParallelModule, Part
+from weft.runtime.products import linear
 from weft.runtime.random import dropout
 
 GRID = {"dp": 2}
@@ -20,9 +21,9 @@ class MLP(ParallelModule, grid=GRID, parameters=PARAMETERS):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.comm.slice(x, 0, over="dp")  # (3, 8)
         # models.py:23  return F.mse_loss(self.drop(self.down(F.gelu(self.up(x)))), y)
-        up = F.linear(x, self.up.weight, self.up.bias)  # (3, 12)
+        up = linear(x, self.model.up.weight, self.model.up.bias)  # (3, 12)
         gelu = F.gelu(up)  # (3, 12)
-        down = F.linear(gelu, self.down.weight, self.down.bias)  # (3, 8)
+        down = linear(gelu, self.model.down.weight, self.model.down.bias)  # (3, 8)
         drop = dropout(down, 0.2, True, **self.draw(0, (6, 8), {0: "dp"}))  # (3, 8)
         y = self.comm.slice(y, 0, over="dp")  # (3, 8)
         mse_loss = loss_part("aten.mse_loss.default", drop, y, reduction=2, count=48)  # ()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.runtime.attention import attention
 from weft.runtime.module import ParallelModule, Part
+from weft.runtime.products import embedding, linear
 from weft.runtime.random import dropout
 
 GRID: dict[str, int] = {}
@@ -40,14 +41,16 @@ class GPT_transformer_wte__h_0(ParallelModule, grid=GRID, parameters=PARAMETERS,
         # models.py:129  pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
         pos = torch.arange(0, 8, dtype=torch.int64, device=self.device)  # (8,)
         # models.py:130  x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        x = F.embedding(idx, self.transformer.wte.weight)  # (2, 8, 16)
-        x_1 = F.embedding(pos, self.transformer.wpe.weight)  # (8, 16)
+        x = embedding(idx, self.model.transformer.wte.weight)  # (2, 8, 16)
+        x_1 = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
         x = x + x_1  # (2, 8, 16)
         x = dropout(x, 0.1, True, **self.draw(0, (2, 8, 16)))  # (2, 8, 16)
         # models.py:46  return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-        ln_1 = F.layer_norm(x, (16,), self.transformer.h[0].ln_1.weight, self.transformer.h[0].ln_1.bias)  # (2, 8, 16)
+        ln_1 = F.layer_norm(x, (16,), self.model.transformer.h[0].ln_1.weight, self.model.transformer.h[0].ln_1.bias)
         # models.py:62  q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        c_attn = F.linear(ln_1, self.transformer.h[0].attn.c_attn.weight, self.transformer.h[0].attn.c_attn.bias)
+        c_attn = linear(
+            ln_1, self.model.transformer.h[0].attn.c_attn.weight, self.model.transformer.h[0].attn.c_attn.bias
+        )  # (2, 8, 48)
         q, k, v = c_attn.split((16, 16, 16), 2)
         # models.py:63  k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         view = k.reshape(2, 8, 4, 4)  # (2, 8, 4, 4)
@@ -65,16 +68,18 @@ class GPT_transformer_wte__h_0(ParallelModule, grid=GRID, parameters=PARAMETERS,
         contiguous = transpose.contiguous()  # (2, 8, 4, 4)
         y = contiguous.reshape(2, 8, 16)  # (2, 8, 16)
         # models.py:74  return self.resid_dropout(self.c_proj(y))
-        c_proj = F.linear(y, self.transformer.h[0].attn.c_proj.weight, self.transformer.h[0].attn.c_proj.bias)
+        c_proj = linear(y, self.model.transformer.h[0].attn.c_proj.weight, self.model.transformer.h[0].attn.c_proj.bias)
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(2, (2, 8, 16)))  # (2, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
         x = x + resid_dropout  # (2, 8, 16)
         # models.py:46 ...
-        ln_2 = F.layer_norm(x, (16,), self.transformer.h[0].ln_2.weight, self.transformer.h[0].ln_2.bias)  # (2, 8, 16)
+        ln_2 = F.layer_norm(x, (16,), self.model.transformer.h[0].ln_2.weight, self.model.transformer.h[0].ln_2.bias)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-        c_fc = F.linear(ln_2, self.transformer.h[0].mlp.c_fc.weight, self.transformer.h[0].mlp.c_fc.bias)  # (2, 8, 64)
+        c_fc = linear(ln_2, self.model.transformer.h[0].mlp.c_fc.weight, self.model.transformer.h[0].mlp.c_fc.bias)
         gelu = F.gelu(c_fc)  # (2, 8, 64)
-        c_proj = F.linear(gelu, self.transformer.h[0].mlp.c_proj.weight, self.transformer.h[0].mlp.c_proj.bias)
+        c_proj = linear(
+            gelu, self.model.transformer.h[0].mlp.c_proj.weight, self.model.transformer.h[0].mlp.c_proj.bias
+        )  # (2, 8, 16)
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(3, (2, 8, 16)))  # (2, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))
         add = x + dropout_1  # (2, 8, 16)

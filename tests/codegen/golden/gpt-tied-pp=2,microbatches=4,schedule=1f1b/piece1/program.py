@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.runtime.attention import attention
 from weft.runtime.entropy import entropy
 from weft.runtime.module import ParallelModule, Part
+from weft.runtime.products import linear
 from weft.runtime.random import dropout
 
 GRID: dict[str, int] = {}
@@ -35,9 +36,11 @@ PARAMETERS: dict[str, Part] = {
 class GPT_transformer_h_1__lm_head(ParallelModule, grid=GRID, parameters=PARAMETERS):
     def forward(self, targets: Tensor, h_0: Tensor) -> Tensor:
         # models.py:46  return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-        ln_1 = F.layer_norm(h_0, (16,), self.transformer.h[1].ln_1.weight, self.transformer.h[1].ln_1.bias)
+        ln_1 = F.layer_norm(h_0, (16,), self.model.transformer.h[1].ln_1.weight, self.model.transformer.h[1].ln_1.bias)
         # models.py:62  q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        c_attn = F.linear(ln_1, self.transformer.h[1].attn.c_attn.weight, self.transformer.h[1].attn.c_attn.bias)
+        c_attn = linear(
+            ln_1, self.model.transformer.h[1].attn.c_attn.weight, self.model.transformer.h[1].attn.c_attn.bias
+        )  # (2, 8, 48)
         q, k, v = c_attn.split((16, 16, 16), 2)
         # models.py:63  k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         view = k.reshape(2, 8, 4, 4)  # (2, 8, 4, 4)
@@ -55,23 +58,25 @@ class GPT_transformer_h_1__lm_head(ParallelModule, grid=GRID, parameters=PARAMET
         contiguous = transpose.contiguous()  # (2, 8, 4, 4)
         y = contiguous.reshape(2, 8, 16)  # (2, 8, 16)
         # models.py:74  return self.resid_dropout(self.c_proj(y))
-        c_proj = F.linear(y, self.transformer.h[1].attn.c_proj.weight, self.transformer.h[1].attn.c_proj.bias)
+        c_proj = linear(y, self.model.transformer.h[1].attn.c_proj.weight, self.model.transformer.h[1].attn.c_proj.bias)
         resid_dropout = dropout(c_proj, 0.1, True, **self.draw(5, (2, 8, 16)))  # (2, 8, 16)
         # models.py:98  x = x + self.attn(self.ln_1(x))
         x = h_0 + resid_dropout  # (2, 8, 16)
         # models.py:46 ...
-        ln_2 = F.layer_norm(x, (16,), self.transformer.h[1].ln_2.weight, self.transformer.h[1].ln_2.bias)  # (2, 8, 16)
+        ln_2 = F.layer_norm(x, (16,), self.model.transformer.h[1].ln_2.weight, self.model.transformer.h[1].ln_2.bias)
         # models.py:86  return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-        c_fc = F.linear(ln_2, self.transformer.h[1].mlp.c_fc.weight, self.transformer.h[1].mlp.c_fc.bias)  # (2, 8, 64)
+        c_fc = linear(ln_2, self.model.transformer.h[1].mlp.c_fc.weight, self.model.transformer.h[1].mlp.c_fc.bias)
         gelu = F.gelu(c_fc)  # (2, 8, 64)
-        c_proj = F.linear(gelu, self.transformer.h[1].mlp.c_proj.weight, self.transformer.h[1].mlp.c_proj.bias)
+        c_proj = linear(
+            gelu, self.model.transformer.h[1].mlp.c_proj.weight, self.model.transformer.h[1].mlp.c_proj.bias
+        )  # (2, 8, 16)
         dropout_1 = dropout(c_proj, 0.1, True, **self.draw(6, (2, 8, 16)))  # (2, 8, 16)
         # models.py:99  return x + self.mlp(self.ln_2(x))
         add = x + dropout_1  # (2, 8, 16)
         # models.py:46 ...
-        ln_f = F.layer_norm(add, (16,), self.transformer.ln_f.weight, self.transformer.ln_f.bias)  # (2, 8, 16)
+        ln_f = F.layer_norm(add, (16,), self.model.transformer.ln_f.weight, self.model.transformer.ln_f.bias)
         # models.py:133  logits = self.lm_head(self.transformer.ln_f(x))
-        logits = F.linear(ln_f, self.transformer.wte.weight)  # (2, 8, 32)
+        logits = linear(ln_f, self.model.transformer.wte.weight)  # (2, 8, 32)
         # models.py:134  return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         view = logits.reshape(16, 32)  # (16, 32)
         view_1 = targets.reshape(16)  # (16,)

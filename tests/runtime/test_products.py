@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.runtime import direct
-from weft.runtime.direct import Direct, Write
-from weft.runtime.stand_ins import put_stand_ins
+from weft.runtime import products
+from weft.runtime.products import Direct, Target, Write
 
 IDS = torch.tensor([[0, 2, 3], [2, 0, 1]])
 
@@ -24,11 +23,11 @@ class Kept:
 
     total: Tensor | None = None
 
-    def has_slot(self, parameter: Tensor) -> bool:
-        return True
+    def target(self, weight: Tensor) -> Target | None:
+        def write(make: Write) -> None:
+            self.total = make(torch.full_like(weight, 7.0))
 
-    def write(self, parameter: Tensor, make: Write) -> None:
-        self.total = make(torch.full_like(parameter, 7.0))
+        return write
 
 
 def gradients(run: Callable[[Tensor, nn.Parameter], Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -43,23 +42,23 @@ def gradients(run: Callable[[Tensor, nn.Parameter], Tensor], x: Tensor, weight: 
     return plain.grad, found, kept.total is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": 2}, {"scale_grad_by_freq": True}])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": 2}])
 def test_tables(options: dict[str, int]) -> None:
-    plain, ours, wrote = gradients(lambda x, weight: direct.embedding(x, weight, **options), IDS, torch.randn(5, 4))
+    plain, ours, wrote = gradients(lambda x, weight: products.embedding(x, weight, **options), IDS, torch.randn(5, 4))
     assert torch.equal(plain, ours)
     assert wrote == (not options)
 
 
 @pytest.mark.parametrize("padding", [0, 2])
 def test_tables_by_position(padding: int) -> None:
-    plain, ours, _ = gradients(lambda x, weight: direct.embedding(x, weight, padding), IDS, torch.randn(5, 4))
+    plain, ours, _ = gradients(lambda x, weight: products.embedding(x, weight, padding), IDS, torch.randn(5, 4))
     assert torch.equal(plain, ours)
 
 
 @pytest.mark.parametrize(("out", "inner"), [(6, 4), (0, 4), (6, 0)])
 @pytest.mark.parametrize("rows", [(3,), (2, 3), (0,), ()])
 def test_products_of_parts_that_may_be_empty(out: int, inner: int, rows: tuple[int, ...]) -> None:
-    plain, ours, wrote = gradients(direct.linear, torch.randn(*rows, inner), torch.randn(out, inner))
+    plain, ours, wrote = gradients(products.linear, torch.randn(*rows, inner), torch.randn(out, inner))
     assert torch.equal(plain, ours) and wrote
 
 
@@ -70,14 +69,14 @@ class Several:
     free: tuple[Tensor, ...]
     totals: dict[int, Tensor]
 
-    def has_slot(self, parameter: Tensor) -> bool:
-        return any(one is parameter for one in self.free)
+    def target(self, weight: Tensor) -> Target | None:
+        def write(make: Write) -> None:
+            if id(weight) in self.totals:
+                make(self.totals[id(weight)], add=True)
+            else:
+                self.totals[id(weight)] = make(torch.full_like(weight, 7.0))
 
-    def write(self, parameter: Tensor, make: Write) -> None:
-        if id(parameter) in self.totals:
-            make(self.totals[id(parameter)], add=True)
-        else:
-            self.totals[id(parameter)] = make(torch.full_like(parameter, 7.0))
+        return write if any(one is weight for one in self.free) else None
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -89,7 +88,7 @@ def test_biases_are_written_beside_their_weights(product: str, watched: bool) ->
 
     def run() -> None:
         first, second = (
-            direct.linear(one, weight, bias) if product == "linear" else direct.addmm(bias, one, weight)
+            products.linear(one, weight, bias) if product == "linear" else products.addmm(bias, one, weight)
             for one in (x, 2 * x)
         )
         (first.square() + second).sum().backward()
@@ -105,12 +104,29 @@ def test_biases_are_written_beside_their_weights(product: str, watched: bool) ->
     assert weight.grad is None and (bias.grad is None) == (not watched)
 
 
-def test_programs_call_stand_ins() -> None:
-    names = {"torch": torch, "F": nn.functional, "other": nn}
-    put_stand_ins(names)
-    assert names["other"] is nn
-    assert names["F"].linear is direct.linear and names["F"].gelu is nn.functional.gelu
-    assert names["torch"].addmm is direct.addmm and names["torch"].float64 is torch.float64
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    ("product", "x", "weight"),
+    [("mm", (3, 4), (4, 5)), ("matmul", (2, 3, 4), (4, 5)), ("matmul", (4,), (4, 5)), ("bmm", (2, 3, 4), (2, 4, 5))],
+)
+def test_products_with_their_weight_on_the_right(
+    product: str, x: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, dtype=dtype, generator=generator) for shape in (x, weight)]
+    inputs = [values[0].clone().requires_grad_() for _ in range(2)]
+    weights = [nn.Parameter(values[1].clone()) for _ in range(2)]
+    kept = Kept()
+    plain = getattr(torch, product)(inputs[0], weights[0])
+    with Direct(kept, torch.zeros((), requires_grad=True)):
+        ours = getattr(products, product)(inputs[1], weights[1])
+    assert torch.equal(plain, ours)
+    for result in (plain, ours):
+        result.abs().square().sum().backward()
+    written = dtype == torch.float64 and len(x) > 1
+    assert (kept.total is not None) == written
+    assert torch.equal(weights[0].grad, kept.total if written else weights[1].grad)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
 
 
 def test_a_mode_of_others_sees_the_product_itself() -> None:
@@ -123,6 +139,6 @@ def test_a_mode_of_others_sees_the_product_itself() -> None:
 
     weight, kept = nn.Parameter(torch.randn(5, 4)), Kept()
     with Direct(kept, torch.zeros((), requires_grad=True)), Mode():
-        direct.linear(torch.randn(3, 4), weight).sum().backward()
+        products.linear(torch.randn(3, 4), weight).sum().backward()
     assert nn.functional.linear in seen
     assert kept.total is None and weight.grad is not None

@@ -1,0 +1,297 @@
+"""Products whose weight gradients are written where they are reduced.
+
+In: the products of a program that have a trained parameter as an operand (`linear`, `addmm`, `matmul`, `mm`, `bmm`,
+`embedding`), called by the generated text in a forward that runs under `Direct`. Out: the results of torch's functions
+of the same names; in backward the gradient of the weight, and of the bias beside it, is computed into memory that the
+`Targets` have for it (a bucket, a running sum), or later, if they queue it.
+
+Promised: the kernels are those of autograd, so the bits are too. The product is torch's own, with autograd's gradient,
+for a weight with hooks of the user's, under autocast, under a torch function mode, and outside of `Direct`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+
+class Write(Protocol):
+    """Makes a gradient, in the memory given or in memory of its own; `add`: adds it to what is there."""
+
+    def __call__(self, out: Tensor | None, *, add: bool = False) -> Tensor: ...
+
+
+Target = Callable[[Write], None]
+"""Has an addend of the gradient of one weight made, now or later."""
+
+
+class Targets(Protocol):
+    """Where the gradients of weights go."""
+
+    def target(self, weight: Tensor) -> Target | None:
+        """Where that of a weight goes; None: the way of autograd."""
+        ...
+
+
+class Direct:
+    """What a forward runs under whose products write the gradients of weights that have a target."""
+
+    def __init__(self, targets: Targets, anchor: Tensor) -> None:
+        self._targets, self._anchor = targets, anchor
+        self._device = anchor.device.type
+        self._tokens: list[Token[Direct | None]] = []
+
+    def __enter__(self) -> Self:
+        self._tokens.append(_WATCHING.set(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _WATCHING.reset(self._tokens.pop())
+
+    def is_asked(self) -> bool:
+        """True if a product that runs now is to write."""
+        # a mode of somebody else's has its own way with products
+        others = torch._C._len_torch_function_stack()
+        return not others and torch.is_grad_enabled() and not torch.is_autocast_enabled(self._device)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        target = self._target(input, weight, 2)
+        if target is None:
+            return None
+        beside, bias = self._beside(weight, bias)
+        found: Tensor = _Linear.apply(target, beside, self._anchor, input, weight.detach(), bias)
+        return found
+
+    def matmul(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`input @ weight`, with a bias of one dim or none."""
+        target = self._target(input, weight, 2)
+        if target is None or input.dim() < 2:
+            return None
+        beside, bias = self._beside(weight, bias)
+        found: Tensor = _Matmul.apply(target, beside, self._anchor, input, weight.detach(), bias)
+        return found
+
+    def bmm(self, input: Tensor, weight: Tensor) -> Tensor | None:
+        target = self._target(input, weight, 3)
+        if target is None:
+            return None
+        found: Tensor = _Bmm.apply(target, self._anchor, input, weight.detach())
+        return found
+
+    def embedding(self, input: Tensor, weight: Tensor) -> Tensor | None:
+        target = None if input.is_floating_point() else self._target(weight, weight, 2)
+        # autograd rounds after every row, sums of rows do not
+        if target is None or weight.dtype.itemsize < torch.float32.itemsize:
+            return None
+        found: Tensor = _Embedding.apply(target, self._anchor, input, weight.detach())
+        return found
+
+    def _beside(self, weight: Tensor, bias: Tensor | None) -> tuple[Target | None, Tensor | None]:
+        """Where the gradient of a bias goes, and the bias as the product reads it."""
+        target = None if bias is None else self._target(weight, bias, 1)
+        return target, bias if bias is None or target is None else bias.detach()
+
+    def _target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
+        """Where the gradient goes; None unless this is an ordinary product of a weight that has a target."""
+        ordinary = weight.requires_grad and weight.dim() == num_dims and weight.is_contiguous()
+        if not ordinary or input.dtype != weight.dtype or weight.is_complex():
+            return None
+        return self._targets.target(weight)
+
+
+_WATCHING: ContextVar[Direct | None] = ContextVar("weft_direct", default=None)
+"""What this thread's forward runs under."""
+
+
+def products_are_watched() -> bool:
+    """True if somebody has a way with the products of this thread."""
+    return _WATCHING.get() is not None or torch._C._len_torch_function_stack() > 0
+
+
+def _asked() -> Direct | None:
+    """What the products that run now are to write by."""
+    found = _WATCHING.get()
+    return found if found is not None and found.is_asked() else None
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`."""
+    direct = _asked()
+    found = None if direct is None else direct.linear(input, weight, bias)
+    return F.linear(input, weight, bias) if found is None else found
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`torch.addmm`."""
+    direct = _asked() if beta == alpha == 1 and input.dim() == 1 else None
+    found = None if direct is None else direct.matmul(mat1, mat2, input)
+    return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha) if found is None else found
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """`torch.matmul`."""
+    direct = _asked()
+    found = None if direct is None else direct.matmul(input, other, None)
+    return torch.matmul(input, other) if found is None else found
+
+
+def mm(input: Tensor, mat2: Tensor) -> Tensor:
+    """`torch.mm`."""
+    direct = _asked()
+    found = None if direct is None else direct.matmul(input, mat2, None)
+    return torch.mm(input, mat2) if found is None else found
+
+
+def bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    """`torch.bmm`."""
+    direct = _asked()
+    found = None if direct is None else direct.bmm(input, mat2)
+    return torch.bmm(input, mat2) if found is None else found
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """`F.embedding`."""
+    # the gradient of a table is the sum of its rows' gradients only without a row for padding, which 0 may be
+    direct = _asked() if padding_idx is None else None
+    found = None if direct is None else direct.embedding(input, weight)
+    return F.embedding(input, weight, padding_idx) if found is None else found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: Target,
+        beside: Target | None,
+        anchor: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.target, ctx.beside = target, beside
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        rows, seen = _rows(gradient), _rows(x)
+        ctx.target(_product(rows.t(), seen))
+        back = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, back, None, _of_bias(ctx, rows)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: Target,
+        beside: Target | None,
+        anchor: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.target, ctx.beside = target, beside
+        ctx.save_for_backward(x, weight)
+        if bias is not None:
+            return torch.addmm(bias, x, weight)
+        # as torch.matmul does it for a weight that has a gradient
+        return _rows(x).mm(weight).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        rows, seen = _rows(gradient), _rows(x)
+        ctx.target(_product(seen.t(), rows))
+        back = rows.mm(weight.t()).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, back, None, _of_bias(ctx, rows)
+
+
+class _Bmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, target: Target, anchor: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.target = target
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.target(_product(x.transpose(1, 2), gradient))
+        back = gradient.bmm(weight.transpose(1, 2)) if ctx.needs_input_grad[2] else None
+        return None, None, back, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, target: Target, anchor: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+        ctx.target, ctx.shape = target, weight.shape
+        ctx.save_for_backward(indices)
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        rows, shape = _rows(gradient), ctx.shape
+
+        def make(out: Tensor | None, *, add: bool = False) -> Tensor:
+            if out is None:
+                out = rows.new_zeros(shape)
+            elif not add:
+                out.zero_()
+            return out.index_add_(0, indices.reshape(-1), rows)
+
+        ctx.target(make)
+        return None, None, None, None
+
+
+def _of_bias(ctx: Any, rows: Tensor) -> Tensor | None:
+    """The gradient of a bias, for autograd; None if it is written, or nobody wants it."""
+    if ctx.beside is not None:
+        ctx.beside(_sum(rows))
+        return None
+    return rows.sum(0) if ctx.needs_input_grad[5] else None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """As a matrix; a part may be empty, so no size is left to be found."""
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _product(left: Tensor, right: Tensor) -> Write:
+    batched = left.dim() == 3
+
+    def make(out: Tensor | None, *, add: bool = False) -> Tensor:
+        if add:
+            assert out is not None, "there is nothing to add to"
+            return out.baddbmm_(left, right) if batched else out.addmm_(left, right)
+        return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)
+
+    return make
+
+
+def _sum(rows: Tensor) -> Write:
+    def make(out: Tensor | None, *, add: bool = False) -> Tensor:
+        if add:
+            assert out is not None, "there is nothing to add to"
+            return out.add_(rows.sum(0))
+        return rows.sum(0) if out is None else torch.sum(rows, 0, out=out)
+
+    return make
