@@ -7,8 +7,8 @@ A piece runs on tensors that are detached from whatever made them: its backward 
 readers send back, and ends in gradients of what it took, which go to those who gave; the gradients of its weights are
 worked out after that, if they can be (`grad_accumulation.py`). What one rank sends another does not wait to be taken;
 what it needs it waits for under a tag that says which tensor of which micro-batch, so whatever order of events has no
-circle (`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in the order of their backwards,
-and completed after the last.
+circle (`order/check.py`) ends. Gradients of parameters are added up over the micro-batches, in the order of their
+backwards, and completed after the last.
 """
 
 from __future__ import annotations
