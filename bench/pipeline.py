@@ -31,7 +31,7 @@ from bench.machine import machine
 from bench.overhead import GPT, HEADS, LAYERS, LENGTH, SETTLE, VOCABULARY, WIDTH, example, model
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
-from weft.runtime.parallel_pipeline import ParallelPipeline
+from weft.runtime.parallel import Parallel
 from weft.runtime.processes import ProcessTransport
 from weft.train.opened import open_rank
 
@@ -80,7 +80,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def our_step(transport: ProcessTransport, files: dict[str, bytes]) -> Step:
     parallel = open_rank(files, transport, model())
-    assert isinstance(parallel, ParallelPipeline)
+    assert isinstance(parallel, Parallel)
     optimizer, batch = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True), example(BATCH)
     return lambda: float(parallel.train_step(batch, optimizer))
 

@@ -97,8 +97,8 @@ def test_optimizers_see_masters() -> None:
     assert dict(rank.named_parameters()).keys() == names.keys() == dict(module.state_dict()).keys()
     for one in rank.parameters():
         assert one.dtype == torch.float32 and one.grad is not None and one.grad.dtype == torch.float32
-    assert {one.dtype for one in rank.program.parameters()} == {BF16}
-    assert all(one.grad is None for one in rank.program.parameters())
+    assert {one.dtype for one in rank.program.modules[0].parameters()} == {BF16}
+    assert all(one.grad is None for one in rank.program.modules[0].parameters())
 
 
 def test_data_parallel_is_one_device_with_two_micro_batches() -> None:
@@ -155,7 +155,7 @@ def test_gradients_are_added_to_those_before(plan: str) -> None:
 
 def test_what_is_kept_has_no_copy() -> None:
     module = parallel("dp=2", Precision(BF16, keep=("norm.*", "head.bias")))
-    inside = {name: one.dtype for name, one in module.ranks[0].program.named_parameters()}
+    inside = {name: one.dtype for name, one in module.ranks[0].program.modules[0].named_parameters()}
     wide = {name for name, dtype in inside.items() if dtype == torch.float32}
     assert wide == {"norm.weight", "norm.bias", "head.bias"}
     trained(module)

@@ -39,7 +39,7 @@ class Net(nn.Module):
 def own_names() -> list[str]:
     """Attributes of a parallel module and of its program that a model may have as well."""
     module = weft.parallelize(Net([], ["w"], []), EXAMPLE, "dp=1", emulate=False, cache=None)
-    names = {*vars(module), *vars(module.program)} - set(vars(nn.Module()))
+    names = {*vars(module), *vars(module.program.modules[0])} - set(vars(nn.Module()))
     assert {"step", "tape", "masters", "_weight"} <= names
     return sorted(names)
 

@@ -18,7 +18,6 @@ from weft.errors import RunError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.emulator import run_ranks
 from weft.runtime.microbatches import split_arguments
-from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.runtime.random import Stream
 from weft.runtime.reduction import Reduction
 from weft.runtime.transport import Transport
@@ -221,9 +220,7 @@ class Fed:
                 losses.append(rank.over_replicas(loss).item())
             state = dict(rank.state_dict())
             # replicas look at batches of different sizes
-            loss = rank.eval()(
-                **batch(8 if rank.replica or not isinstance(rank, ParallelPipeline) else 3, rank.replica)
-            )
+            loss = rank.eval()(**batch(8 if rank.replica or rank.has_forward else 3, rank.replica))
             return [*losses, rank.over_replicas(loss).item()], state
 
         return run_ranks(num_devices(files) * self.replicas, body)

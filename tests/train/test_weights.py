@@ -17,7 +17,7 @@ from weft.runtime.emulator import run_ranks
 from weft.runtime.initialise import build, replay_parts, stored_parts
 from weft.runtime.replicas import Replica
 from weft.runtime.transfers import take
-from weft.train.opened import open_program
+from weft.train.opened import open_flow
 from weft.train.weights import fill, sample_hash
 
 
@@ -26,7 +26,7 @@ def cut():
     """A module, and an empty program of the second of two ranks."""
     module, batch = gpt()
     files = compile_program(module, batch, "tp=2").files
-    return module, run_ranks(2, lambda transport: open_program(files, Replica(transport, 2)).program)[1]
+    return module, run_ranks(2, lambda transport: open_flow(files, Replica(transport, 2)).program)[1]
 
 
 def check(cut, source) -> None:

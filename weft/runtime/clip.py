@@ -12,7 +12,6 @@ from torch import Tensor
 
 from weft.runtime.holdings import Holdings, exchange
 from weft.runtime.parallel import Parallel
-from weft.runtime.parallel_pipeline import ParallelPipeline
 
 EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ has it."""
@@ -21,7 +20,7 @@ EPSILON = 1e-6
 class Clip:
     """Knows which elements this rank answers for. Made and called on all ranks of a replica together."""
 
-    def __init__(self, module: Parallel | ParallelPipeline) -> None:
+    def __init__(self, module: Parallel) -> None:
         self._module = module
         holdings: Holdings = exchange(module.masters)
         rank = module.program.transport.rank
@@ -52,7 +51,7 @@ class Clip:
         return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
 
 
-def clip_rank(module: Parallel | ParallelPipeline, max_norm: float) -> Tensor:
+def clip_rank(module: Parallel, max_norm: float) -> Tensor:
     """Clip once; whoever clips in every step keeps a `Clip`."""
     held = vars(module).get("_clip")
     clip = held if isinstance(held, Clip) else Clip(module)

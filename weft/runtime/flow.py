@@ -1,8 +1,9 @@
-"""Flow: a program in pieces, and the batches that go through it.
+"""Flow: a program, and the batches that go through it.
 
-In: a rank of a pipeline and what is written about its batches. Out: a batch in micro-batches, with the size that each
-has among those that the program knows; what forwards gave, joined again. A batch of fewer rows than the schedule has
-micro-batches is cut into as many as it has rows.
+In: a rank's pieces and what is written about their batches. Out: a batch in micro-batches, with the size that each has
+among those that the program knows; what forwards gave, joined again. A batch of fewer rows than the schedule has
+micro-batches is cut into as many as it has rows. A program of one piece that runs all of the batch at once
+(`is_whole`) may be called itself: its results are roots of autograd.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.batch import BatchMismatch, Form
+from weft.runtime.batch import BatchMismatch, Form, OtherForm
 from weft.runtime.microbatches import Arguments, BatchDim, dims_of, part_sizes, rows_of, split_arguments
 from weft.runtime.module import ParallelModule
-from weft.runtime.parallel import Batch, give_back
 from weft.runtime.pieces import Pieces
-from weft.runtime.pipeline import Rank, Share
+from weft.runtime.pipeline import Piece, Rank, Share
 from weft.runtime.reduction import reduced
+from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
 
 LOSS = -1
@@ -38,21 +39,52 @@ class Flow:
         joins: for each tensor that a forward returns, the dim along which micro-batches are joined, or LOSS.
         output: the form of what a forward returns; None if it is the loss alone.
         batch: of other arguments than the example's, for which the program was made.
+        is_whole: it is one piece, and the batch is not cut.
+        needs_grad: of such a program, for each input whether its gradient goes back to the caller.
     """
 
     rank: Rank
     form: Form
-    dims: tuple[BatchDim, ...]
-    count: int
-    known: dict[int, int]
+    dims: tuple[BatchDim, ...] = ()
+    count: int = 1
+    known: dict[int, int] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     output: Returns | None = None
-    batch: Batch | None = field(default=None, compare=False)
+    batch: Arguments | None = field(default=None, compare=False)
+    is_whole: bool = False
+    needs_grad: tuple[bool, ...] = ()
+
+    @property
+    def program(self) -> ParallelModule:
+        """The only one."""
+        (module,) = self.modules
+        return module
 
     @property
     def modules(self) -> list[ParallelModule]:
         """Of all sizes."""
         return [module for share in self.rank.sizes for module in share.modules]
+
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """True if the arguments are those of the form, whatever their sizes."""
+        try:
+            self.form.bind(args, kwargs)
+        except OtherForm:
+            return False
+        except BatchMismatch:
+            return True
+        return True
+
+    def bind_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a batch that is not cut; refuses one that wants a gradient that the program does not give."""
+        inputs = self.form.bind(args, kwargs)
+        for tensor, given, told in zip(inputs, self.needs_grad, self.form.tensors, strict=False):
+            if tensor.requires_grad and not given and torch.is_grad_enabled():
+                raise BatchMismatch(
+                    f"{told[1]} of the batch requires a gradient, in the example it does not: give parallelize() an "
+                    f"example whose {told[1]} does (requires_grad_())"
+                )
+        return inputs
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a batch, or of a micro-batch; refuses one of another form than the example's."""
@@ -91,7 +123,7 @@ class Flow:
         first = self.rank.sizes[0]
         for share in self.rank.sizes[1:]:
             for name, piece in share.pieces.items():
-                give_back(first.pieces[name].module, piece.module)
+                piece.module.take_buffers(first.pieces[name].module)
 
     def join(self, found: Sequence[Sequence[Tensor]], shares: Sequence[float]) -> Any:
         """What the model returns of a batch, from what it returns of its micro-batches."""
@@ -106,13 +138,26 @@ class Flow:
         return whole[0] if self.output is None else self.output.build(tuple(whole))
 
 
-MakeFlow = Callable[[Batch | None], Flow]
+MakeFlow = Callable[[Arguments | None], Flow]
 """Makes the program of `eval()`, for the example or for a batch of other arguments."""
 MakeSize = Callable[[Flow, int], None]
 """Makes a program serve micro-batches of so many rows."""
 
 
-def flow_of(told: Mapping[str, Any], rank: Rank, batch: Batch | None = None) -> Flow:
+def whole_flow(program: ParallelModule, told: Mapping[str, Any], transport: Replica) -> Flow:
+    """The flow of a program that is one piece, from what is written about it."""
+    form, output = Form.from_json(told["batch"]), told.get("returns")
+    piece = Piece("", program, tuple(range(len(form.tensors))), (), ())
+    return Flow(
+        Rank([Share({"": piece}, ())], (), (), transport, ("", -1)),
+        form,
+        output=None if output is None else Returns.from_json(output),
+        is_whole=True,
+        needs_grad=tuple(told.get("needs_grad", ())),
+    )
+
+
+def flow_of(told: Mapping[str, Any], rank: Rank, batch: Arguments | None = None) -> Flow:
     """The flow of a program, from what is written about it."""
     form = Form.from_json(told["batch"])
     shapes = [tuple(int(size) for size in shape) for _, _, shape, _ in form.tensors]
@@ -151,4 +196,4 @@ def take_back(pieces: Pieces[ParallelModule], flow: Flow) -> None:
     """Let training know what forwards of evaluation have made of buffers."""
     for module in flow.rank.modules:
         for owner in pieces.modules:
-            give_back(module, owner)
+            owner.take_buffers(module)

@@ -17,14 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from weft.runtime.module import ParallelModule
 from weft.runtime.pieces import Pieces
 from weft.runtime.precision import NO_SUMS, Mixed
 from weft.runtime.script import Index
-from weft.runtime.stored import Container, Part
+from weft.runtime.stored import Part
 from weft.runtime.transport import Transport
 
 Dtypes = Mapping[str, torch.dtype]
@@ -51,7 +51,6 @@ class Masters:
                 self._held[name] = nn.Parameter(master, requires_grad=copy.requires_grad)
                 # its gradient may come in the dtype in which it was added up
                 copy.grad_dtype = None
-        self.tree = _mirrored(program, {id(program.part(name)): one for name, one in self._held.items()})
         program.masters = self
 
     def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -118,9 +117,6 @@ class Masters:
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, self.part(name)) for name, _ in self.program.trained())
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
-        return self.tree.load_state_dict(state_dict, strict=strict)
-
 
 def with_masters(program: ParallelModule, mixed: Mixed | None) -> Masters | None:
     """The masters of a program in another precision."""
@@ -128,11 +124,13 @@ def with_masters(program: ParallelModule, mixed: Mixed | None) -> Masters | None
     return None if mixed is None else Masters(program, mixed.masters)
 
 
-def masters_of(pieces: Pieces[ParallelModule], mixed: Mixed) -> Pieces[Masters]:
-    """The masters of a program in pieces; gradients are complete at the end of a step."""
-    pieces.join_copies()
+def masters_of(pieces: Pieces[ParallelModule], mixed: Mixed | None, *, at_once: bool = False) -> Pieces[Masters] | None:
+    """The masters of a rank's programs in another precision; `at_once`: as of `Masters`."""
     tell_sums(pieces.modules, mixed)
-    made = [Masters(module, mixed.masters, at_once=False) for module in pieces.modules]
+    if mixed is None:
+        return None
+    pieces.join_copies()
+    made = [Masters(module, mixed.masters, at_once=at_once) for module in pieces.modules]
     parts, trainable = (as_masters(one, mixed.masters) for one in (pieces.parts, pieces.trainable))
     return Pieces(tuple(made), pieces.transport, parts, trainable, pieces.order)
 
@@ -146,16 +144,3 @@ def tell_sums(programs: Iterable[ParallelModule], mixed: Mixed | None) -> None:
 def as_masters(parts: Mapping[str, Part], dtypes: Dtypes) -> dict[str, Part]:
     """Parts with the dtype of their masters."""
     return {name: replace(part, dtype=dtypes.get(name, part.dtype)) for name, part in parts.items()}
-
-
-def _mirrored(module: nn.Module, masters: Mapping[int, nn.Parameter]) -> Container:
-    """The same tree, with masters in place of their copies; buffers are shared, also those that come later."""
-    made = Container()
-    made._buffers, made._non_persistent_buffers_set = module._buffers, module._non_persistent_buffers_set
-    made._parameters = {
-        name: None if held is None else masters.get(id(held), held) for name, held in module._parameters.items()
-    }
-    made._modules = {
-        name: None if inner is None else _mirrored(inner, masters) for name, inner in module._modules.items()
-    }
-    return made

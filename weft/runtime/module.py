@@ -70,6 +70,8 @@ class ParallelModule(Own):
     _buffered: ClassVar[Mapping[str, Part]] = {}
     model: Container
     """What the rank stores, under the original names."""
+    trees: list[Container]
+    """This one, and others that show its buffers."""
 
     def __init_subclass__(
         cls,
@@ -97,7 +99,7 @@ class ParallelModule(Own):
         super().__init__()
         tree = Container()
         # Not as a child: names are to be the original ones.
-        self.__dict__["model"] = tree
+        self.__dict__["model"], self.trees = tree, [tree]
         self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
         self.transport, self.device = transport, transport.device
@@ -243,9 +245,31 @@ class ParallelModule(Own):
 
     def update(self, name: str, value: Tensor) -> None:
         """A buffer's new content."""
+        value = value.detach()
         for each in (name, *self._buffered[name].tied):
-            holder, last = self.model.holder_of(each)
-            holder._buffers[last] = value.detach()
+            for tree in self.trees:
+                holder, last = tree.holder_of(each)
+                holder._buffers[last] = value
+
+    @torch.no_grad()
+    def share(self, source: ParallelModule) -> None:
+        """Use the weights of another program: the very same parameters, so that their gradients are too."""
+        self.kept, self.masters, self.sums = source.kept, source.masters, source.sums
+        if source.inner is not None:
+            self.read_apart()
+        for name in self.stored:
+            held = source.part(name)
+            if isinstance(held, nn.Parameter):
+                self.adopt(name, held)
+            elif held is not None:
+                self.update(name, held)
+
+    def take_buffers(self, source: ParallelModule) -> None:
+        """Take over what another program has made of the buffers."""
+        for name in self.stored:
+            held = source.part(name) if name in source.stored else None
+            if held is not None and not isinstance(held, nn.Parameter):
+                self.update(name, held)
 
     # What forward needs.
 

@@ -1,4 +1,4 @@
-"""OneRank: what a rank's share of a model tells and does, whether its program is whole or in pieces.
+"""OneRank: what a rank's share of a model tells and refuses, whatever its program does.
 
 In: the rank's program on the transport of a replica, and how losses are reduced. Out: what is stored, which replica
 this is, the step as one call, a loss over all replicas.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -47,9 +47,6 @@ class OneRank(Own):
         refusal: makes the error for a wrong call.
     """
 
-    has_forward = True
-    """In training."""
-
     def __init__(self, *, seed: int, reduction: Reduction, refusal: Refusal | None) -> None:
         super().__init__()
         self.seed, self.step = seed, 0
@@ -81,16 +78,17 @@ class OneRank(Own):
     def when_complete(self, then: Callable[[], None]) -> None:
         """Call this at the end of every backward."""
 
+    @property
     @abstractmethod
-    def trees(self) -> Iterable[nn.Module]:
-        """What holds the parameters that it shows, under the original names."""
+    def has_forward(self) -> bool:
+        """True if its forward can be called in training."""
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
         self.__dict__["_guard"], self.__dict__["_remember"] = guard, remember
         self.when_complete(remember)
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
-        self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self.trees(), trained), {}
+        self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self, trained), {}
 
     @property
     def guard(self) -> Guard | None:

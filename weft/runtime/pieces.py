@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.runtime.replicas import Replica
 from weft.runtime.script import Index
-from weft.runtime.stored import Part
+from weft.runtime.stored import Container, Part
 
 
 class HasParts(Protocol):
@@ -126,3 +126,11 @@ class Pieces(Generic[P]):
     def apart(self) -> list[tuple[str, nn.Parameter]]:
         """Copies that an optimizer must update by themselves."""
         return [(copy.name, copy.other) for copy in self.copies if not copy.alike]
+
+
+def shown_tree(pieces: Pieces[Any]) -> Container:
+    """What the rank holds as one tree of containers under the original names, in the order of the original."""
+    tree = Container()
+    for name, held, part in pieces.held_by_name():
+        tree.hold(name, held, persistent=part.persistent)
+    return tree

@@ -28,7 +28,6 @@ from weft.runtime.gathered import as_edge
 from weft.runtime.grad_accumulation import Queue, accumulating, add_queued
 from weft.runtime.mail import Crossing, Mail, Readers
 from weft.runtime.module import ParallelModule
-from weft.runtime.parallel import give_back
 from weft.runtime.random import Stream
 from weft.runtime.script import Transfer
 from weft.runtime.transfers import real_dtype
@@ -299,7 +298,7 @@ class Rank:
         """What a forward made of the piece's buffers is what the next one reads, whatever its size."""
         for other in self.sizes:
             if other is not share:
-                give_back(piece.module, other.pieces[piece.name].module)
+                other.pieces[piece.name].module.take_buffers(piece.module)
 
     def _backward(self, share: Share, piece: Piece, micro: int, counts: float) -> None:
         held = self._held.pop((piece.name, micro))

@@ -17,7 +17,6 @@ import torch
 
 from weft.runtime.mail import Crossing
 from weft.runtime.module import GradSync
-from weft.runtime.parallel import share
 from weft.runtime.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.program_files import changes, cut_parameters, file_hash, load_class, load_program, read_meta
 from weft.runtime.replicas import Replica
@@ -89,7 +88,7 @@ def _sizes(
     for other in sizes:
         for name, piece in other.pieces.items():
             if other is not first:
-                share(first.pieces[name].module, piece.module)
+                piece.module.share(first.pieces[name].module)
     return sizes
 
 

@@ -183,34 +183,9 @@ def shapes_of(module: Holds) -> dict[str, Original]:
     return found
 
 
-def put_in_order(tree: nn.Module, order: Mapping[str, int]) -> None:
-    """Let a tree of containers show what it holds in the order of the original: optimizers go by position.
-
-    Args:
-        order: the place of each name in the original; what is not in it comes last. Nothing: all stays as it is.
-    """
-    places = dict[str, int]()
-    for name, place in order.items():
-        for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
-            places[name[:end]] = min(place, places.get(name[:end], place))
-    for path, module in list(tree.named_modules()):
-        start = f"{path}." if path else ""
-        for held in (module._modules, module._parameters, module._buffers):
-            _sort_in_place(held, {name: places.get(start + name, len(order)) for name in held})
-
-
 def in_order(parts: Mapping[str, Part], order: Mapping[str, int]) -> dict[str, Part]:
     """Parts by name, in the order of the original."""
     return {name: parts[name] for name in sorted(parts, key=lambda name: order.get(name, len(order)))}
-
-
-def _sort_in_place(held: dict[str, Any], places: Mapping[str, int]) -> None:
-    """The same dict: others look at it too."""
-    names = sorted(held, key=places.__getitem__)
-    if names != list(held):
-        found = [(name, held[name]) for name in names]
-        held.clear()
-        held.update(found)
 
 
 def check_axes(parts: Mapping[str, Part], grid: Mapping[str, int]) -> None:

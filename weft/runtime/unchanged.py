@@ -10,7 +10,7 @@ look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,12 +75,11 @@ class Unchanged:
     """The parameters of a rank as they are now.
 
     Args:
-        trees: containers that hold them by their original names.
+        tree: containers that hold them by their original names.
         trained: names of those that get a gradient.
     """
 
-    def __init__(self, trees: Iterable[nn.Module], trained: Collection[str]) -> None:
-        trees = tuple(trees)
+    def __init__(self, tree: nn.Module, trained: Collection[str]) -> None:
         self._shown = [
             _Shown(
                 name,
@@ -92,12 +91,11 @@ class Unchanged:
                 parameter.data_ptr(),
                 StorageWeakRef(parameter.untyped_storage()),
             )
-            for tree in trees
             for name, holder, key, parameter in _places(tree)
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
         self._num_looks = LOOKS
-        self._inside = [(path, module) for tree in trees for path, module in tree.named_modules() if path]
+        self._inside = [(path, module) for path, module in tree.named_modules() if path]
         self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
 
     def left(self) -> str | None:

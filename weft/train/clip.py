@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from weft.errors import RunError
 from weft.runtime.clip import clip_rank
 from weft.runtime.parallel import Parallel
-from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.train.emulated import Emulated
 
 
@@ -32,6 +31,6 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
     if isinstance(module, Emulated):
         norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm))
         return norms[0]
-    if isinstance(module, Parallel | ParallelPipeline):
+    if isinstance(module, Parallel):
         return clip_rank(module, max_norm)
     return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

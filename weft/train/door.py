@@ -40,13 +40,14 @@ from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
 from weft.runtime.guards import mark_replaced
 from weft.runtime.initialise import Start, begin, original_order
+from weft.runtime.parallel import Parallel
 from weft.runtime.precision import Precision
 from weft.runtime.reduction import BadReduction, How, Reduction
 from weft.runtime.transport import Transport
-from weft.train.emulated import Emulated, EmulatedPipeline
+from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
 from weft.train.limit import check_limit
-from weft.train.opened import AnyParallel, Content, MakeFiles, is_pipeline, num_devices, open_rank, refusal
+from weft.train.opened import Content, MakeFiles, num_devices, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
@@ -140,8 +141,7 @@ def _trained(programs: Programs, subject: Subject, memory_limit: str | int | Non
 def _emulated(files: Content, opened: _Opening, programs: Programs) -> nn.Module:
     """All ranks as threads of this process."""
     once = Once(programs)
-    kind = EmulatedPipeline if is_pipeline(files) else Emulated
-    return kind(lambda transport: opened.rank(files, transport, once), num_devices(files), once, opened.order)
+    return Emulated(lambda transport: opened.rank(files, transport, once), num_devices(files), once, opened.order)
 
 
 def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, programs: Programs) -> nn.Module:
@@ -176,7 +176,7 @@ class _Opening:
         self.order = original_order(start.module)
         self._in_autocast = torch.is_autocast_enabled("cpu")
 
-    def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> AnyParallel:
+    def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> Parallel:
         made = open_rank(
             files,
             transport,

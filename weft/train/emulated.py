@@ -28,27 +28,26 @@ from weft.runtime.guards import CLIP, Guard, handed_out
 from weft.runtime.inner import is_watched
 from weft.runtime.module import TWICE
 from weft.runtime.own import Loaded, LoadsByName
-from weft.runtime.parallel import Parallel
-from weft.runtime.parallel_pipeline import NO_FORWARD, NO_GRADIENT, ParallelPipeline
+from weft.runtime.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
 from weft.runtime.stored import shapes_of
 from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.runtime.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
-from weft.train.opened import AnyParallel, MakeFiles, Wanted, refusal
+from weft.train.opened import MakeFiles, Wanted, refusal
 from weft.verify.parallel import emulate, join
 
 GOODBYE = 2.0
 """Seconds that ranks get to end."""
 
-Make = Callable[[Transport], AnyParallel]
+Make = Callable[[Transport], Parallel]
 Work = Callable[[Any], Any]
 
 
 class Crew:
     """Threads that each keep one rank's module and do what they are told with it."""
 
-    modules: Sequence[AnyParallel]
+    modules: Sequence[Parallel]
 
     def __init__(self, num_ranks: int, make: Make) -> None:
         self._told: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(num_ranks)]
@@ -81,7 +80,7 @@ class Crew:
         """Do something on every rank; the results in rank order."""
         ambient, modes = Ambient.here(), Modes.here()
 
-        def as_here(module: AnyParallel) -> Any:
+        def as_here(module: Parallel) -> Any:
             with ambient.entered(), modes.entered():
                 return work(module)
 
@@ -154,7 +153,7 @@ class Emulated(LoadsByName):
         for start, rank in self._by_rank(prefix):
             yield from rank.named_buffers(start, recurse, remove_duplicate)
 
-    def _by_rank(self, prefix: str) -> Iterator[tuple[str, AnyParallel]]:
+    def _by_rank(self, prefix: str) -> Iterator[tuple[str, Parallel]]:
         start = f"{prefix}." if prefix else ""
         return ((f"{start}ranks.{number}", rank) for number, rank in enumerate(self._crew.modules))
 
@@ -165,11 +164,13 @@ class Emulated(LoadsByName):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""
+        if self.training and not self._first.has_forward:
+            raise refusal(*NO_FORWARD)
         self._refuse_surroundings()
-        self._refuse(args, kwargs)
+        self._prepare_for(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         grads = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._first.has_forward:
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
         call = _Call(self._crew, leaves, spec, grads)
         shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
@@ -181,23 +182,46 @@ class Emulated(LoadsByName):
         for module in self._crew.modules:
             module.refuse_surroundings()
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @property
+    def _first(self) -> Parallel:
+        return self._crew.modules[0]
+
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """The loss of each micro-batch of the last step of a pipeline, before they were reduced."""
+        return self._first.losses
+
+    def _prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
-        first: Any = self._crew.modules[0]
-        try:
-            if not self.training and not first.has_program(args, kwargs):
-                self._prepare(Wanted(batch=(args, kwargs)))
-            else:
-                first.runnable(args, kwargs).bind(args, kwargs)
-        except BatchMismatch as error:
-            raise refusal(str(error), "give batches in the form of the example") from None
+        flow = self._first.known_flow(args, kwargs)
+        if flow is None:
+            self._prepare(Wanted(batch=(args, kwargs)))
+        elif not flow.is_whole:
+            for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
+                self._prepare(Wanted(batch=flow.batch, rows=rows))
+        else:
+            try:
+                flow.bind_whole(args, kwargs)
+            except BatchMismatch as error:
+                raise refusal(str(error), FORM) from None
 
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
         returned."""
-        loss = loss_of(self, batch)
-        (loss if scale == 1 else loss * scale).backward()
-        return loss.detach()
+        if self._first.has_forward:
+            loss = loss_of(self, batch)
+            (loss if scale == 1 else loss * scale).backward()
+            return loss.detach()
+        if not torch.is_grad_enabled():
+            raise refusal(*NO_GRADIENT)
+        if any(hooks_of(self)):
+            raise refusal(*UNCALLED)
+        self._refuse_surroundings()
+        # what is no batch is refused, and what is missing made, here: a rank that fails ends all
+        for rows in self._first.missing_sizes(batch):
+            self._prepare(Wanted(evaluation=False, rows=rows))
+        losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch, scale))
+        return losses[0]
 
     def train_step(
         self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
@@ -263,48 +287,6 @@ class Emulated(LoadsByName):
             return None
         found = f"has shape {list(whole.shape)}" if isinstance(whole, Tensor) else f"is a {type(whole).__name__}"
         return f"{name} {found}, planned as {list(self._shapes[name])}"
-
-
-class EmulatedPipeline(Emulated):
-    """A parallel module in pieces with all of its ranks here."""
-
-    @property
-    def losses(self) -> tuple[Tensor, ...]:
-        """The loss of each micro-batch of the last step, before they were reduced."""
-        return self._first.losses
-
-    @property
-    def _first(self) -> ParallelPipeline:
-        found = self._crew.modules[0]
-        assert isinstance(found, ParallelPipeline)
-        return found
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In evaluation: what the original returns, or its loss; no gradient."""
-        if self.training:
-            raise refusal(*NO_FORWARD)
-        self._refuse_surroundings()
-        flow = self._first.known_flow(args, kwargs)
-        if flow is None:
-            self._prepare(Wanted(batch=(args, kwargs)))
-        else:
-            for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
-                self._prepare(Wanted(batch=flow.batch, rows=rows))
-        return self._crew.each(lambda module: module(*args, **kwargs))[0]
-
-    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
-        """All micro-batches of a step on every rank; gradients, `scale` times, are added to what was there, the loss
-        is returned."""
-        if not torch.is_grad_enabled():
-            raise refusal(*NO_GRADIENT)
-        if any(hooks_of(self)):
-            raise refusal(*UNCALLED)
-        self._refuse_surroundings()
-        # what is no batch is refused, and what is missing made, here: a rank that fails ends all
-        for rows in self._first.looked_at(batch):
-            self._prepare(Wanted(evaluation=False, rows=rows))
-        losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch, scale))
-        return losses[0]
 
 
 class _Call:

@@ -37,14 +37,11 @@ from weft.ir.program import Program
 from weft.runtime.grad_sync import make_buckets, summed_parameters
 from weft.runtime.largest import Largest
 from weft.runtime.ledger import Bytes, Owner, counted_step
-from weft.runtime.masters import with_masters
 from weft.runtime.parallel import Parallel
-from weft.runtime.pieces import Pieces
-from weft.runtime.replicas import Replica
 from weft.runtime.silent import Silent
+from weft.runtime.transport import Transport
 from weft.train.loop import Nothing
-from weft.train.measured import programs_of
-from weft.train.opened import AnyParallel, Content, is_pipeline, num_devices, open_pipeline, open_program, refusal
+from weft.train.opened import Content, num_devices, open_module
 from weft.verify.model_file import Subject
 from weft.verify.optimizer import make_optimizer
 from weft.verify.pieces import InPieces
@@ -104,7 +101,7 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     """What one rank will hold."""
     silent = Silent(rank, num_devices(files))
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, Largest() as largest:
-        module = _opened(files, Replica(silent, silent.num_ranks), subject)
+        module = _opened(files, silent, subject)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer: Any = make_optimizer(subject, parameters) if parameters else Nothing()
         with largest.reading(1):
@@ -118,12 +115,12 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
             with largest.reading(1):
                 optimizer.step()
 
-        if any(part.keeps for program in programs_of(module) for part in program.stored_parts().values()):
+        if any(part.keeps for program in module.program.modules for part in program.stored_parts().values()):
             # the first step makes what is kept
             step()
             optimizer.zero_grad(set_to_none=True)
             silent.lend(_sums(module))
-        found = counted_step(Owner(module, optimizer, programs_of(module), silent.memory), step)
+        found = counted_step(Owner(module, optimizer, module.program.modules, silent.memory), step)
     return replace(found, messages=found.messages + silent.num_bytes, peak=found.peak + silent.num_bytes)
 
 
@@ -135,33 +132,22 @@ def _first_update(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> N
     optimizer.zero_grad(set_to_none=True)
 
 
-def _sums(module: AnyParallel) -> Iterator[int]:
+def _sums(module: Parallel) -> Iterator[int]:
     """Bytes of the buckets in which gradients are summed."""
-    for program in programs_of(module):
+    for program in module.program.modules:
         for bucket in make_buckets(summed_parameters(program)):
             yield sum(one.num_bytes for one in bucket.members)
 
 
-def _opened(files: Content, transport: Replica, subject: Subject) -> AnyParallel:
-    if is_pipeline(files):
-        return open_pipeline(
-            files,
-            transport,
-            Pieces.join_copies,
-            seed=0,
-            make_files=None,
-            reduction=subject.reduction,
-            mixed=subject.mixed,
-        )
-    runnable = open_program(files, transport)
-    if runnable.returns is not None:
+def _opened(files: Content, transport: Transport, subject: Subject) -> Parallel:
+    module = open_module(files, transport, None, reduction=subject.reduction, mixed=subject.mixed)
+    if not module.returns_loss:
         raise Unforeseen(
             "the memory of a step cannot be foreseen: the module returns no loss",
             place=subject.place,
             remedy="a forward that returns a scalar loss",
         )
-    masters = with_masters(runnable.program, subject.mixed)
-    return Parallel(runnable, masters=masters, reduction=subject.reduction, refusal=refusal)
+    return module
 
 
 @contextmanager

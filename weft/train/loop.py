@@ -22,12 +22,13 @@ from weft.runtime.backend import PrefixStore, peak_memory
 from weft.runtime.clip import Clip
 from weft.runtime.connect import Job
 from weft.runtime.initialise import Start, original_order
+from weft.runtime.parallel import Parallel
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.scaling import GradScaler
 from weft.runtime.training import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
-from weft.train.opened import AnyParallel, Content, Wanted, num_devices, open_rank
+from weft.train.opened import Content, Wanted, num_devices, open_rank
 from weft.train.programs import Programs
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
@@ -89,7 +90,7 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
         return run.train(shown)
 
 
-def _open(transport: ProcessTransport, order: Order, subject: Subject) -> AnyParallel:
+def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parallel:
     job = Job(transport, PrefixStore("shared", transport.store))
     programs = Programs(
         lambda module: subject, order.plan, num_devices(order.files), cache=order.settings.cache, outputs="loss"
@@ -119,7 +120,7 @@ class Run:
     """One rank's run."""
 
     def __init__(
-        self, order: Order, module: AnyParallel, optimizer: Any, source: Source, scaler: GradScaler | None = None
+        self, order: Order, module: Parallel, optimizer: Any, source: Source, scaler: GradScaler | None = None
     ) -> None:
         self._order, self._settings, self._scaler = order, order.settings, scaler
         self._module, self._optimizer, self._source = module, optimizer, source

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from weft.runtime.initialise import Start, original_order
 from weft.runtime.launch import Pool
 from weft.runtime.ledger import Bytes, Owner, counted_step
-from weft.runtime.module import ParallelModule
 from weft.runtime.parallel import Parallel
 from weft.runtime.precision import Precision
 from weft.runtime.processes import ProcessTransport
 from weft.train.loop import Nothing
-from weft.train.opened import AnyParallel, Content, num_devices, open_rank
+from weft.train.opened import Content, num_devices, open_rank
 from weft.train.starting import values_of
 from weft.verify.door import in_precision
 from weft.verify.model_file import Subject, load_model_file
@@ -69,7 +68,7 @@ def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
     return measured(module, subject, transport)
 
 
-def measured(module: AnyParallel, subject: Subject, transport: ProcessTransport) -> Bytes:
+def measured(module: Parallel, subject: Subject, transport: ProcessTransport) -> Bytes:
     """Bytes of the second step of a rank."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(subject, parameters) if parameters else Nothing()
@@ -79,9 +78,4 @@ def measured(module: AnyParallel, subject: Subject, transport: ProcessTransport)
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    return counted_step(Owner(module, optimizer, programs_of(module), transport.memory), step)
-
-
-def programs_of(module: AnyParallel) -> Sequence[ParallelModule]:
-    """The programs that hold what a rank stores."""
-    return [module.program] if isinstance(module, Parallel) else module.program.modules
+    return counted_step(Owner(module, optimizer, module.program.modules, transport.memory), step)

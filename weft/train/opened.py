@@ -8,39 +8,34 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.cache import write_files
 from weft.capture.source import place_of_call
 from weft.errors import RunError
-from weft.runtime.batch import Form
-from weft.runtime.flow import Flow, flow_of
+from weft.runtime.flow import Flow, flow_of, whole_flow
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.guarded import guard_rank
-from weft.runtime.masters import masters_of, tell_sums, with_masters
-from weft.runtime.parallel import Batch, Parallel, Runnable
-from weft.runtime.parallel_pipeline import ParallelPipeline
+from weft.runtime.masters import masters_of, tell_sums
+from weft.runtime.microbatches import Arguments
+from weft.runtime.module import ParallelModule
+from weft.runtime.parallel import Parallel
 from weft.runtime.pieces import Pieces
 from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, load_sizes, pipeline_parts
 from weft.runtime.precision import Mixed
 from weft.runtime.program_files import cut_parameters, load_program, read_meta
 from weft.runtime.reduction import Reduction
 from weft.runtime.replicas import Replica
-from weft.runtime.returns import Returns
-from weft.runtime.stored import in_order, put_in_order
+from weft.runtime.stored import in_order
 from weft.runtime.transport import Transport
-from weft.train.weights import Values, fill, fill_all
+from weft.train.weights import Values, fill_all
 
 Content = Mapping[str, bytes]
 """Files of a program by name."""
-
-AnyParallel = Parallel | ParallelPipeline
-"""What a rank trains."""
-T = TypeVar("T", Parallel, ParallelPipeline)
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Wanted:
     """
 
     evaluation: bool = True
-    batch: Batch | None = None
+    batch: Arguments | None = None
     rows: int | None = None
 
 
@@ -81,24 +76,44 @@ def is_pipeline(files: Content) -> bool:
     return PIPELINE in files
 
 
-def open_program(files: Content, transport: Replica) -> Runnable:
-    """The rank's program, its parts still zeros, and how it is called."""
+def open_flow(files: Content, transport: Replica, batch: Arguments | None = None) -> Flow:
+    """The rank's programs, their parts still zeros, and how batches go through them.
+
+    Args:
+        batch: of other arguments than the example's, for which the program was made.
+    """
     with _written(files) as folder:
-        program = load_program(folder, transport, grad_sync=BucketSync())
-        meta = read_meta(folder)
-    returns = meta.get("returns")
-    return Runnable(
-        program,
-        Form.from_json(meta["batch"]),
-        None if returns is None else Returns.from_json(returns),
-        tuple(meta.get("needs_grad", ())),
-    )
+        if is_pipeline(files):
+            return flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync), batch)
+        return whole_flow(load_program(folder, transport, grad_sync=BucketSync()), read_meta(folder), transport)
 
 
-def open_rank(  # noqa: PLR0913 - each is a fact about the run
+def _pieces_of(files: Content, flow: Flow, transport: Replica, order: Mapping[str, int]) -> Pieces[ParallelModule]:
+    """The rank's programs as one."""
+    if flow.is_whole:
+        parts, trained = flow.program.stored_parts(), flow.program.trained_parts()
+    else:
+        with _written(files) as folder:
+            parts, trained = pipeline_parts(folder)
+    modules = tuple(flow.rank.modules)
+    return Pieces(modules, transport, in_order(parts, order), in_order(trained, order), order)
+
+
+def open_rank(files: Content, transport: Transport, weights: Values, **settings: Any) -> Parallel:
+    """The rank's module, with its values, watched over. All ranks of a replica call this together.
+
+    Args:
+        settings: of `open_module`.
+    """
+    module = open_module(files, transport, weights, **settings)
+    guard_rank(module, refusal)
+    return module
+
+
+def open_module(  # noqa: PLR0913 - each is a fact about the run
     files: Content,
     transport: Transport,
-    weights: Values,
+    weights: Values | None,
     *,
     seed: int = 0,
     otherwise: Values | None = None,
@@ -106,10 +121,11 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
     make_files: MakeFiles | None = None,
     reduction: Reduction | None = None,
     mixed: Mixed | None = None,
-) -> AnyParallel:
-    """The rank's module, with its values.
+) -> Parallel:
+    """The rank's module.
 
     Args:
+        weights: its values; zeros if None.
         otherwise: has the buffers that `weights` lack because they are not saved.
         known: all names of the original model, and the place of each in its order, which the rank's module shows too;
             not given: the order of use.
@@ -118,83 +134,28 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
         mixed: how a program in another precision than the weights' is trained.
     """
     replica, order = Replica(transport, num_devices(files)), known or {}
-    if is_pipeline(files):
-        pipeline = open_pipeline(
-            files,
-            replica,
-            lambda pieces: _fill_pieces(pieces, weights, otherwise, order),
-            order=order,
-            seed=seed,
-            make_files=make_files,
-            reduction=reduction,
-            mixed=mixed,
-        )
-        return _ready(pipeline, order)
-    runnable = open_program(files, replica)
-    masters = with_masters(runnable.program, mixed)
-    fill(runnable.program if masters is None else masters, weights, otherwise, order)
-
-    def make_eval(batch: Batch | None) -> Runnable:
-        assert make_files is not None
-        content = make_files(Wanted(batch=batch))
-        return runnable if content == files else open_program(content, replica)
-
-    module = Parallel(
-        runnable,
-        masters=masters,
-        seed=seed,
-        make_eval=None if make_files is None else make_eval,
-        reduction=reduction,
-        refusal=refusal,
-    )
-    return _ready(module, order)
-
-
-def _ready(module: T, order: Mapping[str, int]) -> T:
-    """The module as users see it: watched, what it holds in the original's order."""
-    for tree in module.trees():
-        put_in_order(tree, order)
-    guard_rank(module, refusal)
-    return module
-
-
-def open_pipeline(
-    files: Content,
-    transport: Replica,
-    fill_in: Callable[[Pieces[Any]], None],
-    *,
-    order: Mapping[str, int] | None = None,
-    seed: int,
-    make_files: MakeFiles | None,
-    reduction: Reduction | None,
-    mixed: Mixed | None = None,
-) -> ParallelPipeline:
-    """The same for a program in pieces; `order`: the place of each name in the original."""
-    order = order or {}
-    with _written(files) as folder:
-        flow = flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync))
-        parts, trained = (in_order(one, order) for one in pipeline_parts(folder))
-        pieces = Pieces(tuple(flow.rank.modules), transport, parts, trained, order)
-    masters = None if mixed is None else masters_of(pieces, mixed)
+    flow = open_flow(files, replica)
+    pieces = _pieces_of(files, flow, replica, order)
+    masters = masters_of(pieces, mixed, at_once=flow.is_whole)
     tell_sums(flow.modules, mixed)
-    fill_in(pieces if masters is None else masters)
+    if weights is not None:
+        fill_all((masters or pieces).modules, weights, otherwise, order)
+    (masters or pieces).join_copies()
 
     def made(wanted: Wanted) -> Content:
-        assert make_files is not None, "this module was made for the example's sizes only"
+        assert make_files is not None, "this module was made for training, at the example's sizes, only"
         return make_files(wanted)
 
-    def make_flow(batch: Batch | None) -> Flow:
+    def make_flow(batch: Arguments | None) -> Flow:
         content = made(Wanted(batch=batch))
-        with _written(content) as folder:
-            rank = load_pipeline(folder, transport, BucketSync)
-        return flow_of(json.loads(content[PIPELINE]), rank, batch)
+        return flow if flow.is_whole and content == files else open_flow(content, replica, batch)
 
     def make_size(into: Flow, rows: int) -> None:
         with _written(made(Wanted(into is not flow, into.batch, rows))) as folder:
-            into.add(rows, load_sizes(folder, transport, BucketSync, into.rank.sizes[0]))
+            into.add(rows, load_sizes(folder, replica, BucketSync, into.rank.sizes[0]))
         tell_sums(into.modules, mixed)
 
-    return ParallelPipeline(
+    return Parallel(
         flow,
         pieces,
         masters=masters,
@@ -204,11 +165,6 @@ def open_pipeline(
         reduction=reduction,
         refusal=refusal,
     )
-
-
-def _fill_pieces(pieces: Pieces[Any], weights: Values, otherwise: Values | None, known: Collection[str]) -> None:
-    fill_all(pieces.modules, weights, otherwise, known)
-    pieces.join_copies()
 
 
 @contextmanager

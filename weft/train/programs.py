@@ -26,7 +26,7 @@ from weft.compile import Compiled, compile_subject, is_open, returned
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
-from weft.runtime.parallel import Batch
+from weft.runtime.microbatches import Arguments
 from weft.train.opened import Content, MakeFiles, Wanted
 from weft.verify.door import PlanLike, capture_subject, check_fit, make_plan
 from weft.verify.model_file import Subject
@@ -87,10 +87,10 @@ class Programs:
         with in_eval(about.model):
             return self._evaluation(about, wanted)
 
-    def _about(self, subject: Subject, batch: Batch | None) -> Subject:
+    def _about(self, subject: Subject, batch: Arguments | None) -> Subject:
         return subject if batch is None else replace(subject, example=as_example(batch))
 
-    def _whole(self, subject: Subject, batch: Batch | None) -> Content:
+    def _whole(self, subject: Subject, batch: Arguments | None) -> Content:
         """The program of `eval()`. A batch of other arguments gets all that the forward returns."""
         plan = self._plan
         if isinstance(plan, Plan):
@@ -156,7 +156,7 @@ class Once:
             return self._found[key]
 
 
-def told(batch: Batch | None) -> str:
+def told(batch: Arguments | None) -> str:
     """Equal for batches that one program serves."""
     if batch is None:
         return ""
@@ -168,7 +168,7 @@ def told(batch: Batch | None) -> str:
     return f"{spec} {kinds}"
 
 
-def as_example(batch: Batch) -> Any:
+def as_example(batch: Arguments) -> Any:
     """A batch as an example."""
     args, kwargs = batch
     if args and kwargs:

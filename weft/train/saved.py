@@ -28,9 +28,9 @@ from weft.ir.graph import Graph
 from weft.runtime.batch import dtype_name
 from weft.runtime.holdings import Holdings, exchange, gather, tell_all
 from weft.runtime.initialise import Whole, part_of
+from weft.runtime.parallel import Parallel
 from weft.runtime.pieces import Pieces
 from weft.runtime.stored import shapes_of
-from weft.train.opened import AnyParallel
 from weft.train.weights import listed, open_weights
 
 FORMAT = "weft training run 1"
@@ -75,7 +75,7 @@ class Saved:
 # Writing.
 
 
-def save(directory: str | Path, module: AnyParallel, optimizer: Any, progress: Progress) -> None:
+def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
     program, directory = module.masters, Path(directory)
     holdings = exchange(program)
@@ -86,7 +86,7 @@ def save(directory: str | Path, module: AnyParallel, optimizer: Any, progress: P
         _write(directory, tensors, states, whole)
 
 
-def _gather_model(module: AnyParallel, holdings: Holdings) -> dict[str, Tensor]:
+def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
     """The original state dict, on rank 0."""
     program, found = module.masters, dict[str, Tensor]()
     for name, part in program.stored_parts().items():
@@ -99,7 +99,7 @@ def _gather_model(module: AnyParallel, holdings: Holdings) -> dict[str, Tensor]:
 
 
 def _gather_optimizer(
-    module: AnyParallel, optimizer: Any, holdings: Holdings
+    module: Parallel, optimizer: Any, holdings: Holdings
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
     program = module.masters
@@ -242,7 +242,7 @@ def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphab
             )
 
 
-def restore(saved: Saved, module: AnyParallel, optimizer: Any) -> None:
+def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
     program, whole = module.masters, _tensors(saved.folder / OPTIMIZER)
     if isinstance(program, Pieces) and (apart := program.apart()):
