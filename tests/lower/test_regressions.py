@@ -17,8 +17,8 @@ from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, 
 from weft.ir.routes import Routing
 from weft.lower import lower
 from weft.lower.check import check
-from weft.lower.forms import refuse_hanging_talk
-from weft.lower.held import FaultError
+from weft.lower.typed_moves import FaultError
+from weft.lower.typed_ops import refuse_hanging_talk
 from weft.plan.plan import Plan
 from weft.plan.primitives import copy, cut
 from weft.runtime.script import Piece, Transfer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.property.graphs import random_case
-from tests.property.test_pipelines import staged_plan
+from tests.property.plans import staged_plan
 from weft.capture import capture
 from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph
@@ -87,7 +87,7 @@ def test_random_pieces_are_convex_and_in_order() -> None:
         draw = random.Random(seed)
         case = random_case(seed)
         try:
-            made = lower_pieces(staged_plan(case, draw))
+            made = lower_pieces(staged_plan(case.graph, draw))
         except (PlanError, RuleError):
             continue
         found += 1

@@ -1,36 +1,36 @@
-"""The proof by types: it accepts what lowering makes, counts as the full prover does, and accepts nothing wrong."""
+"""The proof by types: it accepts what lowering makes, counts as the oracle does, and accepts nothing wrong."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.acceptance.subjects import HAND_WRITTEN, MODELS, RECIPES
-from tests.property.mutate import mutant
-from tests.property.samples import samples
+from tests.oracle.held import Mover
+from tests.oracle.prove import follow
+from tests.oracle.terms import Content, Term, full
+from tests.property.mutate import end_elsewhere, mutant
+from tests.property.samples import piece_samples, samples
 from weft.capture import capture
 from weft.errors import CheckError
 from weft.ir.graph import Graph
-from weft.ir.layout import COPY, PARTIAL, Axis, Grid, Layout, Role, even, split
+from weft.ir.layout import COPY, PARTIAL, Axis, Grid, Layout, Role, copied_on, even, split
 from weft.ir.program import Move, Program
 from weft.lower import lower
-from weft.lower.check import Report, check
-from weft.lower.held import Mover
-from weft.lower.terms import Content, Term, full
+from weft.lower.check import check
+from weft.lower.pipeline import lower_pieces
 from weft.lower.transfer import Transfers
-from weft.lower.typed import prove_by_types
-from weft.lower.typed_moves import MoveProofs, UndecidedError
+from weft.lower.typed_moves import FaultError, MoveProofs
 from weft.ops.book import RuleBook
 from weft.plan.load import load_plan
 from weft.runtime.script import Piece, Transfer
 
 MORE_RECIPES = ("dp=2,tp=2,coshard=2", "dp=2,recompute=*")
-DECIDED = tuple(name for name in HAND_WRITTEN if name != "uneven")
-"""Plans by hand without empty parts; those are left to the full prover."""
+PIPELINES = ("pp=2", "pp=2,tp=2", "pp=2,dp=2,zero=3,microbatches=2")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,7 @@ def graph_of() -> Callable[[str], Graph]:
 
 
 def expect_proven(program: Program) -> None:
-    counts = prove_by_types(program, RuleBook(program.graph))
-    assert counts is not None
-    assert Report(**counts) == check(program, full=True)
+    assert check(program) == follow(program)
 
 
 QUICK = ("mlp", "gpt-tied", "llama")
@@ -62,49 +60,110 @@ def test_recipe(name: str, recipe: str, graph_of: Callable[[str], Graph]) -> Non
     expect_proven(lower(load_plan(recipe, graph_of(name))))
 
 
-@pytest.mark.parametrize("plan", DECIDED)
+@pytest.mark.parametrize("plan", HAND_WRITTEN)
 @pytest.mark.parametrize("name", NAMES)
 def test_plan_by_hand(name: str, plan: str, graph_of: Callable[[str], Graph]) -> None:
     expect_proven(lower(HAND_WRITTEN[plan](graph_of(name))))
 
 
-def test_empty_parts_are_left_to_the_prover(graph_of: Callable[[str], Graph]) -> None:
-    program = lower(HAND_WRITTEN["uneven"](graph_of("mlp")))
-    assert prove_by_types(program, RuleBook(program.graph)) is None
-    assert check(program) == check(program, full=True)
+@pytest.mark.parametrize("recipe", PIPELINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces(name: str, recipe: str, graph_of: Callable[[str], Graph]) -> None:
+    for part in lower_pieces(load_plan(recipe, graph_of(name))).parts:
+        expect_proven(part.program)
 
 
-def expect_sound(seeds: range, num_random: int) -> None:
-    """What types accept, the full prover accepts, with the same counts."""
-    pool, accepted, refused = samples(num_random), 0, 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        sample = pool[rng.randrange(len(pool))]
-        made = mutant(sample.program, rng)
-        if made is None:
-            continue
-        counts = prove_by_types(made[1], sample.book)
+@pytest.mark.parametrize("recipe", ["dp=2", "tp=2", "dp=2,zero=3"])
+def test_open_programs(recipe: str, graph_of: Callable[[str], Graph]) -> None:
+    expect_proven(lower(load_plan(recipe, graph_of("mlp")), outputs="open"))
+
+
+def expect_sound(mutants: Iterable[tuple[str, Program, RuleBook]]) -> None:
+    """What types accept, the oracle accepts, with the same counts."""
+    accepted, refused = 0, 0
+    for told, program, book in mutants:
         try:
-            found = check(made[1], sample.book, full=True)
-        except CheckError as error:
-            assert counts is None, f"{made[0]} of {sample.name}, seed {seed}: {error.message}"
+            proven = check(program, book)
+        except CheckError:
+            proven = None
+        try:
+            found = follow(program, book)
+        except FaultError as fault:
+            assert proven is None, f"{told}: {fault}"
             refused += 1
             continue
-        if counts is not None:
-            assert Report(**counts) == found, f"{made[0]} of {sample.name}, seed {seed}"
+        if proven is not None:
+            assert proven == found, told
             accepted += 1
     print(f"\naccepted {accepted}, refused {refused}")
     assert accepted
     assert refused
 
 
+def mutants_of_wholes(seeds: range, num_random: int) -> Iterator[tuple[str, Program, RuleBook]]:
+    pool = samples(num_random)
+    for seed in seeds:
+        rng = random.Random(seed)
+        sample = pool[rng.randrange(len(pool))]
+        made = mutant(sample.program, rng)
+        if made is not None:
+            yield f"{made[0]} of {sample.name}, seed {seed}", made[1], sample.book
+
+
+def mutants_of_pieces(seeds: range, num_random: int) -> Iterator[tuple[str, Program, RuleBook]]:
+    """A third of them at what the caller gives or gets."""
+    pool = [(name, program, RuleBook(program.graph)) for name, program in piece_samples(num_random)]
+    for name, program, book in pool:
+        yield name, program, book
+    for seed in seeds:
+        rng = random.Random(seed)
+        name, program, book = pool[rng.randrange(len(pool))]
+        made = ("end", end_elsewhere(program, rng)) if rng.random() < 1 / 3 else mutant(program, rng)
+        if made is not None and made[1] is not None:
+            yield f"{made[0]} of {name}, seed {seed}", made[1], book
+
+
 def test_mutants() -> None:
-    expect_sound(range(300), 6)
+    expect_sound(mutants_of_wholes(range(300), 6))
+
+
+def test_mutants_of_pieces() -> None:
+    expect_sound(mutants_of_pieces(range(600), 20))
 
 
 @pytest.mark.full
 def test_many_mutants() -> None:
-    expect_sound(range(10**6, 10**6 + 20_000), 60)
+    expect_sound(mutants_of_wholes(range(10**6, 10**6 + 20_000), 60))
+
+
+@pytest.mark.full
+def test_many_mutants_of_pieces() -> None:
+    expect_sound(mutants_of_pieces(range(10**6, 10**6 + 20_000), 120))
+
+
+ENDS: dict[str, tuple[Callable[[Program], Program], str]] = {
+    "a root is missing": (lambda p: replace(p, roots=()), "backward must start once from each output"),
+    "a root comes twice": (lambda p: replace(p, roots=p.roots * 2), "backward must start once from each output"),
+    "a root is no output": (lambda p: replace(p, roots=tuple(p.entries.values())), "which the caller does not get"),
+    "an entry is missing": (lambda p: replace(p, entries={}), "never goes back to the caller"),
+    "an entry is elsewhere": (
+        lambda p: replace(p, entries=dict.fromkeys(p.entries, p.roots[0])),
+        "where it is not",
+    ),
+    "an output is given on otherwise": (
+        lambda p: replace(p, given={name: copied_on(one.shape, (0,)) for name, one in p.given.items()}),
+        "is needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_ends_of_a_piece(fault: str, graph_of: Callable[[str], Graph]) -> None:
+    parts = lower_pieces(load_plan("pp=2,tp=2", graph_of("gpt-tied"))).parts
+    program = next(part.program for part in parts if part.program.roots and part.program.entries)
+    change, fact = ENDS[fault]
+    with pytest.raises(CheckError, match=fact):
+        check(change(program))
 
 
 # moves
@@ -194,13 +253,13 @@ def test_a_wrong_transfer_is_not_proven(fault: str, roles: tuple[Role, Role], mo
     if mine == FAULTS[fault](mine):
         pytest.skip("no fault for this move")
     monkeypatch.setattr(Transfers, "of", broken(FAULTS[fault], 0))
-    with pytest.raises(UndecidedError):
+    with pytest.raises(FaultError):
         MoveProofs(3).of(move)
 
 
 def test_a_move_of_another_shape_is_not_proven() -> None:
     line = Grid((Axis("a", 2),), (0, 1))
-    with pytest.raises(UndecidedError):
+    with pytest.raises(FaultError):
         MoveProofs(2).of(Move("exchange", even((4,), line, (COPY,)), even((6,), line, (COPY,))))
-    with pytest.raises(UndecidedError):
+    with pytest.raises(FaultError):
         MoveProofs(1).of(Move("exchange", even((4,), line, (COPY,)), even((4,), line, (split(0),))))

@@ -40,7 +40,8 @@ def mutant(program: Program, rng: random.Random) -> tuple[str, Program] | None:
 
 def same(a: Program, b: Program) -> bool:
     """True if nothing changed."""
-    return (a.steps, a.values, a.stored, a.outputs, a.loss) == (b.steps, b.values, b.stored, b.outputs, b.loss)
+    ends = (a.outputs, a.loss, a.roots, a.entries, a.given) == (b.outputs, b.loss, b.roots, b.entries, b.given)
+    return ends and (a.steps, a.values, a.stored) == (b.steps, b.values, b.stored)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------
@@ -179,6 +180,8 @@ def rewrite(program: Program, rng: random.Random) -> Program | None:
 def end_elsewhere(program: Program, rng: random.Random) -> Program | None:
     """Backward starts from another value, or an output is another value."""
     tensor = program.graph.loss
+    if tensor is None:
+        return _piece_ends(program, rng)
     options = [v.name for v in program.values.values() if v.tensor == tensor]
     options += [v.name for v in program.values.values() if program.graph.tensors[v.tensor].sizes == ()]
     if not options or tensor is None:
@@ -186,6 +189,30 @@ def end_elsewhere(program: Program, rng: random.Random) -> Program | None:
     if rng.random() < 0.5:
         return replace(program, loss=rng.choice([*options, None]))
     return replace(program, outputs={**program.outputs, tensor: rng.choice(options)})
+
+
+def _piece_ends(program: Program, rng: random.Random) -> Program | None:
+    """What a piece takes from its caller or gives to it is another value, is missing, or comes twice."""
+    change = rng.choice(["root", "entry", "output", "given"])
+    names = sorted(program.values)
+    if change == "root" and program.roots:
+        at = rng.randrange(len(program.roots))
+        new = rng.choice([(), program.roots[at : at + 1] * 2, (rng.choice(names),)])
+        return replace(program, roots=(*program.roots[:at], *new, *program.roots[at + 1 :]))
+    ends = {"entry": program.entries, "output": program.outputs, "given": program.given}.get(change)
+    if not ends:
+        return None
+    tensor = rng.choice(sorted(ends))
+    if change == "given":
+        layout = rng.choice([regrouped, reranged, rerolled, narrowed])(program.given[tensor], rng)
+        rest = {name: one for name, one in program.given.items() if name != tensor}
+        return replace(program, given=rest if layout is None else {**rest, tensor: layout})
+    alike = [name for name in names if program.values[name].tensor == tensor]
+    name = rng.choice(alike if rng.random() < 0.6 and alike else names)
+    if change == "output":
+        return replace(program, outputs={**program.outputs, tensor: name})
+    rest = {one: value for one, value in program.entries.items() if one != tensor}
+    return replace(program, entries=rest if rng.random() < 0.3 else {**rest, tensor: name})
 
 
 def _relaid(change: Callable[[OpLayout, Program, Compute, random.Random], OpLayout | None]) -> Kind:

@@ -48,6 +48,31 @@ def random_plan(graph: Graph, seed: int) -> Plan:
     return plan
 
 
+def staged_plan(graph: Graph, draw: random.Random) -> Plan:
+    """Ops in stages: runs of the program, or anyhow; some in none."""
+    plan = Plan(graph, draw.randint(1, 5))
+    count = draw.randint(1, 4)
+    ops = list(graph.ops)
+    if draw.random() < 0.5:
+        edges = sorted(draw.randint(0, len(ops)) for _ in range(count - 1))
+        groups = [ops[start:stop] for start, stop in zip([0, *edges], [*edges, len(ops)], strict=True)]
+    else:
+        groups = [[] for _ in range(count)]
+        for op in ops:
+            draw.choice(groups).append(op)
+    for number, members in enumerate(groups):
+        devices = draw.sample(range(plan.devices), draw.randint(1, plan.devices))
+        kept = [op for op in members if draw.random() < 0.95]
+        for op in kept:
+            size = len(devices)
+            if size > 1 and draw.random() < 0.5:
+                line = _transform(plan.rule(op), AXES[size][0], size, draw)
+                plan = plan.trans(op, line) if plan.can_trans(op, line) else plan
+        if kept:
+            plan = plan.stage(str(number), [op.name for op in kept], devices)
+    return plan
+
+
 def _names(sizes: Sequence[int]) -> list[str]:
     """Axis names for sizes, distinct."""
     taken: dict[int, int] = {}

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from tests.property.graphs import random_case
 from tests.property.harness import Results, run_single
-from tests.property.plans import random_plan
+from tests.property.plans import random_plan, staged_plan
 from tests.property.sketch import Case, Sketch, ref
 from weft.errors import PlanError, RuleError
 from weft.ir.program import Program
 from weft.lower import lower
+from weft.lower.pipeline import lower_pieces
 from weft.lower.script import scripts
 from weft.ops.book import RuleBook
 from weft.plan.plan import Plan
@@ -129,3 +130,25 @@ def _sample(name: str, case: Case, plan: Plan) -> Sample:
     program = lower(plan, outputs="all")
     scripts(program)  # an operator that cannot run on an empty part says so here
     return Sample(name, case, program, run_single(case.graph, case.state, case.inputs), plan.rules)
+
+
+def piece_samples(count: int) -> list[tuple[str, Program]]:
+    """Programs that take gradients from their caller or give it some: pieces of random graphs, and open programs."""
+    found: list[tuple[str, Program]] = []
+    mlp, block = perceptron(), attention()
+    for case, plans in ((mlp, _perceptron_plans), (mlp, _co_shard), (block, _attention_plans)):
+        found += [(f"open {name}", lower(plan, outputs="open")) for name, plan in plans(case)]
+    seed, count = 30_000, count + len(found)
+    while len(found) < count:
+        seed += 1
+        draw = random.Random(seed)
+        try:
+            parts = lower_pieces(staged_plan(random_case(seed, num_ops=draw.randint(2, 6)).graph, draw)).parts
+        except (PlanError, RuleError):
+            continue
+        found += [
+            (f"{part.piece.segment.name} of seed {seed}", part.program)
+            for part in parts
+            if part.program.roots or part.program.entries
+        ]
+    return found

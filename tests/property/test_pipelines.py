@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.oracle.prove import follow
 from tests.order.cases import random_schedule
 from tests.order.test_random import spoil
 from tests.property.graphs import random_case
 from tests.property.harness import Results, differences, run_single, take
-from tests.property.plans import AXES, _transform, random_plan
+from tests.property.plans import random_plan, staged_plan
 from tests.property.sketch import Case
 from weft.codegen.pipeline import generate_pipeline
 from weft.errors import PlanError, RuleError
@@ -54,42 +55,17 @@ class Job:
     files: Mapping[str, bytes]
 
 
-def staged_plan(case: Case, draw: random.Random) -> Plan:
-    """Ops in stages: runs of the program, or anyhow; some in none."""
-    plan = Plan(case.graph, draw.randint(1, 5))
-    count = draw.randint(1, 4)
-    ops = list(case.graph.ops)
-    if draw.random() < 0.5:
-        edges = sorted(draw.randint(0, len(ops)) for _ in range(count - 1))
-        groups = [ops[start:stop] for start, stop in zip([0, *edges], [*edges, len(ops)], strict=True)]
-    else:
-        groups = [[] for _ in range(count)]
-        for op in ops:
-            draw.choice(groups).append(op)
-    for number, members in enumerate(groups):
-        devices = draw.sample(range(plan.devices), draw.randint(1, plan.devices))
-        kept = [op for op in members if draw.random() < 0.95]
-        for op in kept:
-            size = len(devices)
-            if size > 1 and draw.random() < 0.5:
-                line = _transform(plan.rule(op), AXES[size][0], size, draw)
-                plan = plan.trans(op, line) if plan.can_trans(op, line) else plan
-        if kept:
-            plan = plan.stage(str(number), [op.name for op in kept], devices)
-    return plan
-
-
 def make_job(seed: int) -> Job | None:
     """None if the plan is refused."""
     draw = random.Random(seed)
     case = random_case(seed)
-    plan = staged_plan(case, draw) if draw.random() < 0.7 else random_plan(case.graph, seed * 7 + 1)
+    plan = staged_plan(case.graph, draw) if draw.random() < 0.7 else random_plan(case.graph, seed * 7 + 1)
     try:
         pipelined = lower_pieces(plan)
     except (PlanError, RuleError):
         return None
     for part in pipelined.parts:
-        check(part.program)
+        assert check(part.program) == follow(part.program), f"seed {seed}, {part.piece.segment.name}: other counts"
     segments = tuple(part.piece.segment for part in pipelined.parts)
     pipeline = Pipeline(segments, draw.randint(1, 4))
     schedule = random_schedule(pipeline, draw)

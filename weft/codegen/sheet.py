@@ -29,9 +29,9 @@ from weft.codegen.tables import Tables
 from weft.codegen.text import literal, statement
 from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
-from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
+from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use, outputs_of
 from weft.ir.ranges import count
-from weft.lower.script import Writer, outputs_of
+from weft.lower.script import Writer
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime import script as rt

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.errors import LayoutError
-from weft.ir.ranges import Ranges, count, disjoint, text, union, whole
+from weft.ir.ranges import Ranges, count, disjoint, overlap, text, union, whole
 
 Cell = tuple[int, ...]
 
@@ -130,6 +130,14 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(count(ranges) for ranges in self.ranges)
+
+
+def positions(held: Part, part: Part) -> tuple[Ranges, ...]:
+    """Where a part's indices lie in the local tensor of a larger part, dim by dim."""
+    found = []
+    for mine, wanted in zip(held.ranges, part.ranges, strict=True):
+        found.append(tuple((s.source, s.source + s.length) for s in overlap(mine, wanted)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

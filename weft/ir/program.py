@@ -140,6 +140,23 @@ def values_read(step: Step) -> list[str]:
             return []
 
 
+def outputs_of(step: Step) -> tuple[str, ...]:
+    """Values that a step makes and leaves behind."""
+    match step:
+        case Use():
+            return (step.value,)
+        case Compute():
+            return step.outputs
+        case Take() | Reshard() | Give():
+            return (step.target,)
+        case Chunks():
+            return tuple(inner.target for inner in step.body if isinstance(inner, Give))
+        case Recompute():
+            return tuple(name for inner in step.body for name in outputs_of(inner))
+        case Sync():
+            return ()
+
+
 @dataclass(frozen=True)
 class Program:
     """What the devices run.

@@ -1,6 +1,7 @@
 """Range lists: which indices of one dim a part holds, and in which order they are stored.
 
     Ranges := ((start, stop), ...)      disjoint, stored concatenated in the listed order
+    Box    := a range list for each dim
 
 A fused query-key-value weight cut by heads holds three ranges per part; a zigzag sequence two. Everything here
 is pure arithmetic on tuples: no tensors, no layouts.
@@ -9,10 +10,13 @@ is pure arithmetic on tuples: no tensors, no layouts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Ranges = tuple[tuple[int, int], ...]
+Box = tuple[Ranges, ...]
+"""A range list for each dim."""
 
 
 class Segment(NamedTuple):
@@ -151,6 +155,36 @@ def product(outer: Ranges, size: int, inner: Ranges) -> Ranges:
 def shift(ranges: Ranges, offset: int) -> Ranges:
     """The same ranges, `offset` further on."""
     return tuple((start + offset, stop + offset) for start, stop in ranges)
+
+
+def ascending(box: Iterable[Ranges]) -> Box:
+    """A box as a set: order within each dim does not matter."""
+    return tuple(tidy(sorted(ranges)) for ranges in box)
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return math.prod(map(count, box))
+
+
+def apart(boxes: Sequence[Box]) -> bool:
+    """True if no two boxes share an element.
+
+    Along a dim whose ranges are either equal or apart, boxes of different ranges are apart: only those of equal ranges
+    are compared further. Parts of a grid are of that kind, which spares comparing every pair."""
+    if len(boxes) < 2:
+        return True
+    for dim in range(len(boxes[0])):
+        groups: dict[Ranges, list[Box]] = {}
+        for box in boxes:
+            groups.setdefault(box[dim], []).append(box)
+        if len(groups) > 1 and disjoint(list(groups)):
+            return all(apart(group) for group in groups.values())
+    return all(not _touch(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+
+
+def _touch(a: Box, b: Box) -> bool:
+    return all(common(x, y) for x, y in zip(a, b, strict=True))
 
 
 def text(ranges: Ranges) -> str:

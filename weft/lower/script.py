@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from weft.ir.graph import Op, Ref
-from weft.ir.layout import Layout, Part
+from weft.ir.layout import Layout, positions
 from weft.ir.merge import merge
 from weft.ir.oplayout import OpLayout
 from weft.ir.program import (
@@ -29,9 +29,9 @@ from weft.ir.program import (
     Take,
     Use,
     Value,
+    outputs_of,
     values_read,
 )
-from weft.ir.ranges import overlap
 from weft.lower.shared_heads import GROUPED, shares_heads, with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.arguments import numbered
@@ -311,14 +311,6 @@ def peers(layout: OpLayout, name: str, cell: tuple[int, ...]) -> tuple[int, ...]
     )
 
 
-def positions(held: Part, part: Part) -> rt.Index:
-    """Where a part's indices lie in the local tensor of a larger part, dim by dim."""
-    found = []
-    for mine, wanted in zip(held.ranges, part.ranges, strict=True):
-        found.append(tuple((s.source, s.source + s.length) for s in overlap(mine, wanted)))
-    return tuple(found)
-
-
 def shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
     """Local shapes of a rank's slots."""
     return tuple(part.shape for part in layout.parts_on(rank))
@@ -327,20 +319,3 @@ def shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
 def _gradient(value: Value) -> Layout:
     assert value.grad is not None
     return value.grad
-
-
-def outputs_of(step: Step) -> tuple[str, ...]:
-    """Values that a step makes and leaves behind."""
-    match step:
-        case Use():
-            return (step.value,)
-        case Compute():
-            return step.outputs
-        case Take() | Reshard() | Give():
-            return (step.target,)
-        case Chunks():
-            return tuple(inner.target for inner in step.body if isinstance(inner, Give))
-        case Recompute():
-            return tuple(name for inner in step.body for name in outputs_of(inner))
-        case Sync():
-            return ()

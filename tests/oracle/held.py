@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests.oracle.terms import Content, added, placed, taken, zeros
 from weft.ir.layout import verify_layout
 from weft.ir.program import Move
 from weft.ir.ranges import Ranges, overlap, text, tidy
-from weft.lower.terms import Content, added, placed, taken, zeros
 from weft.lower.transfer import Transfers
+from weft.lower.typed_moves import FaultError
 from weft.runtime.script import Transfer
 
 Where = tuple[int, int]
@@ -22,10 +23,6 @@ Where = tuple[int, int]
 
 Held = Content | str
 """What a local tensor holds, or why that makes no sense."""
-
-
-class FaultError(Exception):
-    """Raised deep inside with a short fact; the door adds the neighbourhood."""
 
 
 @dataclass

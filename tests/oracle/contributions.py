@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tests.oracle.held import Tracked, Where
+from tests.oracle.terms import Content, Term, Universe, incomplete
 from weft.ir.graph import Graph, Op
 from weft.ir.program import Compute, Program
-from weft.ir.ranges import Ranges, whole
+from weft.ir.ranges import Ranges, ascending, volume, whole
 from weft.lower.collectives import walk
-from weft.lower.held import FaultError, Tracked, Where
-from weft.lower.terms import Content, Term, Universe, ascending, incomplete, volume
+from weft.lower.typed_moves import FaultError
 from weft.ops.book import RuleBook
 from weft.ops.rule import CellView, Rule
 
@@ -119,13 +120,14 @@ class OpBackward:
                         self._contribute(i, where, cell)
 
     def _arrives(self, where: Where) -> bool:
-        """True if a gradient arrives in the cell; it must be complete then. None at all is told by what lacks later."""
+        """True if a gradient arrives in the cell; it must be complete then. None at all is told by what lacks later; an
+        empty one is always there."""
         grads = {
             name: output.gradient(where)
             for name, output in zip(self.op.outputs, self.outputs, strict=True)
             if name in self.wanted
         }
-        if not any(isinstance(grad, str) or grad.terms for grad in grads.values()):
+        if not any(isinstance(grad, str) or grad.terms or not volume(grad.dims) for grad in grads.values()):
             return False
         for name, grad in grads.items():
             reason = grad if isinstance(grad, str) else incomplete(grad, Universe(self.wanted[name]))

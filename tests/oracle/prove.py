@@ -1,22 +1,16 @@
-"""Following a Program on all devices at once, with Contents in place of tensors: forward, backward, syncs.
+"""The oracle of the static check: a Program is followed on all devices at once, with Contents in place of tensors.
 
-In: a Program. Out: counts of what was proven; a FaultError at the first thing that is wrong. See `check` for what is
-promised, `held` for moves, `contributions` for the backward of ops.
+In: a Program. Out: a Report of what was proven; a FaultError at the first thing that is wrong. It proves what
+`weft/lower/check.py` does, by other means: layouts written into values are not believed, only what the moves really
+carry. See `held` for moves, `contributions` for the backward of ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from weft.ir.graph import Op
-from weft.ir.layout import Layout, verify_layout
-from weft.ir.merge import merge
-from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value
-from weft.ir.ranges import Ranges, count, tidy, whole
-from weft.lower.contributions import OpBackward, Space, gradient_universes, prefixed, summed_space, whole_terms
-from weft.lower.forms import refuse_cuts, refuse_hanging_talk, refuse_malformed
-from weft.lower.held import (
-    FaultError,
+from tests.oracle.contributions import OpBackward, Space, gradient_universes, prefixed, summed_space, whole_terms
+from tests.oracle.held import (
     Held,
     Mover,
     Tracked,
@@ -28,11 +22,38 @@ from weft.lower.held import (
     shapes_of,
     show_box,
 )
-from weft.lower.script import outputs_of, positions
-from weft.lower.terms import WHOLE, Content, Term, Universe, added, ascending, full, incomplete, zeros
+from tests.oracle.terms import WHOLE, Content, Term, Universe, added, full, incomplete, zeros
+from weft.errors import LayoutError, PlanError
+from weft.ir.graph import Graph, Op
+from weft.ir.layout import Layout, positions, verify_layout
+from weft.ir.merge import merge
+from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value, outputs_of
+from weft.ir.ranges import Ranges, ascending, count, tidy, whole
+from weft.lower.check import Report
+from weft.lower.typed_moves import FaultError
+from weft.lower.typed_ops import refuse_cuts, refuse_hanging_talk
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import CellView, Rule
+
+
+def follow(program: Program, book: RuleBook | None = None) -> Report:
+    """Prove a Program by following it on every device; FaultError if it is wrong."""
+    try:
+        return Report(**Prover(program, book or RuleBook(program.graph)).run())
+    except (LayoutError, PlanError) as error:
+        raise FaultError(error.message) from None
+
+
+def refuse_malformed(value: Value, graph: Graph) -> None:
+    """A value must be of a tensor of the graph, and its layouts layouts of that."""
+    if value.tensor not in graph.tensors:
+        raise FaultError(f"{value.name} is of no tensor of the graph")
+    for layout in (value.layout, value.grad):
+        if layout is not None and layout.shape != graph.tensors[value.tensor].sizes:
+            raise FaultError(f"{value.name} has a layout of another shape: {layout}")
+        if layout is not None:
+            verify_layout(layout, value.name)
 
 
 class Prover:

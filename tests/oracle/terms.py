@@ -11,14 +11,11 @@ and count terms: nothing is lost or counted twice unseen.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.ir.ranges import Ranges, common, count, select, tidy
+from weft.ir.ranges import Box, Ranges, apart, ascending, common, count, select, tidy, volume
 
-Box = tuple[Ranges, ...]
 Index = tuple[Ranges, ...]
 
 
@@ -55,11 +52,6 @@ WHOLE = Universe({"": ()})
 """Of a tensor that nobody added up."""
 
 
-def ascending(box: Iterable[Ranges]) -> Box:
-    """A box as a set: order within each dim does not matter."""
-    return tuple(tidy(sorted(ranges)) for ranges in box)
-
-
 def full(tensor: str, dims: Box, base: Hashable = "", summed: tuple[tuple[str, Ranges], ...] = ()) -> Content:
     """A local tensor with one term on all of its indices."""
     return Content(tensor, tuple(map(tidy, dims)), (Term(base, summed, ascending(dims)),))
@@ -87,11 +79,6 @@ def taken(content: Content, index: Index) -> Content:
     return Content(content.tensor, dims, tuple(term for term in terms if volume(term.box)))
 
 
-def volume(box: Box) -> int:
-    """Number of elements."""
-    return math.prod(map(count, box))
-
-
 def placed(tensor: str, target: Box, pieces: Sequence[tuple[Index, Content]], add: bool) -> Content | str:
     """A local tensor with declared indices `target`, zero at first, with pieces put (or added) at local positions.
 
@@ -112,31 +99,6 @@ def placed(tensor: str, target: Box, pieces: Sequence[tuple[Index, Content]], ad
             return f"pieces of {tensor} disagree on which indices of dim {dim} they hold"
         dims.append(found)
     return Content(tensor, tuple(dims), tuple(term for _, piece in pieces for term in piece.terms))
-
-
-def apart(boxes: Sequence[Box]) -> bool:
-    """True if no two boxes share an element.
-
-    Along a dim whose ranges are either equal or apart, boxes of different ranges are apart: only those of equal ranges
-    are compared further. Parts of a grid are of that kind, which spares comparing every pair."""
-    if len(boxes) < 2:
-        return True
-    for dim in range(len(boxes[0])):
-        groups: dict[Ranges, list[Box]] = {}
-        for box in boxes:
-            groups.setdefault(box[dim], []).append(box)
-        if len(groups) > 1 and _disjoint(groups):
-            return all(apart(group) for group in groups.values())
-    return all(not _touch(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
-
-
-def _disjoint(several: Iterable[Ranges]) -> bool:
-    intervals = sorted(interval for ranges in several for interval in ranges if interval[0] < interval[1])
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(intervals))
-
-
-def _touch(a: Box, b: Box) -> bool:
-    return all(common(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _along(declared: Ranges, pieces: Sequence[tuple[Ranges, Ranges]]) -> Ranges | None:
