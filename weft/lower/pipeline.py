@@ -12,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from weft.cost.links import Links, default_links
-from weft.cost.reshard import Resharder
+from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Input, Tensor
 from weft.ir.layout import Axis, Grid, Layout, copied_on
 from weft.ir.oplayout import Copied, OpLayout
 from weft.ir.program import Move, Program
 from weft.lower.build import Builder, Need
-from weft.lower.chains import Chain, chains
 from weft.lower.idle import without_idle_gradients
-from weft.lower.regions import gather_regions, with_loops_joined
+from weft.lower.piece import Lowering
 from weft.lower.segments import Piece, pieces
-from weft.lower.stored import apply_store, held_on, kept, resting, stored_layout
-from weft.ops.book import RuleBook
-from weft.ops.derive import Operand
+from weft.lower.stored import resting
 from weft.plan.follow import resolve
 from weft.plan.plan import Plan
 
@@ -95,8 +91,7 @@ class Pipelined:
 def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
     """Turn a plan into pieces."""
     graph, book = without_idle_gradients(plan.graph, "loss"), plan.rules
-    layouts = resolve(plan, book)
-    resharder = Resharder(links or default_links("gloo"))
+    layouts, lowering = resolve(plan, book), Lowering.of(plan, links)
     blocks = {name: stage.name for name, stage in plan.stages.items()}
     blocks.update((op, block) for block, ops in plan.blocks.items() for op in ops.names)
     found = pieces(graph, layouts, book, blocks)
@@ -106,7 +101,7 @@ def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
         # what another piece on these devices takes comes by the same letters, if this one takes it alike
         near = [part for part in parts if part.piece.segment.devices == piece.segment.devices]
         known = {name: part.program.stored[name] for part in reversed(near) for name in part.piece.takes}
-        lowered = _lower_piece(plan, graph, piece, layouts, book, resharder, known=known, first=not parts)
+        lowered = _lower_piece(lowering, graph, piece, layouts, known=known, first=not parts)
         parts = (*parts, Part(piece, lowered))
     loans = tuple(_loans(graph, parts))
     return Pipelined(graph, plan.devices, parts, tuple(_crossings(parts)), tuple(_ties(graph, parts, loans)), loans)
@@ -133,53 +128,31 @@ def _refuse_divided_buffers(graph: Graph, found: tuple[Piece, ...]) -> None:
 
 
 def _lower_piece(
-    plan: Plan,
+    lowering: Lowering,
     whole: Graph,
     piece: Piece,
     layouts: Mapping[str, OpLayout],
-    book: RuleBook,
-    resharder: Resharder,
     *,
     known: Mapping[str, Layout],
     first: bool,
 ) -> Program:
+    """`known`: where what the piece takes may be; `first`: it holds what no piece reads."""
     graph = sub_graph(whole, piece, _unread(whole) if first else frozenset())
-    count = len(piece.segment.devices)
     here = {op.name: _at_piece(layouts[op.name], piece) for op in piece.ops}
-    lying = _lying(plan, graph, piece, here, book, resharder, known)
-    builder = Builder(graph, here, book, resharder, lying)
-    entries = {
-        name: builder.enter(name) for name in piece.takes if graph.tensors[name].needs_grad and piece.segment.trains
+    count = len(piece.segment.devices)
+    taken = {
+        name: known.get(name) or resting(uses[0].layout) or copied_on(graph.tensors[name].sizes, tuple(range(count)))
+        for name, uses in lowering.uses(graph, here, piece.takes).items()
     }
-    for item in chains(graph, here, book):
-        if isinstance(item, Chain):
-            builder.chain(item)
-        else:
-            builder.compute(item)
-    needs = {name: _given(builder, name, graph, count) for name in piece.gives}
-    given = {name: builder.fetch(name, need) for name, need in needs.items()}
-    updates = {
-        buffer.tensor: builder.fetch(buffer.update, Need(lying[buffer.tensor], None))
-        for buffer in graph.buffers
-        if buffer.update is not None
-    }
-    read = dict.fromkeys(name for op in graph.ops for name in op.inputs if name in graph.parameter_tensors)
-    for parameter in reversed([name for name in read if graph.parameter_tensors[name].trainable]):
-        builder.sync(parameter)
-    program = Program(
-        graph=graph,
-        devices=count,
-        values=builder.values,
-        steps=gather_regions(builder.steps),
-        stored=lying,
-        outputs=given,
-        roots=tuple(value for name, value in given.items() if graph.tensors[name].needs_grad),
-        entries=entries,
-        updates=updates,
-        kept=kept(plan.stores, lying),
-        given={name: need.layout for name, need in needs.items()},
+    return lowering.program(
+        graph,
+        here,
+        count,
+        lowering.store(graph, here, count, taken),
+        entering=[name for name in piece.takes if graph.tensors[name].needs_grad and piece.segment.trains],
+        returned=lambda builder: {name: _given(builder, name, graph, count) for name in piece.gives},
+        given=True,
     )
-    return with_loops_joined(program)
 
 
 def _unread(graph: Graph) -> frozenset[str]:
@@ -235,40 +208,6 @@ def _at_piece(layout: OpLayout, piece: Piece) -> OpLayout:
         return replace(layout, grid=grid)
     every = tuple(range(len(devices)))
     return OpLayout(Grid((Axis("all", len(every)),), every), (Copied(),))
-
-
-def _lying(
-    plan: Plan,
-    graph: Graph,
-    piece: Piece,
-    layouts: Mapping[str, OpLayout],
-    book: RuleBook,
-    resharder: Resharder,
-    known: Mapping[str, Layout],
-) -> dict[str, Layout]:
-    """Where everything that no op of the piece makes lies before it runs. `known`: where what it takes may lie."""
-    count = len(piece.segment.devices)
-    every = tuple(range(count))
-    uses: dict[str, dict[Operand, None]] = {}
-    for op in piece.ops:
-        for name, operand in zip(op.inputs, book.operands(op, layouts[op.name]).inputs, strict=True):
-            uses.setdefault(name, {})[operand] = None
-    found: dict[str, Layout] = {}
-    for name, tensor in graph.tensors.items():
-        parameter = graph.parameter_tensors.get(name)
-        if parameter is not None:
-            layout = stored_layout(tensor.sizes, tuple(uses.get(name, ())), tensor.dtype.itemsize, count, resharder)
-            store = plan.stores.get(name)
-            if store is not None and store.devices is not None:
-                found[name] = held_on(layout, store.devices, count, parameter, store.place)
-                continue
-            found[name] = layout if store is None else apply_store(layout, store, parameter)
-        elif name in piece.takes:
-            wanted = resting(next(iter(uses[name])).layout) or copied_on(tensor.sizes, every)
-            found[name] = known.get(name, wanted)
-        elif name not in graph.producers:
-            found[name] = copied_on(tensor.sizes, every)
-    return found
 
 
 def _given(builder: Builder, name: str, graph: Graph, count: int) -> Need:
