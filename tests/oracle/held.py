@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.oracle.terms import Content, added, placed, taken, zeros
+from weft.ir.graph import Graph
 from weft.ir.layout import verify_layout
-from weft.ir.program import Move
+from weft.ir.program import Move, Value
 from weft.ir.ranges import Ranges, overlap, text, tidy
 from weft.lower.transfer import Transfers
 from weft.lower.typed_moves import FaultError
@@ -169,6 +170,17 @@ def restricted(grad: Content, content: Content) -> Content:
 
 def _positions_in(held: Ranges, wanted: Ranges) -> Ranges:
     return tuple((s.source, s.source + s.length) for s in overlap(held, wanted))
+
+
+def refuse_malformed(value: Value, graph: Graph) -> None:
+    """A value must be of a tensor of the graph, and its layouts layouts of that."""
+    if value.tensor not in graph.tensors:
+        raise FaultError(f"{value.name} is of no tensor of the graph")
+    for layout in (value.layout, value.grad):
+        if layout is not None and layout.shape != graph.tensors[value.tensor].sizes:
+            raise FaultError(f"{value.name} has a layout of another shape: {layout}")
+        if layout is not None:
+            verify_layout(layout, value.name)
 
 
 Shapes = Mapping[Where, tuple[int, ...] | None]

@@ -17,6 +17,7 @@ from tests.oracle.held import (
     Where,
     cut_out,
     put_together,
+    refuse_malformed,
     refuse_other_shapes,
     restricted,
     shapes_of,
@@ -24,7 +25,7 @@ from tests.oracle.held import (
 )
 from tests.oracle.terms import WHOLE, Content, Term, Universe, added, full, incomplete, zeros
 from weft.errors import LayoutError, PlanError
-from weft.ir.graph import Graph, Op
+from weft.ir.graph import Op
 from weft.ir.layout import Layout, positions, verify_layout
 from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value, outputs_of
@@ -43,17 +44,6 @@ def follow(program: Program, book: RuleBook | None = None) -> Report:
         return Report(**Prover(program, book or RuleBook(program.graph)).run())
     except (LayoutError, PlanError) as error:
         raise FaultError(error.message) from None
-
-
-def refuse_malformed(value: Value, graph: Graph) -> None:
-    """A value must be of a tensor of the graph, and its layouts layouts of that."""
-    if value.tensor not in graph.tensors:
-        raise FaultError(f"{value.name} is of no tensor of the graph")
-    for layout in (value.layout, value.grad):
-        if layout is not None and layout.shape != graph.tensors[value.tensor].sizes:
-            raise FaultError(f"{value.name} has a layout of another shape: {layout}")
-        if layout is not None:
-            verify_layout(layout, value.name)
 
 
 class Prover:

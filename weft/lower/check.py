@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.errors import CheckError
-from weft.ir.program import Compute, Program
+from weft.ir.graph import Op
+from weft.ir.program import Compute, Give, Program, Reshard, Step, Take
 from weft.ir.show_program import around
 from weft.lower.typed import TypedProof
 from weft.lower.typed_moves import FaultError
@@ -53,10 +54,18 @@ def check(program: Program, book: RuleBook | None = None) -> Report:
     try:
         return Report(**proof.run())
     except FaultError as fault:
-        step = proof.step
-        op = program.graph.by_name.get(step.op) if isinstance(step, Compute) else None
         raise CheckError(
-            f"the program is wrong: {fault}\n\n{around(program, step)}",
-            place="" if op is None else op.place,
+            f"the program is wrong: {fault}\n\n{around(program, proof.step)}",
+            place=_place(program, proof.step),
             remedy="this is a fault of the program, not of the model: report it, or undo the edit",
         ) from None
+
+
+def _place(program: Program, step: Step | None) -> str:
+    """The user's line: of the op that a step runs, or of the one that made what it passes on."""
+    op: Op | None = None
+    if isinstance(step, Compute):
+        op = program.graph.by_name.get(step.op)
+    elif isinstance(step, Reshard | Take | Give) and step.source in program.values:
+        op = program.graph.producers.get(program.values[step.source].tensor)
+    return "" if op is None else op.place

@@ -116,11 +116,11 @@ def refuse_cuts(op: Op, rule: Rule, step: Compute, num_devices: int) -> None:
 def refuse_hanging_talk(op: Op, rule: Rule, step: Compute) -> int:
     """An algorithm's collectives: all members must enter them, at the same turn. Returns how many there are."""
     found, grid = 0, step.layout.grid
-    slots = {cell: slot for cells in grid.cells_on.values() for slot, cell in enumerate(cells)}
     for name in step.layout.cut_names:
         exchange = rule.algorithms.get(name)
         if exchange is None or not (exchange.forward or exchange.backward):
             continue
+        slots = {cell: slot for cells in grid.cells_on.values() for slot, cell in enumerate(cells)}
         axes = step.layout.axes_cutting(name)
         fibers: dict[Cell, list[Cell]] = {}
         for cell in grid.cells:

@@ -33,6 +33,8 @@ class Shares:
 
     def every(self, layout: Layout) -> Live:
         """All shares of a layout."""
+        if num_shares(layout) == 1:
+            return self._once(layout, lambda: [(min(layout.grid.devices), 0)])
         return self._once(layout, lambda: self._of(layout).values())
 
     def moved(self, live: Live, source: Layout, target: Layout, proven: Proven) -> Live:
@@ -74,12 +76,13 @@ class Shares:
     def made(self, typed: OpType, layout: OpLayout, lives: Sequence[Live]) -> Live:
         """What an op makes of operands: addends that it passes on, and addends of a sum of its own."""
         output = typed.operands.outputs[0].layout
-        if num_shares(output) == 1:
+        passed = [(i, typed.operands.inputs[i].layout) for i in sorted(typed.passed)]
+        everywhere = typed.own or any(len(lives[i]) == num_shares(held) for i, held in passed)
+        if num_shares(output) == 1 or (everywhere and all(all(layout.table(name)) for name in typed.space)):
             return self.every(output)
 
         def found() -> Iterable[tuple[int, int]]:
             names = self._of(output)
-            passed = [(i, typed.operands.inputs[i].layout) for i in sorted(typed.passed)]
             for part in output.parts():
                 sums = all(_ranges_at(layout, name, part.cell) for name in typed.space)
                 arrives = any(
@@ -102,9 +105,11 @@ class Shares:
     def _of(self, layout: Layout) -> Mapping[Cell, tuple[int, int]]:
         known = self._names.get(layout)
         if known is None:
-            known = self._names[layout] = {}
-            for part in sorted(layout.parts(), key=lambda part: (part.device, part.slot)):
-                known.setdefault(part.share, (part.device, part.slot))
+            known = {}
+            for part in layout.parts():
+                place = (part.device, part.slot)
+                known[part.share] = min(place, known.get(part.share, place))
+            self._names[layout] = known
         return known
 
     def _once(self, key: object, find: Callable[[], Iterable[tuple[int, int]]]) -> Live:
