@@ -11,11 +11,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import weft
-from tests.acceptance.clashes import FORMS, clashing, example, names
+from tests.acceptance.clashes import clashing, example
 from weft.compile import compile_program
 from weft.verify.program_dir import verify_program
 
