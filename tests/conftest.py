@@ -1,4 +1,4 @@
-"""For all tests: one thread per operator, hypothesis profiles, shared processes, expected texts.
+"""For all tests: one thread per operator, hypothesis profiles, shared processes and captures, expected texts.
 
 `quick` is the default profile; `--hypothesis-profile=full` gives ten times as many examples. Tests that scale their
 number of examples read `settings.default.max_examples` when they are collected.
@@ -20,7 +20,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.captures import CAPTURES
 from tests.pools import Pools, preload, shared
+from weft.capture import door
 from weft.runtime.launch import Pool
 
 torch.set_num_threads(1)
@@ -32,6 +34,7 @@ settings.register_profile("quick", max_examples=50, derandomize=True, database=N
 settings.register_profile("full", max_examples=500, print_blob=True, **_common)
 settings.load_profile("quick")
 
+door.captured = CAPTURES
 # also for the pools that commands make
 forkserver.set_forkserver_preload = preload
 
