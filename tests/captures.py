@@ -3,8 +3,9 @@
 Many tests compile the same model under many plans, and capturing it takes longer than all that follows. The key is the
 content of the module and of the example: attributes, what tensors are like, values of all tensors but parameters (a
 capture does not read those, which `tests/capture` shows), and the settings of torch that a forward may ask for. Classes
-and functions count by identity. A module that holds something else that cannot be written down is captured each time.
-Graphs are frozen: tests may have the same one. Tests of capture itself do without (`tests/capture/conftest.py`).
+and functions count by identity, or, of a model file, by the text of the file. A module that holds something else that
+cannot be written down is captured each time. Graphs are frozen: tests may have the same one. Tests of capture itself do
+without (`tests/capture/conftest.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -45,10 +48,13 @@ class _Writer(pickle.Pickler):
         self._storages: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> object:
-        if isinstance(value, _BY_IDENTITY):
-            self.kept.append(value)
-            return id(value)
-        return None
+        if not isinstance(value, _BY_IDENTITY):
+            return None
+        text = _of_model_file(value)
+        if text is not None:
+            return text
+        self.kept.append(value)
+        return id(value)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, MethodType):
@@ -59,11 +65,23 @@ class _Writer(pickle.Pickler):
 
     def _tensor(self, value: Tensor) -> tuple[object, ...]:
         like = (type(value), value.dtype, value.device.type, tuple(value.shape), value.requires_grad, value.layout)
-        if value.layout != torch.strided or value.device.type == "meta":
-            return (*like, id(value))
-        storage = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
-        values = b"" if isinstance(value, nn.Parameter) else _values(value)
+        if value.layout != torch.strided:
+            raise pickle.PicklingError(f"a tensor of layout {value.layout}")
+        storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        values = b"" if isinstance(value, nn.Parameter) or value.is_meta else _values(value)
         return (*like, value.stride(), value.storage_offset(), storage, values, vars(value))
+
+
+def _of_model_file(value: object) -> tuple[str, ...] | None:
+    """What a class or function of a model file is known by; None of any other: those are loaded once."""
+    name, home = getattr(value, "__qualname__", ""), getattr(value, "__module__", None)
+    if home is None or home in sys.modules or not name or "<" in name:
+        return None
+    functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
+    files = [Path(one.__code__.co_filename) for one in functions if isinstance(one, FunctionType)]
+    # what dataclasses and the like write is of no file
+    found = next((file for file in files if file.is_file()), None)
+    return None if found is None else (str(found), found.read_text(encoding="utf-8"), name)
 
 
 def _values(value: Tensor) -> bytes:
