@@ -91,7 +91,7 @@ def ratio(values: Sequence[float]) -> Ratio:
 
 
 def _below(count: int, number: int) -> float:
-    """How likely at most `count - 1` of `number` values are below their median, which leaves it out on one side."""
+    """How likely at most `count` of `number` values lie below the true median."""
     return sum(math.comb(number, one) for one in range(count + 1)) / 2**number
 
 

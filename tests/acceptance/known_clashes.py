@@ -25,12 +25,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "parameter": ("__private",),
     "buffer": ("__private",),
     "list": (
-        *_LISTS,
-        "__debug__",
-        "all_gather",
-        "globals",
-        "self",
-        "torch",
+        *(*_LISTS, "__debug__", "all_gather", "globals", "self", "torch", "reduce_scatter"),
+        # only in a model that has other lists of layers after these
+        *("add", "mean_part", "range"),
     ),
     "holds a list": (*_LISTS,),
     "nested": ("__private",),

@@ -11,6 +11,8 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Set
 
+from tests.house.parsed import parsed
+
 Graph = Mapping[str, Set[str]]
 """By the name of a module: the modules of weft/ that it names."""
 
@@ -26,7 +28,7 @@ def module_of(path: str) -> str:
 def graph(sources: Mapping[str, str]) -> Graph:
     modules = {module_of(path) for path in sources}
     return {
-        module_of(path): {found for name in _names(ast.parse(text)) for found in _modules(name, modules)}
+        module_of(path): {found for name in _names(parsed(text)) for found in _modules(name, modules)}
         for path, text in sources.items()
     }
 

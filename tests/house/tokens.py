@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.house.parsed import parsed
+
 ROOT = Path(__file__).parents[2]
 TOP = "(top)"
 """The package of modules that lie in weft/ itself."""
@@ -48,7 +50,7 @@ class Size:
 
 def count(text: str) -> int:
     """Code tokens of a module."""
-    apart = _not_code(ast.parse(text))
+    apart = _not_code(parsed(text))
     return sum(line not in apart for line in _token_lines(text))
 
 
