@@ -1,5 +1,8 @@
-# Every target sets itself up: Python 3.11, make and a C compiler are all it needs.
-PYTHON ?= python3.11
+# Every target sets itself up: Python from 3.11 on, make and a C compiler are all it needs.
+# The first Python that is there, starts, and is new enough; `make PYTHON=/path/to/python` takes another one.
+PYTHONS := python3.11 python3.12 python3.13 python3.14 python3 python
+NEW_ENOUGH := import sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach python,$(PYTHONS),$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -13,6 +16,8 @@ export HF_HUB_OFFLINE ?= 1
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python from 3.11 on among: $(PYTHONS). Install one with its venv module," \
+		"or say where it is: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.overhead import WARM_UP, example, model
+from bench.gpt import example, model
+from bench.overhead import WARM_UP
 from bench.sharded import PEERS, compare_all, ours, theirs
 from bench.turns import torch_group
 from weft.compile import compile_program

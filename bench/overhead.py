@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from bench.gpt import GPT, SIZES, example, model
 from bench.machine import machine
 from bench.turns import Side, Step, Taken, in_turn, over_rounds, take_turns, torch_group
 from weft.compile import compile_program
@@ -52,42 +54,11 @@ from weft.train.opened import open_rank
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "overhead.json"
-LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 6, 384, 6, 128, 8192, 8
 BATCHES = (2, 4, 8)
 WARM_UP = 3
 PROCESSES = 3
 ENOUGH = 6.0
 """Seconds of steps of both sides in a process, at least."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        parts = self.qkv(self.norm1(x)).split(WIDTH, dim=2)
-        q, k, v = (part.view(rows, length, HEADS, WIDTH // HEADS).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(rows, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1], device=idx.device))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 class Perceptron(nn.Module):
@@ -99,17 +70,6 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.layers(x), y)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return GPT()
-
-
-def example(batch: int = BATCH) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (batch, LENGTH + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 Subject = tuple[Callable[[], nn.Module], Any]
@@ -125,7 +85,7 @@ def subjects() -> dict[str, Subject]:
     gpt2 = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=4096, **quiet)
     vit = ViTConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4, intermediate_size=1024, image_size=64)
     torch.manual_seed(1)
-    tokens = {"input_ids": (ids := torch.randint(4096, (4, LENGTH))), "labels": ids.clone()}
+    tokens = {"input_ids": (ids := torch.randint(4096, (4, SIZES.length))), "labels": ids.clone()}
     images = {"pixel_values": torch.randn(16, 3, 64, 64), "labels": torch.randint(2, (16,))}
     numbers = (torch.randn(64, 512), torch.randn(64, 64))
     return {
@@ -272,10 +232,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    size = {"layers": LAYERS, "width": WIDTH, "length": LENGTH, "vocabulary": VOCABULARY}
     found: dict[str, Any] = {
         "machine": machine(),
-        "model": size,
+        "model": asdict(SIZES),
         "parameters": sum(p.numel() for p in GPT().parameters()),
     }
     found["one_device"] = {}

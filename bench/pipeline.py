@@ -2,7 +2,7 @@
 
     python bench/pipeline.py [--repeats 9] [--out bench/results/pipeline.json]
 
-The GPT of overhead.py, cut before its fifth block; for torch by hand into two modules with the loss outside, for Weft
+The GPT of gpt.py, cut before its fifth block; for torch by hand into two modules with the loss outside, for Weft
 by `stages=`. Both sides train with fused AdamW, one thread per process, and take a step in turn, in the same run, on
 the same batch; a step lasts until the slower rank has ended. Medians and their ratio are told, below 1 where Weft is
 faster. Peak memory is that of processes of their own that run one side only, and once more without what such a process
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F  # noqa: N812
 
+from bench.gpt import GPT, SIZES, example, model
 from bench.machine import machine
-from bench.overhead import GPT, HEADS, LAYERS, LENGTH, SETTLE, VOCABULARY, WIDTH, example, model
+from bench.turns import SETTLE
 from weft.compile import compile_program
 from weft.runtime.launch import Pool
 from weft.runtime.parallel import Parallel
@@ -204,8 +206,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    size = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY}
-    found: dict[str, Any] = {"machine": machine(), "model": size, "rows": BATCH, "cut": f"blocks.{CUT}", "pp2": {}}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "model": asdict(SIZES),
+        "rows": BATCH,
+        "cut": f"blocks.{CUT}",
+        "pp2": {},
+    }
     for schedule in options.schedules:
         for count in options.counts:
             name = f"{schedule}, {count} micro-batches"

@@ -3,7 +3,7 @@
     zero=3   torch.distributed.fsdp.fully_shard of every block and of the root (FSDP2)
     zero=1   DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer
 
-All train the GPT of `bench/overhead.py` with fused AdamW, one thread per process, each rank on its share of one batch.
+All train the GPT of `bench/gpt.py` with fused AdamW, one thread per process, each rank on its share of one batch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.gpt import GPT, SIZES, model
 from bench.machine import machine
-from bench.overhead import (
-    BATCH,
-    GPT,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    averaged,
-    model,
-    stepper,
-)
+from bench.overhead import averaged, stepper
 from bench.turns import Step
 from weft.runtime.initialise import begin
 from weft.runtime.processes import ProcessTransport
@@ -108,13 +99,13 @@ def compare_all(
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--stages", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--batch", type=int, default=SIZES.batch)
     parser.add_argument("--out", type=Path, default=result)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "machine": machine(),
-        "model": {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "length": LENGTH, "vocabulary": VOCABULARY},
+        "model": asdict(SIZES),
         "parameters": sum(p.numel() for p in GPT().parameters()),
         "batch": options.batch,
     }

@@ -12,7 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.overhead import example, model, tell
+from bench.gpt import example, model
+from bench.overhead import tell
 from bench.sharded import PEERS, compare_all, ours, theirs
 from bench.turns import Side, Taken, in_turn, take_turns, torch_group
 from weft.compile import compile_program

@@ -1,4 +1,4 @@
-"""For all tests: one thread per operator, hypothesis profiles, expected texts.
+"""For all tests: one thread per operator, hypothesis profiles, shared processes and captures, expected texts.
 
 `quick` is the default profile; `--hypothesis-profile=full` gives ten times as many examples. Tests that scale their
 number of examples read `settings.default.max_examples` when they are collected.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 # Before torch loads: test workers and rank threads share the cores.
@@ -19,6 +20,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.captures import CAPTURES
+from tests.pools import Pools, preload, shared
+from weft.capture import door
+from weft.runtime.launch import Pool
+
 torch.set_num_threads(1)
 # A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of it need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,11 +34,33 @@ settings.register_profile("quick", max_examples=50, derandomize=True, database=N
 settings.register_profile("full", max_examples=500, print_blob=True, **_common)
 settings.load_profile("quick")
 
+door.captured = CAPTURES
+# also for the pools that commands make
+forkserver.set_forkserver_preload = preload
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", action="store_true", help="rewrite the expected texts under tests/golden")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """`pools(4)` is a pool of four processes; after a failure it starts new ones by itself."""
+    yield from shared(by_pipe=True)
+
+
+@pytest.fixture(scope="session")
+def far_pools() -> Iterator[Pools]:
+    """The same with processes that talk as those of different hosts do."""
+    yield from shared(by_pipe=False)
+
+
+@pytest.fixture(scope="session")
+def pool(pools: Pools) -> Pool:
+    """Two processes."""
+    return pools(2)
 
 
 @pytest.fixture

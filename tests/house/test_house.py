@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.parsed import parsed
+
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "weft").rglob("*.py"))
 SOURCES = MODULES + sorted(path for path in (ROOT / "tests").rglob("*.py"))
@@ -25,7 +27,7 @@ def name_of(path: Path) -> str:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path.read_text(encoding="utf-8"))
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
@@ -47,7 +49,7 @@ def test_functions_are_short() -> None:
 
 @pytest.mark.smoke
 def test_modules_say_what_they_are_for() -> None:
-    assert not [name_of(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    assert not [name_of(path) for path in MODULES if not ast.get_docstring(parsed(path.read_text("utf-8")))]
 
 
 @pytest.mark.smoke
@@ -74,7 +76,7 @@ def test_nothing_half_done() -> None:
 def test_no_bare_except_and_no_stub() -> None:
     found = []
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ExceptHandler) and node.type is None:
                 found.append(f"{name_of(path)}:{node.lineno} bare except")
             if isinstance(node, ast.Name) and node.id == "NotImplemented" + "Error":

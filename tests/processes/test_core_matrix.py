@@ -21,7 +21,7 @@ from weft.verify.generated import run_generated
 from weft.verify.processes import compare_with_emulator, emitted, one_thread
 
 PLANS = (*(recipe for recipe in RECIPES if recipe != "coshard=4"), *HAND_WRITTEN)
-"""`coshard=4` is for one device."""
+"""For several devices: `coshard=4` is for one."""
 SAMPLE = (
     ("mlp", "dp=3"),
     ("mlp", "uneven"),
@@ -41,7 +41,7 @@ def make_plan(plan: str, graph: Graph) -> Plan:
 def equal_on_processes(name: str, plan: str, pools: Pools) -> None:
     subject, graph, reference = prepared(name)
     program = lower(make_plan(plan, graph))
-    assert program.devices in (2, 3, 4)
+    assert program.devices in (1, 2, 3, 4)
     with emitted(program) as directory:
         with one_thread():
             emulated = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference)
@@ -64,3 +64,9 @@ def test_sample(name: str, plan: str, pools: Pools) -> None:
 @pytest.mark.parametrize(("name", "plan"), [pair for pair in itertools.product(MODELS, PLANS) if pair not in SAMPLE])
 def test_matrix(name: str, plan: str, pools: Pools) -> None:
     equal_on_processes(name, plan, pools)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mlp", "gpt-tied", "gpt2", "llama"])
+def test_one_process(name: str, pools: Pools) -> None:
+    equal_on_processes(name, "coshard=4", pools)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.acceptance.subjects import HAND_WRITTEN, linears, prepared
+from tests.acceptance.subjects import linears, prepared
 from tests.processes import bodies
 from tests.processes.conftest import Pools
 from weft.capture import capture
@@ -35,9 +34,6 @@ from weft.verify.processes import compare_with_emulator, emitted
 from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODELS = ("mlp", "gpt-tied", "gpt2", "llama")
-RECIPES = ("dp=2", "tp=2", "dp=2,tp=2", "coshard=2", "dp=2,coshard=2", "tp=4")
-QUICK = (("mlp", "dp=2"), ("gpt-tied", "dp=2,tp=2"), ("gpt2", "tp=2"), ("llama", "dp=2,coshard=2"))
 
 
 def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
@@ -52,23 +48,6 @@ def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
     emulated = run_parallel(program, subject, seed=7, wide=True)
     found = compare_with_emulator(ours, emulated, program.devices)
     assert found.equal_bits, found
-
-
-@pytest.mark.parametrize(("name", "recipe"), QUICK)
-def test_recipe(name: str, recipe: str, pools: Pools) -> None:
-    equal_to_one_device(name, load_plan(recipe, prepared(name)[1]), pools)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "recipe"), [p for p in itertools.product(MODELS, RECIPES) if p not in QUICK])
-def test_every_recipe(name: str, recipe: str, pools: Pools) -> None:
-    equal_to_one_device(name, load_plan(recipe, prepared(name)[1]), pools)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, HAND_WRITTEN)))
-def test_plan_by_hand(name: str, plan: str, pools: Pools) -> None:
-    equal_to_one_device(name, HAND_WRITTEN[plan](prepared(name)[1]), pools)
 
 
 def disjoint_devices(graph: Graph) -> Plan:

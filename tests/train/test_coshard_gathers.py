@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.models import CausalSelfAttention, GPTConfig
+from tests.pools import Pools
 from weft.codegen.emit import generate
 from weft.compile import compile_program
 from weft.ir.program import Chunks
 from weft.runtime.ahead import Gather
 from weft.runtime.emulator import run_ranks
-from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transfers import take, together
 from weft.runtime.transport import Transport
@@ -143,19 +143,18 @@ def train_rank(transport: ProcessTransport, files: Mapping[str, bytes]) -> tuple
     return train(parallel, batch), parallel.stored
 
 
-def test_processes_train_as_one_device() -> None:
+def test_processes_train_as_one_device(pools: Pools) -> None:
     module, batch = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for _ in range(2):
         optimizer.zero_grad()
         module(batch).backward()
         optimizer.step()
-    with Pool(RANKS) as pool:
-        for plan in (*PLANS, f"{PLANS[1]} kept"):
-            for state, stored in pool.run(train_rank, files_of(plan)):
-                for name, found in state.items():
-                    wanted = take(module.get_parameter(name).detach(), stored[name])
-                    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for plan in (*PLANS, f"{PLANS[1]} kept"):
+        for state, stored in pools(RANKS).run(train_rank, files_of(plan)):
+            for name, found in state.items():
+                wanted = take(module.get_parameter(name).detach(), stored[name])
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_a_step_takes_less_than_without_co_shard() -> None:

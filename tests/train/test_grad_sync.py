@@ -49,12 +49,6 @@ def test_gradients_that_were_there_before_are_added_to_once() -> None:
     check(run_ranks(2, lambda transport: train(transport, 400, times=3)), eager(times=3))
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(2) as pool:
-        yield pool
-
-
 def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradients, list[str]]:
     """The gradients, and the order in which sums were started during the third backward."""
     sync = BucketSync(bucket=payload["bucket"])

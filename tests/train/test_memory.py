@@ -30,6 +30,7 @@ STATE = ("parameters", "kept", "gradients", "optimizer", "buffers")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
+    """Processes in which nothing else has run: what lives in them is counted."""
     with Pool(2, preload=("weft.train.measured",)) as pool:
         yield pool
 

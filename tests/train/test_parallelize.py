@@ -183,12 +183,6 @@ def work(transport: ProcessTransport, files: dict[str, bytes]) -> tuple[list[flo
     return *train(parallel, batch), parallel.stored
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_processes_train_as_on_one_device(pool: Pool, plan: str) -> None:
     module, batch = gpt()

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,12 +49,6 @@ def example():
     return tokens, tokens.clone()
 """
 WORDS = "the warp holds, the weft goes over and under; " * 12
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

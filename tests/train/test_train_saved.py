@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,12 +51,6 @@ def example():
     return next(data())
 """
 HOW = {"lr": 1e-2, "schedule": "constant", "warmup": 1, "clip": 1.0}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
