@@ -203,7 +203,7 @@ def test_a_weight_behind_a_reshard() -> None:
             return tensor.requires_grad and tensor.shape == (4, 4)
 
     def body(transport: Transport) -> None:
-        module = Moved(transport, {"w": torch.eye(4, dtype=torch.float64)})
+        module = Moved(transport, {"w": torch.eye(4, dtype=torch.float64)}, grad_sync=BucketSync())
         x = batch()[:, :4] * (transport.rank + 1)
         module(x).backward()
         plain = module.w.grad.clone()

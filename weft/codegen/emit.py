@@ -25,7 +25,7 @@ from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
-from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash, file_hash
+from weft.runtime.files import CONSTANTS, META, PARTS, content_hash, file_hash
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,18 @@ def emit(program: Program, directory: str | Path, *, title: str = "", about: dic
 
 
 def generate(
-    program: Program, *, title: str = "", about: dict[str, Any] | None = None, inputs: Mapping[str, str] | None = None
+    program: Program,
+    *,
+    title: str = "",
+    about: dict[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    traced: bool = False,
 ) -> dict[str, bytes]:
     """The files by name.
 
     Args:
         inputs: what arguments of forward are to be called, by input tensor; after the tensor if not given.
+        traced: every op tells the module's `trace` what it made, and no layer is folded into another's text.
     """
     program = with_shared_heads(program)
     called = input_names(program, inputs)
@@ -73,7 +79,7 @@ def generate(
     ranks = [0] * program.devices
     for number, team in enumerate(groups):
         name = "program.py" if len(groups) == 1 else f"program_{number}.py"
-        sheet = Sheet(program, team, spreads, tables, book, words, called)
+        sheet = Sheet(program, team, spreads, tables, book, words, called, traced=traced)
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number

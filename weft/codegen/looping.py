@@ -97,7 +97,7 @@ def say_stack(frame: Frame, step: Stack) -> None:
     )
     results = _results(frame, step)
     count = len(step.iterations)
-    home = "self" + "".join(f"[{word}]" if word.isdigit() else f".{word}" for word in step.stack.split("."))
+    home = frame.sheet.container(step.stack)
     whole = step.start == 0 and frame.sheet.num_layers(step.stack) == count
     own = layer.variable if whole else f"{home}[i]"
     words = [own if word == layer.variable else _draw_text(step) for word in extra]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.ir.program import Chunks, Program, Recompute, Step, Use, values_read
-from weft.lower.script import outputs_of
+from weft.ir.program import Chunks, Program, Recompute, Step, Use, outputs_of, values_read
 
 INPUT = "input:"
 

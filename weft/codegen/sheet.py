@@ -23,19 +23,32 @@ from weft.codegen.names import RESERVED, base_names, legal
 from weft.codegen.reads import INPUT, reads_of
 from weft.codegen.sources import Sources
 from weft.codegen.spent import spent_values
-from weft.codegen.spread import Spreads, Team, every_step
+from weft.codegen.spread import Spreads, Team
 from weft.codegen.tables import Tables
 from weft.codegen.text import statement
 from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
-from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use
+from weft.ir.program import (
+    Chunks,
+    Compute,
+    Give,
+    Move,
+    Program,
+    Recompute,
+    Reshard,
+    Step,
+    Take,
+    Use,
+    every_step,
+    outputs_of,
+)
 from weft.ir.ranges import count
-from weft.lower.script import Writer, outputs_of
+from weft.lower.script import Chunk, given, taken
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
-from weft.runtime import script as rt
 from weft.runtime.alone import Alone
 from weft.runtime.calls import FUNCTIONS
+from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import Container, ParallelModule
 
 _CONTAINER = Container()
@@ -70,7 +83,11 @@ class Sheet:
         book: RuleBook,
         words: MoveWords,
         inputs: Mapping[str, str],
+        *,
+        traced: bool = False,
     ) -> None:
+        self.traced = traced
+        """Every op tells what it made."""
         self.program, self.team, self.spreads, self.tables, self.words = program, team, spreads, tables, words
         self.cells, self._book = Cells(book), book
         self.graph = program.graph
@@ -88,7 +105,6 @@ class Sheet:
         self.named: tuple[Parameter | Buffer, ...] = (*self.graph.parameters, *self.graph.buffers)
         self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
-        self._writers: dict[int, Writer] = {}
         self.inputs = inputs
         self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
@@ -153,9 +169,13 @@ class Sheet:
             rest = name.removeprefix(layer.prefix)
             way = _attribute(rest) if _plain(rest) else f'.at("{rest}")'
             return f"{layer.variable}{way}", True
-        if not _plain(name) or _clashes(name.split(".")[0]):
-            return f'self.at("{name}")', False
-        return f"self{_attribute(name)}", False
+        return self.container(name), False
+
+    def container(self, name: str) -> str:
+        """What stands under a dotted name."""
+        if not _plain(name) or _clashes(name.split(".", maxsplit=1)[0]):
+            return f'self.at("{name}")'
+        return f"self{_attribute(name)}"
 
     def shape(self, value: str) -> str:
         """The local shape, for a comment."""
@@ -217,18 +237,13 @@ class Sheet:
             case _:
                 return False
 
-    def writer(self, rank: int) -> Writer:
-        if rank not in self._writers:
-            self._writers[rank] = Writer(self.program, rank, self._book, self.words.transfers)
-        return self._writers[rank]
-
-    def take(self, step: Take, rank: int, chunk: int) -> rt.Take:
+    def take(self, step: Take, rank: int, chunk: int) -> Chunk:
         """A Take as one rank does it for one chunk."""
-        return self.writer(rank).take(step, chunk)
+        return taken(self.program, step, rank, chunk)
 
-    def give(self, step: Give, rank: int, chunk: int) -> rt.Give:
+    def give(self, step: Give, rank: int, chunk: int) -> Chunk:
         """A Give as one rank does it for one chunk."""
-        return self.writer(rank).give(step, chunk)
+        return given(self.program, step, rank, chunk)
 
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
@@ -358,7 +373,7 @@ def _clashes(name: str) -> bool:
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
-    return ParallelModule(Alone())
+    return ParallelModule(Alone(), grad_sync=BucketSync())
 
 
 def _attribute(name: str) -> str:

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.ir.graph import Graph
-from weft.ir.program import Chunks, Compute, Program, Recompute, Reshard, Step, Use, values_read
-from weft.lower.script import outputs_of
+from weft.ir.program import Chunks, Compute, Program, Recompute, Reshard, Step, Use, outputs_of, values_read
 
 KEEPS_NOTHING = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
 """Operators of which autograd keeps no operand."""

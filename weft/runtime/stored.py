@@ -134,9 +134,8 @@ class Container(Own):
     def at(self, path: str) -> Any:
         """What stands under a dotted name that cannot be written as attributes."""
         holder, last = self.holder_of(path)
-        if holder._leaves is not None and last in holder._leaves:
-            return holder._leaves[last]
-        return holder._parameters[last] if last in holder._parameters else holder._buffers[last]
+        rooms: tuple[Mapping[str, Any], ...] = (holder._leaves or {}, holder._parameters, holder._buffers)
+        return next(held[last] for held in (*rooms, holder._modules) if last in held)
 
     def holder_of(self, path: str) -> tuple[Container, str]:
         """What holds a parameter or buffer directly, and its name there."""

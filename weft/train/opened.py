@@ -1,23 +1,19 @@
 """Opened programs: from emitted files to the module of one rank.
 
-In: the files of a program, a transport, weights. Out: this rank's `Parallel`. The files are loaded from a directory of
-their own that lives as long as the module: the text stays readable in stack traces and debuggers.
+In: the files of a program, a transport, weights. Out: this rank's `Parallel`. The files are loaded from memory; their
+text is readable in tracebacks and debuggers all the same (`runtime/files.py`).
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.cache import write_files
 from weft.capture.source import place_of_call
 from weft.errors import RunError
 from weft.runtime.batch import Form
+from weft.runtime.files import files_of
 from weft.runtime.flow import Flow, flow_of
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.guarded import guard_rank
@@ -25,9 +21,9 @@ from weft.runtime.masters import masters_of, tell_sums, with_masters
 from weft.runtime.parallel import Batch, Parallel, Runnable
 from weft.runtime.parallel_pipeline import ParallelPipeline
 from weft.runtime.pieces import Pieces
-from weft.runtime.pipeline_files import PIPELINE, cut_in_pieces, load_pipeline, load_sizes, pipeline_parts
+from weft.runtime.pipeline_files import load_pipeline, load_sizes, pipeline_parts
 from weft.runtime.precision import Mixed
-from weft.runtime.program_files import cut_parameters, load_program, read_meta
+from weft.runtime.program_files import load_program
 from weft.runtime.reduction import Reduction
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
@@ -62,41 +58,20 @@ MakeFiles = Callable[[Wanted], Content]
 """Makes programs when they are asked for."""
 
 
-def num_devices(files: Content) -> int:
-    """How many ranks a program is for."""
-    if is_pipeline(files):
-        return int(json.loads(files[PIPELINE])["devices"])
-    with _written(files) as folder:
-        return int(read_meta(folder)["devices"])
-
-
-def cut_trained(files: Content) -> dict[str, int]:
-    """Trained parameters of which some rank stores a part only, and how many dims each has."""
-    with _written(files) as folder:
-        return cut_in_pieces(folder) if is_pipeline(files) else cut_parameters(folder)
-
-
-def is_pipeline(files: Content) -> bool:
-    """True if the program is one in pieces."""
-    return PIPELINE in files
-
-
-def open_program(files: Content, transport: Replica) -> Runnable:
+def open_program(content: Content, transport: Replica) -> Runnable:
     """The rank's program, its parts still zeros, and how it is called."""
-    with _written(files) as folder:
-        program = load_program(folder, transport, grad_sync=BucketSync())
-        meta = read_meta(folder)
-    returns = meta.get("returns")
+    files = files_of(content)
+    returns = files.about.get("returns")
     return Runnable(
-        program,
-        Form.from_json(meta["batch"]),
+        load_program(files, transport, grad_sync=BucketSync()),
+        Form.from_json(files.about["batch"]),
         None if returns is None else Returns.from_json(returns),
-        tuple(meta.get("needs_grad", ())),
+        tuple(files.about.get("needs_grad", ())),
     )
 
 
 def open_rank(  # noqa: PLR0913 - each is a fact about the run
-    files: Content,
+    content: Content,
     transport: Transport,
     weights: Values,
     *,
@@ -117,8 +92,9 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
         reduction: what the losses of micro-batches and replicas count.
         mixed: how a program in another precision than the weights' is trained.
     """
-    replica, order = Replica(transport, num_devices(files)), known or {}
-    if is_pipeline(files):
+    files, order = files_of(content), known or {}
+    replica = Replica(transport, files.devices)
+    if files.in_pieces:
         pipeline = open_pipeline(
             files,
             replica,
@@ -136,8 +112,8 @@ def open_rank(  # noqa: PLR0913 - each is a fact about the run
 
     def make_eval(batch: Batch | None) -> Runnable:
         assert make_files is not None
-        content = make_files(Wanted(batch=batch))
-        return runnable if content == files else open_program(content, replica)
+        made = make_files(Wanted(batch=batch))
+        return runnable if made == files else open_program(made, replica)
 
     module = Parallel(
         runnable,
@@ -159,7 +135,7 @@ def _ready(module: T, order: Mapping[str, int]) -> T:
 
 
 def open_pipeline(
-    files: Content,
+    content: Content,
     transport: Replica,
     fill_in: Callable[[Pieces[Any]], None],
     *,
@@ -170,11 +146,10 @@ def open_pipeline(
     mixed: Mixed | None = None,
 ) -> ParallelPipeline:
     """The same for a program in pieces; `order`: the place of each name in the original."""
-    order = order or {}
-    with _written(files) as folder:
-        flow = flow_of(json.loads(files[PIPELINE]), load_pipeline(folder, transport, BucketSync))
-        parts, trained = (in_order(one, order) for one in pipeline_parts(folder))
-        pieces = Pieces(tuple(flow.rank.modules), transport, parts, trained, order)
+    files, order = files_of(content), order or {}
+    flow = flow_of(files.about, load_pipeline(files, transport, BucketSync))
+    parts, trained = (in_order(one, order) for one in pipeline_parts(files))
+    pieces = Pieces(tuple(flow.rank.modules), transport, parts, trained, order)
     masters = None if mixed is None else masters_of(pieces, mixed)
     tell_sums(flow.modules, mixed)
     fill_in(pieces if masters is None else masters)
@@ -184,14 +159,12 @@ def open_pipeline(
         return make_files(wanted)
 
     def make_flow(batch: Batch | None) -> Flow:
-        content = made(Wanted(batch=batch))
-        with _written(content) as folder:
-            rank = load_pipeline(folder, transport, BucketSync)
-        return flow_of(json.loads(content[PIPELINE]), rank, batch)
+        found = files_of(made(Wanted(batch=batch)))
+        return flow_of(found.about, load_pipeline(found, transport, BucketSync), batch)
 
     def make_size(into: Flow, rows: int) -> None:
-        with _written(made(Wanted(into is not flow, into.batch, rows))) as folder:
-            into.add(rows, load_sizes(folder, transport, BucketSync, into.rank.sizes[0]))
+        found = made(Wanted(into is not flow, into.batch, rows))
+        into.add(rows, load_sizes(found, transport, BucketSync, into.rank.sizes[0]))
         tell_sums(into.modules, mixed)
 
     return ParallelPipeline(
@@ -209,14 +182,6 @@ def open_pipeline(
 def _fill_pieces(pieces: Pieces[Any], weights: Values, otherwise: Values | None, known: Collection[str]) -> None:
     fill_all(pieces.modules, weights, otherwise, known)
     pieces.join_copies()
-
-
-@contextmanager
-def _written(files: Content) -> Iterator[Path]:
-    """A directory with a program, while it is loaded: a process may end in ways that leave no time to clean up."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        write_files(Path(folder), files)
-        yield Path(folder)
 
 
 def refusal(message: str, remedy: str) -> RunError:

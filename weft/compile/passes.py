@@ -18,11 +18,14 @@ from typing import Any
 
 from torch import nn
 
-from weft import cache
 from weft.capture.specialise import at_example
 from weft.codegen import generate
 from weft.codegen.form import form_of
 from weft.codegen.sampled import Make, generate_for_sizes
+from weft.compile import cache
+from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
+from weft.compile.subject import PlanLike, capture_subject, check_fit, graph_for, make_plan
 from weft.cost.links import Links
 from weft.errors import CaptureError, PlanError
 from weft.ir.graph import Graph
@@ -31,9 +34,6 @@ from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
 from weft.runtime.returns import NotReturned, Returns, lost, returns_of
-from weft.verify.door import PlanLike, capture_subject, check_fit, graph_for, make_plan
-from weft.verify.model_file import Subject
-from weft.verify.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
 
 Say = Callable[[str], None]
 
