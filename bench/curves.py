@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from bench.machine import machine
+from weft.compile.model_file import load_model_file
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
 from weft.train.command import Settings, train_file
-from weft.verify.model_file import load_model_file
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gpt.py"

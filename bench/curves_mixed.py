@@ -31,12 +31,12 @@ from bench.curves import (
     means,
     write,
 )
+from weft.compile.model_file import load_model_file
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.precision import Precision
 from weft.runtime.random import Stream
 from weft.train.command import Settings, train_file
 from weft.verify.mixed import OneDevice
-from weft.verify.model_file import load_model_file
 
 PLAN = "dp=2,tp=2,zero=2"
 FLOAT32 = "one process, float32"

@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from weft.codegen import generate
+from weft.compile.subject import capture_subject, make_plan, make_subject
 from weft.lower import lower
 from weft.lower.check import check
-from weft.verify.door import capture_subject, make_plan, make_subject
-from weft.verify.parallel import run_parallel, write_scripts
+from weft.verify.generated import run_generated
 from weft.verify.reference import run_reference
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
@@ -39,9 +40,10 @@ def measure(recipe: str) -> dict[str, float]:
     plan = timed(times, "plan", lambda: make_plan(recipe, graph, subject, None))
     program = timed(times, "lower", lambda: lower(plan))
     timed(times, "check", lambda: check(program))
-    timed(times, "script", lambda: write_scripts(program))
+    files = timed(times, "emit", lambda: generate(program))
     timed(times, "two steps, one device", lambda: run_reference(subject, seed=0, wide=True))
-    timed(times, f"two steps, {plan.devices} emulated", lambda: run_parallel(program, subject, seed=0, wide=True))
+    emulated = f"two steps, {plan.devices} emulated"
+    timed(times, emulated, lambda: run_generated(files, graph, subject, seed=0, wide=True))
     return times
 
 

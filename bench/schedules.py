@@ -1,6 +1,6 @@
 """Schedule search: what the solver finds, against the named schedules, and its time with and without relations.
 
-    python bench/schedules.py [--seconds 60] [--workers 1] [--out bench/results/schedules.json]
+    PYTHONPATH=. python bench/schedules.py [--seconds 60] [--workers 1] [--out bench/results/schedules.json]
 
 Nothing is begun from a named schedule here: the solver finds every schedule by itself. "1F1B" are the relations of
 one forward, one backward; "3F1B" those of three passes; the limits of live micro-batches are those of the named
@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.order.shapes import chain, interlaced_chain, recycled
 from weft.errors import PlanError
 from weft.ir.schedule import Before, Pipeline
 from weft.order import Span, make_schedule, peaks, simulate
@@ -25,7 +26,6 @@ from weft.order.model import lower_bound
 from weft.order.pattern import kinds
 from weft.order.relations import nf1b_relations, one_f_one_b_relations
 from weft.order.search import Found, complete
-from weft.order.shapes import chain, interlaced_chain, recycled
 from weft.order.timing import Spans
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from weft.verify.model_file import Subject
+from weft.compile.model_file import Subject
 
 VOCABULARY, LENGTH, WRITTEN, ROWS = 64, 12, 8, 4
 Settings = Mapping[str, Any]

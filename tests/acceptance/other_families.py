@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from tests.acceptance.vision_families import CLASSES, ROWS, SIDE, SMALL, classes, images
-from weft.verify.model_file import Subject
+from weft.compile.model_file import Subject
 
 AUDIO: dict[str, Any] = {
     "hidden_size": 16,

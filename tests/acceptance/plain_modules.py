@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.verify.model_file import Subject
+from weft.compile.model_file import Subject
 
 ROWS, WIDTH, LENGTH = 6, 16, 8
 

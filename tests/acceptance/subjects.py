@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.models import GPT, MLP, GPTConfig
 from weft.capture import capture
+from weft.compile.model_file import Subject
 from weft.ir.graph import Graph, Op
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
 from weft.plan.recipes import dp
 from weft.verify.compare import Sample
-from weft.verify.model_file import Subject
 from weft.verify.reference import run_reference
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 4, 8, 6

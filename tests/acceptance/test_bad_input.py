@@ -293,9 +293,9 @@ def test_a_plan_for_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     from weft import capture
+    from weft.compile.model_file import load_model_file
     from weft.plan.load import load_plan
     from weft.plan.plan_file import save_plan
-    from weft.verify.model_file import load_model_file
 
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)

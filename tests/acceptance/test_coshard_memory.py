@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import CausalSelfAttention, GPTConfig
 from weft.capture import capture
+from weft.codegen import generate
 from weft.lower import lower
 from weft.lower.check import check
-from weft.lower.script import script
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.emulator import run_ranks
-from weft.runtime.interpret import Rank
+from weft.runtime.program_files import load_program
 from weft.runtime.random import Stream
 from weft.runtime.transport import Transport
 
@@ -69,17 +69,17 @@ def peak_of(plan: Plan, module: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     """Peak of the bytes alive in one step beyond what is stored, and the loss."""
     program = lower(plan)
     check(program)
-    mine = script(program, 0)
+    files = generate(program)
     state = {name: value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())}
-    state |= dict(plan.graph.constants)
 
     def body(transport: Transport) -> tuple[int, Tensor]:
-        rank = Rank(mine, transport, state={name: state[name] for name in mine.stored if name in state})
+        rank = load_program(files, transport, state)
+        rank.stream = Stream(0, 0, 0)
         gc.collect()
         with PeakMemory() as memory:
-            (loss,) = rank.forward({"x": x}, Stream(0, 0, 0)).values()
-            rank.backward()
-        return memory.peak, loss
+            loss = rank(x)
+            loss.backward()
+        return memory.peak, loss.detach()
 
     (result,) = run_ranks(1, body)
     return result

@@ -13,6 +13,8 @@ import transformers as hf
 from torch import nn
 
 from weft.capture import capture
+from weft.codegen import generate
+from weft.compile.model_file import Subject, load_model_file
 from weft.errors import CaptureError
 from weft.ir.graph import Graph
 from weft.lower import lower
@@ -22,8 +24,7 @@ from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy, cut
 from weft.verify.compare import Sample, compare
-from weft.verify.model_file import Subject, load_model_file
-from weft.verify.parallel import run_parallel
+from weft.verify.generated import run_generated
 from weft.verify.reference import run_reference
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -116,7 +117,7 @@ def equal_to_one_device(found: Ready, how: str | Plan) -> None:
     subject, graph, reference = found
     program = lower(load_plan(how, graph) if isinstance(how, str) else how)
     check(program)
-    ours = run_parallel(program, subject, seed=7, wide=True, reference=reference)
+    ours = run_generated(generate(program), program.graph, subject, seed=7, wide=True, reference=reference)
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda one: one.value)
     assert worst.value < 1e-9, worst

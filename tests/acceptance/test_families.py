@@ -11,14 +11,15 @@ import transformers
 
 from tests.acceptance.families import FAMILIES, GROUPED, LENGTH, MASKED, ROWS, VOCABULARY, family
 from weft.capture import capture
+from weft.codegen import generate
+from weft.compile.model_file import Subject
 from weft.errors import CaptureError
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.verify.compare import Sample, compare
-from weft.verify.model_file import Subject
-from weft.verify.parallel import run_parallel
+from weft.verify.generated import run_generated
 from weft.verify.reference import run_reference
 
 ALWAYS = ("GPTNeoXForCausalLM", "Phi3ForCausalLM", "AlbertForMaskedLM", "MarianMTModel")
@@ -40,7 +41,7 @@ def test_family(name: str, recipe: str) -> None:
     subject, graph, reference = prepared(name)
     program = lower(load_plan(recipe, graph))
     check(program)
-    ours = run_parallel(program, subject, seed=7, wide=True, reference=reference)
+    ours = run_generated(generate(program), program.graph, subject, seed=7, wide=True, reference=reference)
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import weft
 from weft.compile import compile_program
+from weft.compile.model_file import load_model_file
 from weft.ir.program import Recompute
-from weft.verify.model_file import load_model_file
 
 transformers = pytest.importorskip("transformers")
 

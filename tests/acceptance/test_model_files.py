@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.processes.conftest import Pools
+from weft.codegen import generate
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.subject import capture_subject
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.divided import divided
 from weft.plan.load import load_plan
 from weft.verify.compare import Sample, compare
-from weft.verify.door import capture_subject
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject, load_model_file
-from weft.verify.parallel import run_parallel
-from weft.verify.processes import compare_with_emulator, emitted, one_thread
+from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models"
@@ -47,16 +47,15 @@ def equal_to_one_device(name: str, recipe: str, pools: Pools | None = None) -> N
     subject, graph, reference = prepared(name)
     program = lower(load_plan(recipe, graph))
     check(program)
-    outcomes = [run_parallel(program, subject, seed=7, wide=True, reference=reference)]
-    with emitted(program) as directory:
-        with one_thread():
-            emulated = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference)
-        outcomes.append(emulated)
-        if pools is not None:
-            pool = pools(program.devices)
-            real = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference, pool=pool)
-            assert compare_with_emulator(real, emulated, program.devices).equal_bits
-            outcomes.append(real)
+    files = generate(program)
+    with one_thread():
+        emulated = run_generated(files, graph, subject, seed=7, wide=True, reference=reference)
+    outcomes = [emulated]
+    if pools is not None:
+        pool = pools(program.devices)
+        real = run_generated(files, graph, subject, seed=7, wide=True, reference=reference, pool=pool)
+        assert compare_with_emulator(real, emulated, program.devices).equal_bits
+        outcomes.append(real)
     for ours in outcomes:
         assert not ours.disagreements
         worst = max(compare(ours, reference), key=lambda found: found.value)

@@ -7,19 +7,20 @@ import itertools
 import pytest
 
 from tests.acceptance.subjects import HAND_WRITTEN, MODELS, RECIPES, prepared
+from weft.codegen import generate
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.verify.compare import compare
-from weft.verify.parallel import run_parallel
+from weft.verify.generated import run_generated
 
 
 def equal_to_one_device(name: str, plan: Plan) -> None:
     subject, _, reference = prepared(name)
     program = lower(plan)
     check(program)
-    ours = run_parallel(program, subject, seed=7, wide=True, reference=reference)
+    ours = run_generated(generate(program), program.graph, subject, seed=7, wide=True, reference=reference)
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst

@@ -19,19 +19,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tests.pieces import compile_pieces
 from tests.processes.conftest import Pools
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.pieces import InPieces
+from weft.compile.subject import capture_subject
 from weft.ir.graph import Graph
 from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.module import ParallelModule
 from weft.verify.compare import Sample, compare
-from weft.verify.door import capture_subject, verify
+from weft.verify.door import verify
 from weft.verify.generated import run_generated
 from weft.verify.judged import run_both
-from weft.verify.model_file import Subject, load_model_file
-from weft.verify.pieces import InPieces, compile_pieces
-from weft.verify.pipelined import written
 from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -98,13 +99,13 @@ def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, by
 
 def equal_to_one_device(file: str, plan: str, schedule: str, count: int, pools: Pools | None = None) -> None:
     subject, reference, graph = subject_of(file, rows_for(count)), reference_of(file, count), captured(file, MORE)
-    with written(in_order(file, plan, schedule, count)) as directory:
-        if pools is None:
-            ours = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference)
-        else:
-            pool = pools(compiled(file, f"{plan},schedule=1f1b", max(COUNTS)).plan.devices)
-            ours, found = run_both(directory, graph, subject, reference, seed=7, say=lambda text: None, pool=pool)
-            assert found.equal_bits
+    files = in_order(file, plan, schedule, count)
+    if pools is None:
+        ours = run_generated(files, graph, subject, seed=7, wide=True, reference=reference)
+    else:
+        pool = pools(compiled(file, f"{plan},schedule=1f1b", max(COUNTS)).plan.devices)
+        ours, found = run_both(files, graph, subject, reference, seed=7, say=lambda text: None, pool=pool)
+        assert found.equal_bits
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda one: one.value)
     assert worst.value < 1e-9, worst

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import weft
+from tests.pieces import compile_pieces
+from weft.compile.model_file import load_model_file
+from weft.compile.pieces import InPieces
+from weft.compile.subject import capture_subject, make_plan, make_subject
 from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Micro, Pipeline, Schedule
@@ -26,9 +30,7 @@ from weft.runtime.grad_sync import BucketSync
 from weft.runtime.pipeline_files import load_pipeline
 from weft.runtime.replicas import Replica
 from weft.runtime.transport import Transport
-from weft.verify.door import capture_subject, make_plan, make_subject, verify
-from weft.verify.model_file import load_model_file
-from weft.verify.pieces import InPieces, compile_pieces
+from weft.verify.door import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, CLASSES, ROWS = 12, 10, 8

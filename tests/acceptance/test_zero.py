@@ -23,7 +23,10 @@ from torch.utils import _pytree as pytree
 import weft
 from tests.acceptance.test_pipelines import captured
 from tests.acceptance.test_pipelines import subject_of as sized
+from tests.pieces import compile_pieces
 from weft.capture.example import split_example
+from weft.codegen import generate
+from weft.compile.model_file import Subject, check_loss
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.lower.check import check
@@ -34,10 +37,7 @@ from weft.runtime.random import Stream
 from weft.runtime.several import as_one
 from weft.verify.compare import Sample, compare
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject, check_loss
-from weft.verify.pieces import compile_pieces
-from weft.verify.pipelined import written
-from weft.verify.processes import emitted, one_thread
+from weft.verify.processes import one_thread
 from weft.verify.reference import run_reference
 
 FILES = ("gpt.py", *(f"models/{name}.py" for name in ("llama", "vit", "mixtral")))
@@ -115,10 +115,11 @@ def whole(file: str, plan: str, stage: int, *optimizers: str) -> None:
     """One program, a run for each optimizer."""
     program = lower(load_plan(recipe_of(plan, stage, optimizers), captured(file, ROWS)))
     check(program)
-    with emitted(program) as directory, one_thread():
+    files = generate(program)
+    with one_thread():
         for optimizer in optimizers:
             subject, reference = subject_of(file, optimizer), reference_of(file, optimizer, 1)
-            judged(run_generated(directory, program.graph, subject, seed=7, wide=True, reference=reference), reference)
+            judged(run_generated(files, program.graph, subject, seed=7, wide=True, reference=reference), reference)
 
 
 def in_pieces(file: str, plan: str, stage: int, count: int, *optimizers: str) -> None:
@@ -126,10 +127,11 @@ def in_pieces(file: str, plan: str, stage: int, count: int, *optimizers: str) ->
     recipe = f"{recipe_of(plan, stage, optimizers)},microbatches={count}"
     graph, cut = captured(file, ROWS), partial(load_plan, recipe)
     made = compile_pieces(subject_of(file, optimizers[0]), cut(graph), partial(captured_again, file), cut)
-    with written(made.files()) as directory, one_thread():
+    files = made.files()
+    with one_thread():
         for optimizer in optimizers:
             subject, reference = subject_of(file, optimizer), reference_of(file, optimizer, count)
-            judged(run_generated(directory, graph, subject, seed=7, wide=True, reference=reference), reference)
+            judged(run_generated(files, graph, subject, seed=7, wide=True, reference=reference), reference)
 
 
 def doubled(example: Any) -> Any:

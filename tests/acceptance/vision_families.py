@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from weft.verify.model_file import Subject
+from weft.compile.model_file import Subject
 
 ROWS, SIDE, CLASSES = 4, 16, 6
 SMALL: dict[str, Any] = {

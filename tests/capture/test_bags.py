@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.capture.compare import assert_same
 from weft.capture import capture
+from weft.compile.subject import check_dense
 from weft.errors import ModelFileError
-from weft.verify.door import check_dense
 
 
 class Bags(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import weft
-from weft.cache import write_files
 from weft.codegen.affine import Expression, fit, fit_quotient
 from weft.codegen.logical import logical_lines
 from weft.compile import Compiled, compile_program
+from weft.compile.model_file import Subject
 from weft.errors import CaptureError, PlanError, WeftError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 from weft.runtime.batch import BatchMismatch, Form
-from weft.runtime.program_files import read_meta
+from weft.runtime.files import files_of
 from weft.runtime.sizes import evaluate
 from weft.verify import verify
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject
 from weft.verify.processes import make_pool
 from weft.verify.reference import run_reference
 
@@ -78,25 +75,17 @@ def compiled(plan: str, size: int = 4, length: int = 6) -> Compiled:
     return compile_program(small(), marked(size, length), plan)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as found:
-        yield Path(found)
-
-
-def apart(found: Compiled, folder: Path, model: nn.Module, example: Any, pool: Any = None) -> float:
+def apart(found: Compiled, model: nn.Module, example: Any, pool: Any = None) -> float:
     """How far the program lies from one device on a batch."""
-    write_files(folder, found.files)
     subject = Subject(model, example)
     reference = run_reference(subject, seed=3, wide=True)
-    ours = run_generated(folder, found.graph, subject, seed=3, wide=True, reference=reference, pool=pool)
+    ours = run_generated(found.files, found.graph, subject, seed=3, wide=True, reference=reference, pool=pool)
     assert not ours.disagreements
     return max(found.value for found in compare(ours, reference))
 
 
-def form_of(found: Compiled, folder: Path) -> Form:
-    write_files(folder, found.files)
-    return Form.from_json(read_meta(folder)["batch"])
+def form_of(found: Compiled) -> Form:
+    return Form.from_json(files_of(found.files).about["batch"])
 
 
 PLANS = [
@@ -113,16 +102,16 @@ PLANS = [
     [pytest.param(*one, id=one[0], marks=pytest.mark.full if one[0] == "dp=3" else ()) for one in PLANS],
 )
 def test_one_program_is_equal_to_one_device_at_other_sizes(
-    plan: str, size: int, others: tuple[tuple[int, int], ...], folder: Path
+    plan: str, size: int, others: tuple[tuple[int, int], ...]
 ) -> None:
     found = compiled(plan, size)
     for other in others:
-        assert apart(found, folder, small(), batch(*other)) < 1e-12, other
+        assert apart(found, small(), batch(*other)) < 1e-12, other
 
 
-def test_on_processes(folder: Path) -> None:
+def test_on_processes() -> None:
     with make_pool(2) as pool:
-        assert apart(compiled("dp=2"), folder, small(), batch(6, 9), pool) < 1e-12
+        assert apart(compiled("dp=2"), small(), batch(6, 9), pool) < 1e-12
 
 
 def test_the_text_speaks_of_sizes() -> None:
@@ -136,8 +125,8 @@ def test_the_text_speaks_of_sizes() -> None:
     assert '{"size": "(batch + 2) // 3"}' in uneven["parts.json"].decode()
 
 
-def test_sizes_that_the_plan_cannot_cut_are_refused(folder: Path) -> None:
-    form = form_of(compiled("dp=2"), folder)
+def test_sizes_that_the_plan_cannot_cut_are_refused() -> None:
+    form = form_of(compiled("dp=2"))
     form.bind(batch(6, 3), {})
     with pytest.raises(BatchMismatch, match=r"idx of the batch has 5 in dim 0 \(batch\).*a multiple of 2"):
         form.bind(batch(5, 3), {})
@@ -145,34 +134,34 @@ def test_sizes_that_the_plan_cannot_cut_are_refused(folder: Path) -> None:
         form.bind((batch(6, 3)[0], batch(6, 4)[1]), {})
     with pytest.raises(BatchMismatch, match="sizes from 2 on"):
         form.bind(batch(6, 1), {})
-    uneven = form_of(compiled("dp=3", 7), folder)
+    uneven = form_of(compiled("dp=3", 7))
     with pytest.raises(BatchMismatch, match="1 more than a multiple of 3"):
         uneven.bind(batch(6, 3), {})
 
 
-def test_unmarked_dims_are_fixed(folder: Path) -> None:
+def test_unmarked_dims_are_fixed() -> None:
     found = compile_program(small(), marked(4, 6, 1), "dp=2")
-    form = form_of(found, folder)
+    form = form_of(found)
     form.bind(batch(4, 9), {})
     with pytest.raises(BatchMismatch, match=r"idx of the batch is \[6, 9\].*weft\.dynamic"):
         form.bind(batch(6, 9), {})
-    assert apart(found, folder, small(), batch(4, 9)) < 1e-12
+    assert apart(found, small(), batch(4, 9)) < 1e-12
 
 
-def test_marks_of_torch_count(folder: Path) -> None:
+def test_marks_of_torch_count() -> None:
     example = batch(4, 6)
     for one in example:
         torch._dynamo.mark_dynamic(one, 1)
-    assert form_of(compile_program(small(), example, "tp=2"), folder).sizes[0].name == "length"
+    assert form_of(compile_program(small(), example, "tp=2")).sizes[0].name == "length"
 
 
-def test_a_table_of_the_model_bounds_the_length(folder: Path) -> None:
+def test_a_table_of_the_model_bounds_the_length() -> None:
     found = compile_program(small(16), marked(4, 6), "dp=2")
-    form = form_of(found, folder)
+    form = form_of(found)
     form.bind(batch(4, 16), {})
     with pytest.raises(BatchMismatch, match="length <= 16"):
         form.bind(batch(4, 17), {})
-    assert apart(found, folder, small(16), batch(2, 11)) < 1e-12
+    assert apart(found, small(16), batch(2, 11)) < 1e-12
 
 
 class Branching(Small):
@@ -183,10 +172,10 @@ class Branching(Small):
         return loss
 
 
-def test_a_decision_of_forward_holds_or_the_batch_is_refused(folder: Path) -> None:
+def test_a_decision_of_forward_holds_or_the_batch_is_refused() -> None:
     torch.manual_seed(0)
     found = compile_program(Branching(), marked(4, 6), "dp=2")
-    form = form_of(found, folder)
+    form = form_of(found)
     form.bind(batch(4, 8), {})
     with pytest.raises(BatchMismatch, match=r"batch\*length > 20 \(at .*idx\.shape\[0\] \* idx\.shape\[1\] > 20"):
         form.bind(batch(4, 4), {})

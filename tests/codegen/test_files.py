@@ -16,8 +16,9 @@ from weft.ir.program import Program
 from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.runtime.emulator import run_ranks
+from weft.runtime.files import changes, files_of
 from weft.runtime.module import ParallelModule
-from weft.runtime.program_files import load_program, read_meta, status
+from weft.runtime.program_files import load_program
 from weft.runtime.random import Stream
 from weft.runtime.transport import Transport
 
@@ -75,16 +76,16 @@ def test_the_same_bytes_every_time() -> None:
 
 def test_an_edit_is_seen(tmp_path: Path) -> None:
     made = emit(program("mlp", "dp=2"), tmp_path)
-    assert status(tmp_path) == "as made"
-    assert read_meta(tmp_path)["hash"] == made.hash
+    assert not changes(tmp_path)
+    assert files_of(tmp_path).about["hash"] == made.hash
     path = tmp_path / "program.py"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("gelu = ", "print('here')\n        gelu = "), encoding="utf-8")
-    assert status(tmp_path) == "edited"
+    assert changes(tmp_path)
     path.write_text(text, encoding="utf-8")
-    assert status(tmp_path) == "as made"
+    assert not changes(tmp_path)
     path.unlink()
-    assert status(tmp_path) == "edited"
+    assert changes(tmp_path)
 
 
 def test_an_edited_program_runs(tmp_path: Path) -> None:

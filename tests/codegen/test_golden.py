@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.subjects import HAND_WRITTEN, prepared
+from tests.pieces import compile_pieces
 from weft.codegen import generate
+from weft.compile.subject import capture_subject
 from weft.lower import lower
 from weft.plan.load import load_plan
-from weft.verify.door import capture_subject
-from weft.verify.pieces import compile_pieces
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.pieces import compile_pieces
+from weft.compile.model_file import load_model_file
+from weft.compile.subject import capture_subject
 from weft.plan.load import load_plan
-from weft.verify.door import capture_subject
-from weft.verify.model_file import load_model_file
-from weft.verify.pieces import compile_pieces
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

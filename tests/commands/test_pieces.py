@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
-from weft.runtime.pipeline_files import pipeline_changes
+from weft.runtime.files import changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP, GPT = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")
@@ -56,14 +56,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_files_are_written_and_edits_are_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "program"
     show = ["show", MLP, "--plan", PLAN, "--out", str(folder)]
-    assert main([*show, "--code"]) == 0 and main(show) == 0 and pipeline_changes(folder) == {}
+    assert main([*show, "--code"]) == 0 and main(show) == 0 and changes(folder) == {}
     path = folder / "piece0" / "program.py"
     text = path.read_text()
     assert text in capsys.readouterr().out and text.endswith("micro-batch:\n# F0 F1 B0 F2 B1 F3 B2 B3\n")
     path.write_text(text + "# mine\n")
     assert main(show) == 2 and path.read_text().endswith("# mine\n")
     assert "was edited: piece0/program.py" in capsys.readouterr().err
-    assert main([*show, "--force"]) == 0 and pipeline_changes(folder) == {}
+    assert main([*show, "--force"]) == 0 and changes(folder) == {}
     # another program in its place leaves none of its files
     assert main(["show", MLP, "--plan", "dp=2", "--out", str(folder)]) == 0
     assert not list(folder.glob("piece*/*")) and not (folder / "pipeline.json").exists()

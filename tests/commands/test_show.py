@@ -10,10 +10,10 @@ import pytest
 from weft.capture import capture
 from weft.cli import main
 from weft.commands.modules import module_rows
+from weft.compile.model_file import load_model_file
 from weft.lower import lower
 from weft.plan.load import load_plan
-from weft.runtime.program_files import status
-from weft.verify.model_file import load_model_file
+from weft.runtime.files import changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP, GPT = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")
@@ -79,12 +79,12 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_edited_program_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "program"
     show = ["show", MLP, "--plan", "dp=2", "--out", str(folder)]
-    assert main(show) == 0 and main(show) == 0 and status(folder) == "as made"
+    assert main(show) == 0 and main(show) == 0 and not changes(folder)
     path = folder / "program.py"
     path.write_text(path.read_text() + "# mine\n")
     assert main(show) == 2 and path.read_text().endswith("# mine\n")
     assert "was edited: program.py" in capsys.readouterr().err
-    assert main([*show, "--force"]) == 0 and status(folder) == "as made"
+    assert main([*show, "--force"]) == 0 and not changes(folder)
 
 
 def test_other_directories_are_left_alone(tmp_path: Path) -> None:

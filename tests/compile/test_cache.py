@@ -11,14 +11,14 @@ import torch
 
 import weft
 from tests.train.eager import mlp
-from weft import cache
 from weft.capture import capture
+from weft.compile import cache
 from weft.errors import RunError
 from weft.ir.graph import Tensor
 from weft.plan import Plan, cut
 from weft.plan.load import load_plan
 from weft.runtime.algorithms import REGISTRY
-from weft.runtime.program_files import META, PARTS, content_hash
+from weft.runtime.files import META, PARTS, content_hash
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from weft.compile import compile_subject
+from weft.compile.model_file import load_model_file
 from weft.ir.graph import Graph
 from weft.ir.schedule import Pipeline, Schedule
 from weft.order import make_schedule
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.runtime.pipeline_files import PIPELINE
-from weft.verify.model_file import load_model_file
+from weft.runtime.files import PIPELINE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlp.py"
 PLAN = "pp=2,microbatches=5"

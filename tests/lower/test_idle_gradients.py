@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.capture import capture
+from weft.codegen import generate
+from weft.compile.model_file import Subject
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
-from weft.verify.compare import Sample, compare
+from weft.verify.compare import compare
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject
-from weft.verify.parallel import run_parallel
-from weft.verify.processes import emitted
 from weft.verify.reference import run_reference
 
 
@@ -49,11 +48,6 @@ def test_equal_to_one_device(end: str, recipe: str) -> None:
     assert ("idle.weight" in reference.gradients[0]) == (end == "times zero")
     program = lower(load_plan(recipe, graph))
     check(program)
-    equal(run_parallel(program, subject, seed=7, wide=True, reference=reference), reference)
-    with emitted(program) as directory:
-        equal(run_generated(directory, graph, subject, seed=7, wide=True, reference=reference), reference)
-
-
-def equal(ours: Sample, reference: Sample) -> None:
+    ours = run_generated(generate(program), graph, subject, seed=7, wide=True, reference=reference)
     assert not ours.disagreements
     assert max(found.value for found in compare(ours, reference)) < 1e-12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.order.shapes import chain, interlaced_chain, recycled, vee
 from weft.errors import PlanError
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import NAMES, Span, check_schedule, make_schedule, peaks, simulate
-from weft.order.shapes import chain, interlaced_chain, recycled, vee
 from weft.order.steps import nf1b, one_f_one_b, passes
 from weft.order.timing import bound
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.order.shapes import chain, interlaced_chain, vee
 from weft.ir.schedule import Pipeline, Segment
 from weft.order import Span, check_schedule, make_schedule, simulate
 from weft.order.pattern import find_pattern, make_task, place
-from weft.order.shapes import chain, interlaced_chain, vee
 
 
 def spans(stages: int) -> dict[str, Span]:

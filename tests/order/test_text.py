@@ -7,11 +7,11 @@ import random
 import pytest
 
 from tests.order.cases import random_pipeline, random_schedule
+from tests.order.shapes import chain, interlaced_chain
 from weft.errors import PlanError
 from weft.ir.schedule import Event, Pipeline, Segment
 from weft.order import make_schedule, simulate
 from weft.order.joint import global_order
-from weft.order.shapes import chain, interlaced_chain
 from weft.order.steps import project
 from weft.order.text import read_schedule
 

@@ -12,13 +12,14 @@ import pytest
 
 from tests.acceptance.subjects import HAND_WRITTEN, MODELS, RECIPES, prepared
 from tests.processes.conftest import Pools
+from weft.codegen import generate
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated
-from weft.verify.processes import compare_with_emulator, emitted, one_thread
+from weft.verify.processes import compare_with_emulator, one_thread
 
 PLANS = (*(recipe for recipe in RECIPES if recipe != "coshard=4"), *HAND_WRITTEN)
 """For several devices: `coshard=4` is for one."""
@@ -42,11 +43,11 @@ def equal_on_processes(name: str, plan: str, pools: Pools) -> None:
     subject, graph, reference = prepared(name)
     program = lower(make_plan(plan, graph))
     assert program.devices in (1, 2, 3, 4)
-    with emitted(program) as directory:
-        with one_thread():
-            emulated = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference)
-        pool = pools(program.devices)
-        ours = run_generated(directory, graph, subject, seed=7, wide=True, reference=reference, pool=pool)
+    files = generate(program)
+    with one_thread():
+        emulated = run_generated(files, graph, subject, seed=7, wide=True, reference=reference)
+    pool = pools(program.devices)
+    ours = run_generated(files, graph, subject, seed=7, wide=True, reference=reference, pool=pool)
     assert not ours.disagreements
     assert ours.gradients[0].keys() == reference.gradients[0].keys() and ours.weights.keys() == reference.weights.keys()
     worst = max(compare(ours, reference), key=lambda found: found.value)

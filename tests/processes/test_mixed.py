@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.acceptance.subjects import gpt, llama
+from tests.pieces import compile_pieces
 from tests.processes.conftest import Pools
+from weft.codegen import generate
+from weft.compile.pieces import is_in_pieces
+from weft.compile.subject import capture_subject, in_precision, make_plan
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.plan import Plan
 from weft.runtime.precision import Precision
-from weft.verify.door import capture_subject, in_precision, make_plan
 from weft.verify.generated import run_generated
-from weft.verify.pieces import compile_pieces, is_in_pieces
-from weft.verify.pipelined import written
-from weft.verify.processes import compare_with_emulator, emitted, one_thread
+from weft.verify.processes import compare_with_emulator, one_thread
 
 PLANS = [
     pytest.param("dp=2", None),
@@ -39,12 +40,12 @@ def test_the_bits_of_the_emulator(name: str, plan: str, reduce: str | None, pool
 
     made = make(graph)
     if is_in_pieces(made):
-        files = written(compile_pieces(subject, made, capture_subject, make).files())
+        files = compile_pieces(subject, made, capture_subject, make).files()
     else:
-        files = emitted(lower(made))
-    with files as directory, one_thread():
-        here = run_generated(directory, graph, subject, seed=0, wide=False)
-        there = run_generated(directory, graph, subject, seed=0, wide=False, pool=pools(made.devices))
+        files = generate(lower(made))
+    with one_thread():
+        here = run_generated(files, graph, subject, seed=0, wide=False)
+        there = run_generated(files, graph, subject, seed=0, wide=False, pool=pools(made.devices))
     assert not here.disagreements and not there.disagreements
     found = compare_with_emulator(there, here, made.devices)
     assert found.equal_bits, found

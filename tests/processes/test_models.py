@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,21 +14,20 @@ from tests.processes import bodies
 from tests.processes.conftest import Pools
 from weft.capture import capture
 from weft.cli import main
+from weft.codegen import generate
+from weft.compile.model_file import Subject
 from weft.errors import RunError
 from weft.ir.graph import Graph
-from weft.ir.program import Program
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
-from weft.runtime.groups import groups_of
-from weft.verify import door
 from weft.verify.compare import Sample, compare
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject
-from weft.verify.parallel import run_parallel, write_scripts
-from weft.verify.processes import compare_with_emulator, emitted
+from weft.verify.judged import judge
+from weft.verify.locate import Traceable
+from weft.verify.processes import compare_with_emulator
 from weft.verify.reference import run_reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,12 +37,12 @@ def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
     subject, _, reference = prepared(name)
     program = lower(plan)
     check(program)
-    with emitted(program) as directory:
-        ours = run_generated(directory, program.graph, subject, seed=7, wide=True, pool=pools(program.devices))
+    files = generate(program)
+    ours = run_generated(files, program.graph, subject, seed=7, wide=True, pool=pools(program.devices))
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst
-    emulated = run_parallel(program, subject, seed=7, wide=True)
+    emulated = run_generated(files, program.graph, subject, seed=7, wide=True)
     found = compare_with_emulator(ours, emulated, program.devices)
     assert found.equal_bits, found
 
@@ -59,13 +56,6 @@ def disjoint_devices(graph: Graph) -> Plan:
 
 def test_disjoint_devices(pools: Pools) -> None:
     equal_to_one_device("mlp", disjoint_devices(prepared("mlp")[1]), pools)
-
-
-def test_groups_are_known_before_they_are_needed() -> None:
-    scripts = write_scripts(lower(load_plan("dp=2,tp=2", prepared("gpt-tied")[1])))
-    found = groups_of(scripts)
-    assert found == tuple(sorted(found)) and (0, 1) in found and (0, 2) in found
-    assert all(len(group) > 1 for group in found)
 
 
 def test_a_difference_from_the_emulator_is_told() -> None:
@@ -97,8 +87,8 @@ def test_a_failing_rank_is_a_run_error(pools: Pools) -> None:
     subject = Subject(Fails(), (torch.randn(4, 4),), optimizer=bodies.bad_optimizer)
     program = lower(load_plan("dp=2", capture(subject.model, subject.example)))
     failed = pytest.raises(RunError, match="rank 0 failed: ValueError: no optimizer today")
-    with emitted(program) as directory, failed:
-        run_generated(directory, program.graph, subject, seed=0, wide=True, pool=pools(2))
+    with failed:
+        run_generated(generate(program), program.graph, subject, seed=0, wide=True, pool=pools(2))
 
 
 class Stateful(nn.Module):
@@ -119,25 +109,21 @@ def test_buffers_dropout_and_other_outputs(recipe: str, pools: Pools) -> None:
     subject = Subject(Stateful(), (torch.randn(6, 8),))
     program = lower(load_plan(recipe, capture(subject.model, subject.example)))
     reference = run_reference(subject, seed=7, wide=True)
-    with emitted(program) as directory:
-        ours = run_generated(directory, program.graph, subject, seed=7, wide=True, reference=reference, pool=pools(2))
+    files = generate(program)
+    ours = run_generated(files, program.graph, subject, seed=7, wide=True, reference=reference, pool=pools(2))
     assert "norm.running_var" in ours.weights and not ours.disagreements
     assert max(found.value for found in compare(ours, reference)) < 1e-9
-    emulated = run_parallel(program, subject, seed=7, wide=True, reference=reference)
+    emulated = run_generated(files, program.graph, subject, seed=7, wide=True, reference=reference)
     assert compare_with_emulator(ours, emulated, 2).equal_bits
 
 
-def test_wrong_code_of_a_right_program_is_found(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def wrong(program: Program) -> Iterator[Path]:
-        with emitted(program) as directory:
-            path = directory / "program.py"
-            text = path.read_text()
-            assert text.count('"up.bias": Part((12,), sync="dp")') == 1
-            path.write_text(text.replace('"up.bias": Part((12,), sync="dp")', '"up.bias": Part((12,))'))
-            yield directory
-
-    monkeypatch.setattr(door, "emitted", wrong)
+def test_wrong_code_of_a_right_program_is_found(pools: Pools) -> None:
     subject, graph, _ = prepared("mlp")
-    found = door.judge(lower(load_plan("dp=2", graph)), subject, seed=7, tolerance=1e-9, pool=pools(2))
+    program = lower(load_plan("dp=2", graph))
+    files = generate(program)
+    text = files["program.py"].decode()
+    assert text.count('"up.bias": Part((12,), sync="dp")') == 1
+    files["program.py"] = text.replace('"up.bias": Part((12,), sync="dp")', '"up.bias": Part((12,))').encode()
+    traceable = Traceable.of_program(program)
+    found = judge(files, graph, subject, seed=7, tolerance=1e-9, pool=pools(2), traceable=traceable)
     assert not found.equal and found.first_difference is not None and found.first_difference.tensor == "up.bias"

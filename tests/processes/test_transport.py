@@ -19,7 +19,7 @@ from weft.runtime.channel import Channel
 from weft.runtime.emulator import run_ranks
 from weft.runtime.launch import Pool, entry_name, run_processes
 from weft.runtime.watch import PeerLost
-from weft.verify.parallel import same_bits
+from weft.verify.ranks import same_bits
 
 
 def check_like_emulator(pool: Pool, body: Callable[..., Any]) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Runs a Program on emulated ranks and a Graph on one device, and compares the two.
+"""Runs the generated code of a Program on emulated ranks and a Graph on one device, and compares the two.
 
-`run_program` gives every rank its Script and its parts of the tensors and puts outputs, gradients and buffer updates
-together again, copies compared bit for bit. `run_single` knows nothing of rules, layouts or scripts: ATen calls, plain
-autograd, and random draws replaced by those of the stream.
+`run_program` gives every rank its parts of the tensors and puts outputs, gradients and buffer updates together again,
+copies compared bit for bit. `run_single` knows nothing of rules, layouts or programs: ATen calls, plain autograd, and
+random draws replaced by those of the stream.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.codegen import generate
 from weft.ir.graph import Graph, Op, map_refs
 from weft.ir.program import Program
-from weft.lower.script import script
-from weft.lower.transfer import Transfers
-from weft.ops.book import RuleBook
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.emulator import run_ranks
-from weft.runtime.interpret import Rank
+from weft.runtime.files import ProgramFiles
+from weft.runtime.program_files import load_program
 from weft.runtime.random import Stream
 from weft.runtime.script import Index
 from weft.runtime.transport import Transport
@@ -49,41 +48,63 @@ class Disagreement(AssertionError):
     """Copies of one value differ, or a value has holes."""
 
 
+Rank = tuple[Tensors, Tensors, Tensors, Mapping[str, Index]]
+"""Of one rank: outputs, gradients by parameter, new contents by buffer, and what it stores of each."""
+
+
+def run_ranks_of(
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    stream: Stream = STREAM,
+    *,
+    traced: bool = False,
+    timeout: float = 60.0,
+) -> list[Rank]:
+    """Run all ranks in the emulator.
+
+    Args:
+        state: whole parameters and buffers.
+        inputs: whole inputs.
+        traced: through the text that tells what its ops make.
+    """
+    graph, files = program.graph, ProgramFiles(generate(program, traced=traced))
+    names = {one.names[0]: one.tensor for one in (*graph.parameters, *graph.buffers)}
+    updated = {one.tensor for one in graph.buffers if one.update is not None}
+
+    def body(transport: Transport) -> Rank:
+        stored = load_program(files, transport).stored
+        mine = {name: take(state[names[name]], index) for name, index in stored.items() if name in names}
+        module = load_program(files, transport, mine)
+        module.stream = stream
+        made = module(*(inputs[one.tensor] for one in graph.inputs))
+        outputs = made if isinstance(made, dict) else {str(graph.loss): made}
+        if program.loss is not None:
+            outputs[str(graph.loss)].backward()
+        grads = {names[name]: one.grad for name, one in module.trained() if one.grad is not None}
+        updates = {names[name]: module.part(name) for name in mine if names[name] in updated}
+        kept = {names[name]: index for name, index in stored.items() if name in names}
+        return {name: one.detach() for name, one in outputs.items()}, grads, updates, kept
+
+    return run_ranks(program.devices, body, timeout=timeout)
+
+
 def run_program(
     program: Program,
     state: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
     stream: Stream = STREAM,
     *,
-    book: RuleBook | None = None,
     timeout: float = 60.0,
     exact: bool = True,
 ) -> Results:
-    """Run all ranks in the emulator.
-
-    Args:
-        state: whole parameters, buffers and constants.
-        inputs: whole inputs.
-        exact: copies must agree bit for bit, not only to rounding.
-    """
-    book, shared = book or RuleBook(program.graph), Transfers()
-    scripts = [script(program, rank, book, shared) for rank in range(program.devices)]
-    everything = {**state, **inputs}
-    dtypes = {name: tensor.dtype for name, tensor in everything.items()}
-
-    def body(transport: Transport) -> tuple[Tensors, Tensors, Tensors]:
-        own = scripts[transport.rank]
-        parts = {name: take(everything[name], index) for name, index in own.stored.items()}
-        rank = Rank(own, transport, state=parts, dtypes=dtypes)
-        outputs = rank.forward({}, stream)
-        return outputs, rank.backward(), rank.updates()
-
-    found = run_ranks(program.devices, body, timeout=timeout)
-    stored = [own.stored for own in scripts]
+    """The same, put together. `exact`: copies must agree bit for bit, not only to rounding."""
+    found = run_ranks_of(program, state, inputs, stream, timeout=timeout)
+    stored = [one[3] for one in found]
     return Results(
         {name: _agreeing(name, [own[0][name] for own in found], program.graph, exact) for name in program.outputs},
-        _together(program.graph, [grads for _, grads, _ in found], stored, exact),
-        _together(program.graph, [updates for _, _, updates in found], stored, exact),
+        _together(program.graph, [one[1] for one in found], stored, exact),
+        _together(program.graph, [one[2] for one in found], stored, exact),
     )
 
 

@@ -13,11 +13,11 @@ from tests.property.graphs import random_case
 from tests.property.harness import Results, run_single
 from tests.property.plans import random_plan, staged_plan
 from tests.property.sketch import Case, Sketch, ref
+from weft.codegen import generate
 from weft.errors import PlanError, RuleError
 from weft.ir.program import Program
 from weft.lower import lower
 from weft.lower.pipeline import lower_pieces
-from weft.lower.script import scripts
 from weft.ops.book import RuleBook
 from weft.plan.plan import Plan
 from weft.plan.primitives import copy, cut, recompute
@@ -128,7 +128,7 @@ def samples(num_random: int) -> list[Sample]:
 
 def _sample(name: str, case: Case, plan: Plan) -> Sample:
     program = lower(plan, outputs="all")
-    scripts(program)  # an operator that cannot run on an empty part says so here
+    generate(program)  # an operator that cannot run on an empty part says so here
     return Sample(name, case, program, run_single(case.graph, case.state, case.inputs), plan.rules)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.capture import capture
+from weft.codegen import generate
 from weft.ir.graph import Graph
 from weft.lower import lower
-from weft.lower.script import scripts
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
 from weft.runtime.emulator import run_ranks
-from weft.runtime.interpret import Rank
+from weft.runtime.program_files import load_program
 from weft.runtime.random import Stream
 from weft.runtime.transport import Transport
 
@@ -86,20 +86,19 @@ def test_gradients_in_files_equal_eager_ones(tmp_path: Path) -> None:
     model = TinyGPT().double()
     ids, targets = torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (BATCH, LENGTH))
     graph = capture(model, (ids, targets))
-    told = scripts(lower(hand_plan(graph)))
+    files = generate(lower(hand_plan(graph)))
 
     named = dict(model.named_parameters(remove_duplicate=False))
-    wholes = {parameter.tensor: named[parameter.names[0]].detach() for parameter in graph.parameters}
-    wholes |= dict(graph.constants)
-    wholes |= {given.tensor: (ids, targets)[given.index] for given in graph.inputs}
 
     def run(transport: Transport) -> float:
-        script = told[transport.rank]
-        state = {name: part_of(wholes[name], where) for name, where in script.stored.items()}
-        rank = Rank(script, transport, state=state)
-        (loss,) = rank.forward({}, Stream(0, 0, 0)).values()
-        for name, gradient in rank.backward().items():
-            torch.save((script.stored[name], gradient), tmp_path / f"{name}.{transport.rank}.pt")
+        stored = load_program(files, transport).stored
+        parts = {name: part_of(named[name].detach(), where) for name, where in stored.items()}
+        rank = load_program(files, transport, parts)
+        rank.stream = Stream(0, 0, 0)
+        loss = rank(ids, targets)
+        loss.backward()
+        for name, parameter in rank.trained():
+            torch.save((stored[name], parameter.grad), tmp_path / f"{name}.{transport.rank}.pt")
         return loss.item()
 
     losses = run_ranks(4, run)
@@ -110,9 +109,9 @@ def test_gradients_in_files_equal_eager_ones(tmp_path: Path) -> None:
     for parameter in graph.parameters:
         expected = named[parameter.names[0]].grad
         assert expected is not None
-        files = sorted(tmp_path.glob(f"{parameter.tensor}.*.pt"))
+        found = sorted(tmp_path.glob(f"{parameter.names[0]}.*.pt"))
         seen = torch.zeros(expected.shape)
-        for file in files:
+        for file in found:
             where, gradient = torch.load(file)
             torch.testing.assert_close(gradient, part_of(expected, where), rtol=1e-10, atol=1e-12)
             marks = torch.arange(expected.numel()).view(expected.shape)

@@ -43,7 +43,7 @@ def fault(case: Case, plan: Plan, covered: Counter[str]) -> str | None:
         if check(program, plan.rules) != follow(program, plan.rules):
             return f"the check counts otherwise than the oracle\n{plan}"
         expected = run_single(case.graph, case.state, case.inputs)
-        wrong = differences(run_program(program, case.state, case.inputs, book=plan.rules, timeout=20), expected)
+        wrong = differences(run_program(program, case.state, case.inputs, timeout=20), expected)
     except RuleError as error:
         # an operator that cannot run on an empty part says so when its call is written
         covered[f"refused: {error.message.partition(' ')[2][:24]}"] += 1

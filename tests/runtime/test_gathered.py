@@ -68,7 +68,8 @@ def batch() -> Tensor:
 
 def made(transport: Transport, cls: type[ParallelModule] = Split) -> ParallelModule:
     rows = slice(4 * transport.rank, 4 * transport.rank + 4)
-    return cls(transport, {name: weight[rows].clone() for name, weight in weights().items()})
+    state = {name: weight[rows].clone() for name, weight in weights().items()}
+    return cls(transport, state, grad_sync=BucketSync())
 
 
 def kept() -> dict[str, Tensor]:
@@ -134,8 +135,9 @@ def test_a_rank_that_stores_all_of_a_weight_gathers_with_the_others() -> None:
             return self.finish(self.comm.all_reduce(share, over="dp"), share)
 
     def body(transport: Transport) -> Tensor:
-        index = Uneven(transport).stored["w"]
-        module = Uneven(transport, {"w": torch.ones(sum(b - a for a, b in index[0]), 4, dtype=torch.float64)})
+        index = Uneven(transport, grad_sync=BucketSync()).stored["w"]
+        weight = torch.ones(sum(b - a for a, b in index[0]), 4, dtype=torch.float64)
+        module = Uneven(transport, {"w": weight}, grad_sync=BucketSync())
         module(torch.ones(2, 4, dtype=torch.float64)).backward()
         return module.w.grad
 
@@ -165,7 +167,7 @@ def test_no_hooks_without_uses() -> None:
             assert self.tape.gathered._hooks is None
             return self.finish(loss, loss)
 
-    run_ranks(2, lambda transport: Plain(transport)(torch.ones(2, 4, dtype=torch.float64)))
+    run_ranks(2, lambda transport: Plain(transport, grad_sync=BucketSync())(torch.ones(2, 4, dtype=torch.float64)))
 
 
 class Again(Split, grid={"dp": NUM_RANKS}, parameters=LAYERS):

@@ -6,15 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.scripting import F64, all_reduce, load, reshard, run, script, step, sync, whole
+from tests.runtime.scripting import F64, all_reduce, reshard, whole
 from weft.runtime.emulator import run_ranks
-from weft.runtime.regions import backward
-from weft.runtime.reshard import run_reshard
-from weft.runtime.script import Local, Peers, Piece, Reshard, Run, Transfer
+from weft.runtime.grad_sync import BucketSync
+from weft.runtime.module import ParallelModule, Part
+from weft.runtime.reshard import Reshard, run_reshard
+from weft.runtime.script import Piece, Transfer
 from weft.runtime.transport import Transport
-from weft.runtime.values import Tape
 
 PAIR = (0, 1)
+
+
+def backward(roots: list[Tensor], tokens: list[Tensor]) -> None:
+    """Backward from what is there, and from the tokens with gradient zero."""
+    gradients = [torch.ones_like(root) for root in roots] + [torch.zeros_like(token) for token in tokens]
+    torch.autograd.backward([*roots, *tokens], gradients)
 
 
 def summed(source: str, target: str) -> Reshard:
@@ -47,20 +53,20 @@ def test_backward_runs_in_reverse_creation_order_on_every_rank() -> None:
     """Ranks use the values differently, or not at all: the order of the backward collectives is one."""
 
     def body(transport: Transport) -> list[str]:
-        recorder, tape = Recorder(transport, []), Tape()
+        recorder, tokens = Recorder(transport, []), []
         anchor = torch.zeros((), requires_grad=True)
         x = torch.ones(2, dtype=F64, requires_grad=True)
         values = [x * 1]
         for i in range(6):
             source = values[0] if i % 2 else values[-1]
             (out,), token = run_reshard(summed(f"a{i}", f"b{i}"), [source], recorder, anchor)
-            tape.tokens.append(token)
+            tokens.append(token)
             values.append(out * (i + 1))
         # rank 0 uses late values first and two of them twice, rank 1 uses one
         used = [values[1], values[6], values[2], values[6]] if transport.rank == 0 else [values[3]]
         recorder.log.clear()
         root = torch.stack(used).sum()
-        backward([root], [torch.ones_like(root)], tape)
+        backward([root], tokens)
         return recorder.log
 
     want = [f"backward of reshard a{i} -> b{i}" for i in reversed(range(6))]
@@ -69,13 +75,13 @@ def test_backward_runs_in_reverse_creation_order_on_every_rank() -> None:
 
 def test_unused_value_gives_zeros_and_still_takes_part() -> None:
     def body(transport: Transport) -> Tensor:
-        tape, anchor = Tape(), torch.zeros((), requires_grad=True)
+        tokens, anchor = [], torch.zeros((), requires_grad=True)
         x = torch.full((2,), 3.0, dtype=F64, requires_grad=transport.rank == 0)
         (out,), token = run_reshard(summed("a", "b"), [x * 1 if transport.rank == 0 else x], transport, anchor)
-        tape.tokens.append(token)
+        tokens.append(token)
         assert out.requires_grad, "on every rank, whatever the source needs"
         roots = [(out * out).sum()] if transport.rank == 1 else []
-        backward(roots, [torch.ones_like(root) for root in roots], tape)
+        backward(roots, tokens)
         assert anchor.grad is None
         return x.grad
 
@@ -149,14 +155,15 @@ def test_an_op_that_talks_is_reached_where_its_result_is_unused() -> None:
         def backward(ctx, grad):
             return ctx.comm.all_reduce(grad), None
 
-    w = torch.full((2,), 2.0, dtype=F64)
+    class Talks(ParallelModule, grid={"tp": 2}, parameters={"w": Part((2,), dtype=F64)}):
+        def forward(self) -> Tensor:
+            found = self.comm.reached(Sum.apply(self.w, self.comm.along("tp")))
+            return self.finish(found.sum().detach(), *([found.sum()] if self.transport.rank == 0 else []))
 
-    def scripted(rank: int):
-        call = Run("", (Local("w"), Peers(PAIR)), (), (Local("s"),), "talk", "", function=Sum.apply)
-        steps = [load("w", "w"), call]
-        if rank == 0:
-            steps += [run("aten.sum.default", "s", out="loss")]
-        return script(rank, 2, steps, [sync("w", (2,))], loss="loss" if rank == 0 else None)
+    def body(transport: Transport) -> Tensor:
+        module = Talks(transport, {"w": torch.full((2,), 2.0, dtype=F64)}, grad_sync=BucketSync())
+        module().backward()
+        return module.w.grad
 
-    for _, found in step([scripted(0), scripted(1)], [{"w": w}, {"w": w}]):
-        assert found["w"].tolist() == [1.0, 1.0]
+    for found in run_ranks(2, body, timeout=10):
+        assert found.tolist() == [1.0, 1.0]

@@ -7,14 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from weft.train.opened import num_devices, open_rank
+from weft.compile.model_file import Subject
+from weft.runtime.files import files_of
+from weft.train.opened import open_rank
 from weft.train.programs import Programs
-from weft.verify.model_file import Subject
-from weft.verify.parallel import emulate
+from weft.verify.ranks import emulate
 
 
 def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any]) -> list[Any]:
     """What `body(module)` gives on each rank."""
     programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs="loss")
     files = programs.training(model)
-    return emulate(num_devices(files), lambda transport: body(open_rank(files, transport, model)))
+    return emulate(files_of(files).devices, lambda transport: body(open_rank(files, transport, model)))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import weft
 from tests.acceptance.test_bad_state import refused
 from weft.cli import main
+from weft.compile.model_file import load_model_file
 from weft.errors import CaptureError, ModelFileError, RunError, WeftError
-from weft.verify.model_file import load_model_file
 
 
 class Net(nn.Module):

@@ -16,6 +16,7 @@ from tests.models import CausalSelfAttention, GPTConfig
 from tests.pools import Pools
 from weft.codegen.emit import generate
 from weft.compile import compile_program
+from weft.compile.model_file import Subject
 from weft.ir.program import Chunks
 from weft.runtime.ahead import Gather
 from weft.runtime.emulator import run_ranks
@@ -24,7 +25,6 @@ from weft.runtime.transfers import take, together
 from weft.runtime.transport import Transport
 from weft.train.expected import expect_rank
 from weft.train.opened import open_rank
-from weft.verify.model_file import Subject
 
 RANKS, WIDTH, DEPTH = 2, 32, 3
 PLAIN = f"dp={RANKS},zero=3,recompute=blocks.*"

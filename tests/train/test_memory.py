@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import weft
 from weft.cli import main
 from weft.compile import compile_subject
+from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
 from weft.runtime.launch import Pool
 from weft.runtime.ledger import Bytes
 from weft.train.expected import alike_ranks, expect_memory, expect_rank
 from weft.train.limit import check_limit
 from weft.train.measured import measure
-from weft.verify.model_file import Subject, load_model_file
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 NEAR = 0.02

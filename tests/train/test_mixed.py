@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import weft
 from weft.compile import compile_subject
+from weft.compile.model_file import Subject
 from weft.errors import RunError
 from weft.runtime.precision import Precision
 from weft.runtime.transport import Transport
@@ -19,8 +20,7 @@ from weft.train.expected import expect_rank
 from weft.train.opened import open_rank
 from weft.train.programs import Programs
 from weft.verify.mixed import OneDevice
-from weft.verify.model_file import Subject
-from weft.verify.parallel import emulate
+from weft.verify.ranks import emulate
 
 BF16 = torch.bfloat16
 Batch = tuple[Tensor, Tensor]

@@ -14,16 +14,17 @@ from torch.nn import functional as F
 
 import weft
 from weft.compile import compile_program
+from weft.compile.model_file import Subject
 from weft.errors import RunError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.emulator import run_ranks
+from weft.runtime.files import files_of
 from weft.runtime.microbatches import split_arguments
 from weft.runtime.random import Stream
 from weft.runtime.reduction import Reduction
 from weft.runtime.transport import Transport
-from weft.train.opened import num_devices, open_rank
+from weft.train.opened import open_rank
 from weft.train.programs import Once, Programs
-from weft.verify.model_file import Subject
 
 PLAN = "pp=2,microbatches=4"
 VOCABULARY = 11
@@ -223,7 +224,7 @@ class Fed:
             loss = rank.eval()(**batch(8 if rank.replica or rank.has_forward else 3, rank.replica))
             return [*losses, rank.over_replicas(loss).item()], state
 
-        return run_ranks(num_devices(files) * self.replicas, body)
+        return run_ranks(files_of(files).devices * self.replicas, body)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", weft.per_token("targets")])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import weft
 from tests.train.eager import STEPS, adamw, check_same, gpt, mlp
 from tests.train.test_torchrun import launch
+from weft.compile.model_file import load_model_file
 from weft.errors import PlanError, RunError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.microbatches import split_arguments
@@ -20,7 +21,6 @@ from weft.runtime.random import Stream
 from weft.train.command import train_file
 from weft.train.data import Own
 from weft.train.settings import Settings
-from weft.verify.model_file import load_model_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, TIED = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")

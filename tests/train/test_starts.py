@@ -16,6 +16,7 @@ import weft
 from tests.train.test_initialise import IDS, gpt2, llama
 from weft.cli import main
 from weft.compile import compile_subject
+from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
 from weft.runtime.initialise import Start, build
 from weft.runtime.silent import Silent
@@ -25,7 +26,6 @@ from weft.train.opened import open_rank
 from weft.train.starting import values_of
 from weft.train.weights import copy_part
 from weft.verify import weight_files
-from weft.verify.model_file import Subject, load_model_file
 
 
 class Net(nn.Module):
@@ -320,7 +320,7 @@ def main(how):
     from weft.compile import compile_program
     from weft.train.opened import open_rank
     from weft.train.starting import started, values_of
-    from weft.verify.model_file import Subject, load_model_file
+    from weft.compile.model_file import Subject, load_model_file
 
     init = how if how in ("exact", "counter") else "exact"
     if how == "whole":

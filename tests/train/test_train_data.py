@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from weft.capture import capture
 from weft.cli import main
+from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
 from weft.runtime.launch import Pool
 from weft.train.command import train_file
@@ -23,7 +24,6 @@ from weft.train.data import Choice, Own, Source, make_source
 from weft.train.schedule import Rates, Schedule
 from weft.train.settings import Settings
 from weft.train.text import vocabularies
-from weft.verify.model_file import Subject, load_model_file
 
 FILE = """
 import torch

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tests.acceptance.subjects import HAND_WRITTEN, prepared
+from tests.verify.faults import FAULTS, Fault
+from weft.codegen import generate
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.primitives import copy, cut
-from weft.runtime.script import Script
 from weft.runtime.transport import Transport
+from weft.verify import ranks
 from weft.verify.compare import compare
-from weft.verify.faults import FAULTS, Fault
-from weft.verify.parallel import run_parallel, write_scripts
+from weft.verify.generated import run_generated
 
 
 def tied_twice(graph: Graph) -> Plan:
@@ -51,19 +53,14 @@ def worst(name: str, ours) -> float:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_in_the_scripts_is_seen(fault: Fault) -> None:
+def test_a_fault_in_the_program_is_seen(fault: Fault) -> None:
     for name, plan in SCENES:
-        program = lowered(name, plan)
-        wrong = fault.apply(write_scripts(program))
-        if wrong is None:
-            continue
-
-        def tamper(_: list[Script], wrong: list[Script] = wrong) -> list[Script]:
-            return wrong
-
-        ours = run_parallel(program, prepared(name)[0], seed=7, wide=True, reference=prepared(name)[2], tamper=tamper)
-        assert worst(name, ours) > 1e-9 or ours.disagreements, f"{fault.name} went unseen"
-        return
+        wrong = fault.apply(lowered(name, plan))
+        if wrong is not None:
+            subject, graph, reference = prepared(name)
+            ours = run_generated(wrong, graph, subject, seed=7, wide=True, reference=reference)
+            assert worst(name, ours) > 1e-9 or ours.disagreements, f"{fault.name} went unseen"
+            return
     pytest.fail(f"no scene has a place for {fault.name!r}")
 
 
@@ -88,21 +85,22 @@ RUNTIME_FAULTS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("fault", RUNTIME_FAULTS)
-def test_a_fault_in_the_transport_is_seen(fault: str) -> None:
+def test_a_fault_in_the_transport_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plan = SCENES[1]
-    ours = run_parallel(
-        lowered(name, plan),
-        prepared(name)[0],
-        seed=7,
-        wide=True,
-        reference=prepared(name)[2],
-        through=lambda transport: Tampered(transport, RUNTIME_FAULTS[fault]),
-    )
+    subject, graph, reference = prepared(name)
+    ran = ranks.run_ranks
+
+    def tampered(num_ranks: int, body: Callable[[Any], Any]) -> list[Any]:
+        return ran(num_ranks, lambda transport: body(Tampered(transport, RUNTIME_FAULTS[fault])))
+
+    monkeypatch.setattr(ranks, "run_ranks", tampered)
+    ours = run_generated(generate(lowered(name, plan)), graph, subject, seed=7, wide=True, reference=reference)
     assert worst(name, ours) > 1e-9 or ours.disagreements
 
 
 def test_without_a_fault_the_scenes_are_equal() -> None:
     for name, plan in SCENES:
-        ours = run_parallel(lowered(name, plan), prepared(name)[0], seed=7, wide=True, reference=prepared(name)[2])
+        subject, graph, reference = prepared(name)
+        ours = run_generated(generate(lowered(name, plan)), graph, subject, seed=7, wide=True, reference=reference)
         assert worst(name, ours) < 1e-9
         assert not ours.disagreements

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import weft
+from weft.compile.model_file import Subject, load_model_file
 from weft.runtime.microbatches import TooFewRows, split_arguments
 from weft.runtime.reduction import Reduction
-from weft.verify.model_file import Subject, load_model_file
 from weft.verify.reference import run_reference, shares_of
 
 

@@ -17,10 +17,10 @@ from tests.acceptance.subjects import gpt, llama, mlp
 from weft.capture import capture
 from weft.capture.precision import Precision
 from weft.cli import main
+from weft.compile.model_file import load_model_file
+from weft.compile.subject import in_precision
 from weft.errors import ModelFileError
 from weft.verify.compare import Sample
-from weft.verify.door import in_precision
-from weft.verify.model_file import load_model_file
 from weft.verify.reference import run_reference
 from weft.verify.rounded import judge_rounding
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.compile.model_file import adamw, check_loss, load_model_file
 from weft.errors import ModelFileError
-from weft.verify.model_file import adamw, check_loss, load_model_file
 
 GOOD = """
 import torch

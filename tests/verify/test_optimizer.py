@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import weft
+from weft.compile.optimizer import needs_closure
 from weft.errors import ModelFileError, PlanError
 from weft.runtime.elementwise import mixes_elements
-from weft.verify.optimizer import needs_closure
 
 MODEL = """
 import sys

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from weft.cli import main
+from weft.compile.model_file import adamw, load_model_file
+from weft.compile.subject import capture_subject
 from weft.errors import PlanError, RunError
-from weft.runtime.pipeline_files import PIPELINE, pipeline_changes
+from weft.runtime.files import PIPELINE, changes
 from weft.verify import verify, verify_program
 from weft.verify.compare import compare
-from weft.verify.door import capture_subject
 from weft.verify.generated import run_generated
-from weft.verify.model_file import adamw, load_model_file
-from weft.verify.pipelined import order_of
+from weft.verify.program_dir import order_of
 from weft.verify.reference import run_reference
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlp.py"
@@ -94,7 +94,7 @@ def test_another_order_is_an_edit_and_verified(place) -> None:
     _, schedule = order_of(json.loads((folder / PIPELINE).read_text()))
     assert str(schedule).startswith("0: F0 F1 B0 F2")
     edit_events(folder, "0", 2, 3)
-    assert pipeline_changes(folder) == {PIPELINE: "edited"}
+    assert changes(folder) == {PIPELINE: "edited"}
     found = verify_program(EXAMPLE, program=folder)
     assert found.equal and found.summary["schedule"]["0"].startswith("F0 F1 F2 B0")
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from weft.compile.model_file import Subject
 from weft.errors import ModelFileError, RunError
-from weft.verify.model_file import Subject
 from weft.verify.reference import direct_checkpoints, float_dtype, run_reference, widen_module
 
 

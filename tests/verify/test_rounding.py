@@ -72,18 +72,19 @@ def test_the_count_is_of_elements_on_either_side_in_any_step() -> None:
     assert [found.value for found in compare(ours, theirs)][2] == 0.0
 
 
+class Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if x.dtype != torch.float32:
+            raise RuntimeError(f"Expected Float32, got {x.dtype}")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def test_a_forward_that_float64_alone_breaks_is_told_as_such() -> None:
-    class Narrow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            if x.dtype != torch.float32:
-                raise RuntimeError(f"Expected Float32, got {x.dtype}")
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -12,14 +12,20 @@ import torch
 from torch import nn
 
 import weft
+from tests.pieces import compile_pieces
 from weft.cli import main
+from weft.codegen import generate
+from weft.compile.model_file import Subject
+from weft.compile.subject import capture_subject, make_plan, make_subject
 from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.program import Program, Reshard, Step, Sync
 from weft.lower import lower
 from weft.plan import Plan
-from weft.runtime import interpret
-from weft.verify.door import capture_subject, judge, make_plan, make_subject
-from weft.verify.model_file import Subject
+from weft.runtime.module import ParallelModule
+from weft.runtime.random import Stream
+from weft.verify import judged
+from weft.verify.compare import Result
+from weft.verify.locate import Traceable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -57,6 +63,11 @@ def program_of(subject: Subject, plan: str) -> Program:
     return lower(make_plan(plan, graph, subject, None))
 
 
+def judge(program: Program, subject: Subject) -> Result:
+    traceable = Traceable.of_program(program)
+    return judged.judge(generate(program), program.graph, subject, seed=0, tolerance=1e-9, traceable=traceable)
+
+
 def change(program: Program, edit: Callable[[Step], Step]) -> Program:
     changed = replace(program, steps=tuple(edit(step) for step in program.steps))
     assert changed.steps != program.steps, "the fault was not planted"
@@ -69,7 +80,7 @@ def test_a_dropped_gradient_sync_is_seen_in_the_gradients(mlp: Subject) -> None:
             return replace(step, moves=tuple(() for _ in step.moves))
         return step
 
-    result = judge(change(program_of(mlp, "dp=2"), drop), mlp, seed=0, tolerance=1e-9)
+    result = judge(change(program_of(mlp, "dp=2"), drop), mlp)
     assert not result.equal
     assert any("up.weight" in text for text in result.disagreements), "copies of the gradient must disagree"
     assert result.first_difference is not None and result.first_difference.tensor == "up.weight"
@@ -86,7 +97,7 @@ def test_a_dropped_forward_sum_names_the_operator_and_its_line(mlp: Subject) -> 
             return replace(step, forward=())
         return step
 
-    result = judge(change(program, drop), mlp, seed=0, tolerance=1e-9)
+    result = judge(change(program, drop), mlp)
     assert not result.equal and result.first_difference is not None
     # The addends of `down` themselves are right; what reads them before they are summed is the first to differ.
     after = program.graph.ops[program.graph.ops.index(down) + 1]
@@ -95,17 +106,15 @@ def test_a_dropped_forward_sum_names_the_operator_and_its_line(mlp: Subject) -> 
 
 
 def test_a_wrong_random_stream_is_found_at_the_dropout(mlp: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = program_of(mlp, "dp=2")
-    original = interpret.Stream
-    forward = interpret.Rank.forward
+    program, call = program_of(mlp, "dp=2"), ParallelModule.__call__
 
-    def shifted(self: interpret.Rank, inputs: object, stream: interpret.Stream) -> object:
-        if self._transport.num_ranks > 1:
-            stream = original(stream.seed + 1, stream.step, stream.microbatch)
-        return forward(self, inputs, stream)  # type: ignore[arg-type]
+    def shifted(self: ParallelModule, *inputs: torch.Tensor) -> object:
+        if self.transport.num_ranks > 1:
+            self.stream = Stream(self.stream.seed + 1, self.stream.step, self.stream.microbatch)
+        return call(self, *inputs)
 
-    monkeypatch.setattr(interpret.Rank, "forward", shifted)
-    result = judge(program, mlp, seed=0, tolerance=1e-9)
+    monkeypatch.setattr(ParallelModule, "__call__", shifted)
+    result = judge(program, mlp)
     assert not result.equal and result.first_difference is not None
     assert result.first_difference.op.startswith("dropout")
 
@@ -115,24 +124,55 @@ def test_a_graph_unlike_the_model_is_told_as_such(mlp: Subject) -> None:
     wrong = tuple(replace(op, kwargs=(("approximate", "tanh"),)) if op.kind == "gelu" else op for op in graph.ops)
     assert wrong != graph.ops
     program = lower(Plan(replace(graph, ops=wrong), devices=1))
-    result = judge(program, mlp, seed=0, tolerance=1e-9)
+    result = judge(program, mlp)
     assert not result.equal and result.first_difference is not None
     assert "differs from the eager model" in result.first_difference.note
     assert "outside its inputs and parameters" in result.first_difference.remedy
 
 
 def test_a_rank_that_raises_is_a_run_error(mlp: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = program_of(mlp, "dp=2")
-    backward = interpret.Rank.backward
+    finish = ParallelModule.finish
 
-    def fail(self: interpret.Rank) -> object:
-        if self._transport.rank == 1:
+    def fail(self: ParallelModule, *values: torch.Tensor) -> torch.Tensor:
+        if self.transport.rank == 1:
             raise ValueError("out of luck")
-        return backward(self)
+        return finish(self, *values)
 
-    monkeypatch.setattr(interpret.Rank, "backward", fail)
+    monkeypatch.setattr(ParallelModule, "finish", fail)
     with pytest.raises(RunError, match="rank 1 failed: ValueError: out of luck"):
-        judge(program, mlp, seed=0, tolerance=1e-9)
+        judge(program_of(mlp, "dp=2"), mlp)
+
+
+@pytest.mark.parametrize("name", ["inner", "stored", "comm"])
+def test_layers_in_a_list_under_a_name_of_the_runtime(name: str) -> None:
+    """What runs is the generated code: verify sees what training would."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in getattr(self, name):
+                x = layer(x).relu()
+            return x.mean()
+
+    assert weft.verify(Holder(), (torch.randn(4, 4),), plan="dp=2").equal
+
+
+def test_the_first_difference_in_a_pipeline(mlp: Subject) -> None:
+    graph, make = capture_subject(mlp), lambda other: make_plan("pp=2,microbatches=2", other, mlp, None)
+    made = compile_pieces(mlp, make(graph), capture_subject, make)
+    first, *others = made.sizes[0].parts
+    wrong = tuple(
+        replace(op, kwargs=(("approximate", "tanh"),)) if op.kind == "gelu" else op for op in first.program.graph.ops
+    )
+    assert wrong != first.program.graph.ops
+    part = replace(first, program=replace(first.program, graph=replace(first.program.graph, ops=wrong)))
+    bad = replace(made, sizes=(replace(made.sizes[0], parts=(part, *others)),))
+    result = judged.judge(bad.files(), graph, mlp, seed=0, tolerance=1e-9, traceable=Traceable.of_pieces(bad))
+    assert not result.equal and result.first_difference is not None
+    assert result.first_difference.op.startswith("gelu") and "mlp.py:" in result.first_difference.source
 
 
 class Counting(nn.Module):

@@ -20,7 +20,6 @@ from weft.codegen.text import literal, tuple_of
 from weft.ir.graph import Op, Ref, Size
 from weft.ir.program import Compute
 from weft.ir.ranges import whole
-from weft.lower.script import peers
 from weft.lower.shared_heads import GROUPED, shares_heads
 from weft.ops.arguments import overload
 from weft.ops.rule import Group
@@ -36,7 +35,8 @@ def say_compute(frame: Frame, step: Compute) -> None:
     num_cells = len(step.layout.grid.cells_on.get(frame.rank, ()))
     if not num_cells:
         return
-    if op.target == "aten.alias.default" and num_cells == 1 and frame.sheet.read_once(step.inputs[0]):
+    traced = frame.sheet.traced
+    if op.target == "aten.alias.default" and num_cells == 1 and frame.sheet.read_once(step.inputs[0]) and not traced:
         # the only reader of a tensor may as well read it under its old name
         frame.same(step.outputs[0], frame.read(step.inputs[0]))
         return
@@ -92,13 +92,17 @@ class _Call:
         if self.talks:
             # backward must reach an operator that talks on every rank
             frame.say(", ".join(names), f"self.comm.reached({', '.join(names)})", context=context)
+        if frame.sheet.traced:
+            slot = "chunk" if self.slot is None else self.slot
+            for output, name in enumerate(names):
+                frame.say("", f"self.trace({literal(self.op.name)}, {output}, {slot}, {name})", context=context)
         return names
 
     def _name(self, value: str, suffix: str) -> str:
         frame = self.frame
         if suffix:
             return frame.names.give(value + suffix, frame.sheet.base(value) + suffix, frame.now)
-        if not frame.sheet.is_read(value) and not self.talks:
+        if not frame.sheet.is_read(value) and not self.talks and not frame.sheet.traced:
             return "_"
         frame.inside.add(value)
         return frame.name(value)
@@ -171,7 +175,7 @@ class _Call:
         axes, cutting = spreads.axes(layout.grid), layout.axes_cutting(group.name)
 
         def found(where: tuple[int, int]) -> tuple[int, ...]:
-            return peers(layout, group.name, layout.grid.cells_on[where[0]][where[1]])
+            return layout.peers(group.name, layout.grid.cells_on[where[0]][where[1]])
 
         if axes is not None and all(axes[i] is not None for i in cutting):
             names = tuple(name for i in cutting for name in axes[i] or ())

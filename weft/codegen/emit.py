@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weft.codegen.form import form_of
 from weft.codegen.moves import MoveWords
 from weft.codegen.program import class_name, file_text
 from weft.codegen.sheet import Sheet, input_names
@@ -25,7 +26,7 @@ from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
-from weft.runtime.program_files import CONSTANTS, META, PARTS, content_hash, file_hash
+from weft.runtime.files import CONSTANTS, META, PARTS, content_hash, file_hash
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,18 @@ def emit(program: Program, directory: str | Path, *, title: str = "", about: dic
 
 
 def generate(
-    program: Program, *, title: str = "", about: dict[str, Any] | None = None, inputs: Mapping[str, str] | None = None
+    program: Program,
+    *,
+    title: str = "",
+    about: dict[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    traced: bool = False,
 ) -> dict[str, bytes]:
     """The files by name.
 
     Args:
         inputs: what arguments of forward are to be called, by input tensor; after the tensor if not given.
+        traced: every op tells the module's `trace` what it made, and no layer is folded into another's text.
     """
     program = with_shared_heads(program)
     called = input_names(program, inputs)
@@ -73,7 +80,7 @@ def generate(
     ranks = [0] * program.devices
     for number, team in enumerate(groups):
         name = "program.py" if len(groups) == 1 else f"program_{number}.py"
-        sheet = Sheet(program, team, spreads, tables, book, words, called)
+        sheet = Sheet(program, team, spreads, tables, book, words, called, traced=traced)
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
@@ -81,6 +88,7 @@ def generate(
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
     meta = {
+        "batch": form_of(program.graph).to_json(),
         "class": class_name(program),
         "devices": program.devices,
         "files": list(texts),

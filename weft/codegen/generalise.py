@@ -20,7 +20,7 @@ from weft.codegen.affine import Expression, Sample, fit, fit_quotient
 from weft.codegen.logical import Line, is_number, logical_lines, shape_of, tokens
 from weft.codegen.text import TAB, top_level
 from weft.errors import PlanError
-from weft.runtime.program_files import PARTS
+from weft.runtime.files import PARTS
 from weft.runtime.sizes import SIZE
 
 REMEDY = "leave that dim unmarked in the example, or choose another plan"

@@ -11,7 +11,6 @@ from typing import Any
 
 from weft.ir.layout import Layout
 from weft.ir.program import Move, Program
-from weft.lower.script import shapes
 from weft.lower.transfer import Transfers
 from weft.runtime.program_files import SELF
 from weft.runtime.script import Piece, Transfer
@@ -30,17 +29,22 @@ def move_entry(
     """One rank's entry. `source`: the value it comes from; None for a stored tensor."""
     target = program.values[value].layout
     origin: Layout = program.stored[tensor] if source is None else program.values[source].layout
-    held = shapes(target, rank)
+    held = _shapes(target, rank)
     ways = _by_chunk(program, transfers, rank, value) if source is None and backward is not None else None
     return {
         "forward": transfer_entries(transfers, forward, rank),
         "backward": None if backward is None else transfer_entries(transfers, backward, rank),
-        "source_shapes": shapes(origin, rank),
+        "source_shapes": _shapes(origin, rank),
         "target_shapes": held,
         "dtype": str(program.graph.tensors[tensor].dtype).removeprefix("torch."),
         "chunks": len(held) > 1,
         **({} if ways is None else {"by_chunk": ways}),
     }
+
+
+def _shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Local shapes of a rank's slots."""
+    return tuple(part.shape for part in layout.parts_on(rank))
 
 
 def _by_chunk(program: Program, transfers: Transfers, rank: int, value: str) -> list[dict[str, Any]] | None:

@@ -16,8 +16,7 @@ from typing import Any
 
 from weft.codegen.reads import Stack, makes_of, reads_of
 from weft.codegen.sheet import Sheet
-from weft.codegen.spread import every_step
-from weft.ir.program import Chunks, Compute, Give, Recompute, Reshard, Step, Take, Use
+from weft.ir.program import Chunks, Compute, Give, Recompute, Reshard, Step, Take, Use, every_step
 
 _NUMBERED = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|/|$)")
 

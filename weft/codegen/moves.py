@@ -31,14 +31,19 @@ class MoveWords:
         self._spreads, self.transfers = spreads, transfers
         self._known: dict[ir.Move, tuple[rt.Move, ...] | None] = {}
 
-    def all(self, moves: Iterable[ir.Move]) -> tuple[rt.Move, ...] | None:
-        """Moves one after the other; None if one of them does not follow the axes."""
+    def all(self, moves: Iterable[ir.Move], start: Layout | None) -> tuple[rt.Move, ...] | None:
+        """Moves one after the other; None if one of them does not follow the axes, or is not about what is there.
+
+        Args:
+            start: of the tensor that is moved, if it is known.
+        """
         out: list[rt.Move] = []
         for move in moves:
             found = self.one(move)
-            if found is None:
+            if found is None or (start is not None and not _same_shapes(start, move.source)):
                 return None
             out.extend(found)
+            start = move.target
         return tuple(out)
 
     def one(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
@@ -116,6 +121,14 @@ class MoveWords:
             return (shape,) == truth.shapes and not truth.sends
         sent = [(piece.slot, piece.index) for piece in truth.sends]
         return sent == [(0, index)] and [piece.index for piece in truth.receives] == [whole(shape)]
+
+
+def _same_shapes(a: Layout, b: Layout) -> bool:
+    """True if local tensors have the same shapes: what words mean depends on them."""
+    if a == b:
+        return True
+    devices = a.grid.cells_on.keys() | b.grid.cells_on.keys()
+    return all([p.shape for p in a.parts_on(d)] == [p.shape for p in b.parts_on(d)] for d in devices)
 
 
 def _uneven(layout: Layout, dim: int) -> int | None:

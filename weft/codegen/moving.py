@@ -43,7 +43,7 @@ def _moved(frame: Frame, step: Use, source: str | None) -> str:
     """An input, a buffer, a constant or a frozen parameter: no gradient comes back."""
     tensor = frame.program.values[step.value].tensor
     text = source if source is not None else frame.home(tensor)
-    words = frame.sheet.words.all(step.moves)
+    words = frame.sheet.words.all(step.moves, frame.program.stored[tensor])
     if words is not None and frame.slots(step.value) == 1:
         return _without_gradient(frame, text, words)
     return f"self.comm.move({text}, {literal(frame.sheet.move_key(step.value, step.moves, None, tensor, None))})"
@@ -52,7 +52,8 @@ def _moved(frame: Frame, step: Use, source: str | None) -> str:
 def _used(frame: Frame, step: Use, sync: Sequence[Change]) -> str:
     """A trained parameter in a layout of its own, and the way home of its gradient."""
     sheet, tensor = frame.sheet, frame.program.values[step.value].tensor
-    words, back = sheet.words.all(step.moves), sheet.words.all(sync)
+    value = frame.program.values[step.value]
+    words, back = sheet.words.all(step.moves, frame.program.stored[tensor]), sheet.words.all(sync, value.grad)
     home = frame.home(tensor)
     if words is not None and back is not None and frame.slots(step.value) == 1:
         _import(frame, (*words, *back))
@@ -68,8 +69,8 @@ def say_reshard(frame: Frame, step: Reshard) -> None:
     ends = values[step.source].layout, values[step.target].layout
     if not sheet.takes_part((*step.forward, *(step.backward or ())), *ends):
         return
-    words = sheet.words.all(step.forward)
-    back = None if step.backward is None else sheet.words.all(step.backward)
+    words = sheet.words.all(step.forward, ends[0])
+    back = None if step.backward is None else sheet.words.all(step.backward, values[step.target].grad)
     single = frame.slots(step.source) == 1 and frame.slots(step.target) == 1
     text = frame.env.get(step.source, "None")
     if single and words is not None and (step.backward is None or back is not None):

@@ -28,7 +28,6 @@ _UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor isfinite isinf isnan log log10 log1p log2 logical_not"
 )
 _UNARY += " reciprocal round rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc relu"
-_F_UNARY = "softsign logsigmoid tanhshrink"
 
 TEMPLATES: Mapping[str, str] = {
     **{f"aten.{name}.Tensor": f"self {sign} other" for name, sign in _BINARY.items()},

@@ -20,8 +20,7 @@ from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.returned import returned
 from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
-from weft.runtime.pipeline_files import PIPELINE, description_hash
-from weft.runtime.program_files import file_hash
+from weft.runtime.files import PIPELINE, description_hash, file_hash
 from weft.runtime.script import Transfer
 
 
@@ -31,12 +30,14 @@ def generate_pipeline(
     *,
     about: dict[str, Any] | None = None,
     returns: Sequence[str] = (),
+    traced: bool = False,
 ) -> dict[str, bytes]:
     """The files by name.
 
     Args:
         sizes: the same plan at each size that micro-batches have.
         returns: tensors that every device gets whole, in evaluation.
+        traced: as of `generate`.
     """
     files: dict[str, bytes] = {}
     for size, pipelined in enumerate(sizes):
@@ -44,7 +45,8 @@ def generate_pipeline(
         for number, part in enumerate(pipelined.parts):
             ends = events_text(part, pipelined, schedule).encode()
             taken = {name: names[name] for name in part.piece.takes}
-            for name, content in generate(part.program, title=head(pipelined, part, names), inputs=taken).items():
+            title = head(pipelined, part, names)
+            for name, content in generate(part.program, title=title, inputs=taken, traced=traced).items():
                 where = f"{_folder(size, number)}/{name}"
                 files[where] = content + ends if name.endswith(".py") else content
     words, first = _Words(), sizes[0]

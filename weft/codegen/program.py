@@ -6,16 +6,17 @@ In: a Program and a team of ranks that run the same text. Out: the text of the f
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from weft.codegen.body import say_all, write_body
 from weft.codegen.frame import Frame
 from weft.codegen.layers import Folder
 from weft.codegen.names import legal
-from weft.codegen.reads import INPUT
+from weft.codegen.reads import INPUT, Stack
 from weft.codegen.sheet import Sheet
 from weft.codegen.stored import buffer_entries, folded, parameter_entries, table_lines
 from weft.codegen.text import TAB, WIDTH, literal, statement
-from weft.ir.program import Program, Sync
+from weft.ir.program import Program, Step, Sync
 
 
 def class_name(program: Program) -> str:
@@ -82,7 +83,9 @@ def _forward(sheet: Sheet) -> list[str]:
     program = sheet.program
     inputs = [INPUT + one.tensor for one in program.graph.inputs]
     kept = sorted(program.ends)
-    steps = Folder(sheet).fold([step for step in program.steps if not isinstance(step, Sync)])
+    plain = [step for step in program.steps if not isinstance(step, Sync)]
+    # a trace tells ops apart that one layer's text says for all
+    steps: Sequence[Step | Stack] = plain if sheet.traced else Folder(sheet).fold(plain)
     frame = Frame(sheet, steps, inputs, kept)
     arguments = [f"{frame.env[name]}: Tensor" for name in inputs]
     say_all(frame, steps)

@@ -33,7 +33,7 @@ from weft.ir.ranges import count
 from weft.lower import lower
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
-from weft.runtime.program_files import META, content_hash, file_hash
+from weft.runtime.files import META, content_hash, file_hash
 from weft.runtime.sizes import FreeSize, refused
 
 MANY = 16

@@ -24,19 +24,32 @@ from weft.codegen.operators import PRODUCTS
 from weft.codegen.reads import INPUT, reads_of
 from weft.codegen.sources import Sources
 from weft.codegen.spent import spent_values
-from weft.codegen.spread import Spreads, Team, every_step
+from weft.codegen.spread import Spreads, Team
 from weft.codegen.tables import Tables
 from weft.codegen.text import literal, statement
 from weft.ir.graph import Buffer, Graph, Op, Parameter
 from weft.ir.layout import Layout
-from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Take, Use, outputs_of
+from weft.ir.program import (
+    Chunks,
+    Compute,
+    Give,
+    Move,
+    Program,
+    Recompute,
+    Reshard,
+    Step,
+    Take,
+    Use,
+    every_step,
+    outputs_of,
+)
 from weft.ir.ranges import count
-from weft.lower.script import Writer
+from weft.lower.chunks import Chunk, given, taken
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
-from weft.runtime import script as rt
 from weft.runtime.alone import Alone
 from weft.runtime.calls import FUNCTIONS
+from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import Container, ParallelModule
 
 _CONTAINER = Container()
@@ -71,7 +84,11 @@ class Sheet:
         book: RuleBook,
         words: MoveWords,
         inputs: Mapping[str, str],
+        *,
+        traced: bool = False,
     ) -> None:
+        self.traced = traced
+        """Every op tells what it made."""
         self.program, self.team, self.spreads, self.tables, self.words = program, team, spreads, tables, words
         self.cells, self._book = Cells(book), book
         self.graph = program.graph
@@ -89,7 +106,6 @@ class Sheet:
         self.named: tuple[Parameter | Buffer, ...] = (*self.graph.parameters, *self.graph.buffers)
         self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
-        self._writers: dict[int, Writer] = {}
         self.inputs = inputs
         self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
@@ -215,18 +231,13 @@ class Sheet:
             case _:
                 return False
 
-    def writer(self, rank: int) -> Writer:
-        if rank not in self._writers:
-            self._writers[rank] = Writer(self.program, rank, self._book, self.words.transfers)
-        return self._writers[rank]
-
-    def take(self, step: Take, rank: int, chunk: int) -> rt.Take:
+    def take(self, step: Take, rank: int, chunk: int) -> Chunk:
         """A Take as one rank does it for one chunk."""
-        return self.writer(rank).take(step, chunk)
+        return taken(self.program, step, rank, chunk)
 
-    def give(self, step: Give, rank: int, chunk: int) -> rt.Give:
+    def give(self, step: Give, rank: int, chunk: int) -> Chunk:
         """A Give as one rank does it for one chunk."""
-        return self.writer(rank).give(step, chunk)
+        return given(self.program, step, rank, chunk)
 
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
@@ -354,4 +365,4 @@ def _is_plain(word: str) -> bool:
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
-    return ParallelModule(Alone())
+    return ParallelModule(Alone(), grad_sync=BucketSync())

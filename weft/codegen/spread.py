@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.ir.layout import PARTIAL, Grid, Layout
-from weft.ir.program import Chunks, Compute, Program, Recompute, Step
+from weft.ir.program import Compute, Program, every_step
 from weft.ir.ranges import Ranges, count
 from weft.runtime.cuts import Cut, Place
 
@@ -35,14 +35,6 @@ class Team:
     """Ranks that run the same text."""
 
     ranks: tuple[int, ...]
-
-
-def every_step(steps: Iterable[Step]) -> Iterator[Step]:
-    """All steps, those inside loops and regions too."""
-    for step in steps:
-        yield step
-        if isinstance(step, Chunks | Recompute):
-            yield from every_step(step.body)
 
 
 def main_grid(program: Program) -> GridOf:

@@ -97,7 +97,7 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
         if sheet.used_as_stored(source):
             if not moves:
                 return []
-            words = sheet.words.all(moves)
+            words = sheet.words.all(moves, sheet.program.values[source].grad)
             if words is None:
                 entries = {
                     rank: {

@@ -10,8 +10,6 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SHELLS = ("bash", "zsh", "fish")
-
 BASH = """\
 _weft() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"

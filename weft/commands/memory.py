@@ -19,11 +19,11 @@ from rich.text import Text
 
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
+from weft.compile.model_file import Subject
 from weft.runtime.ledger import KINDS, Bytes
 from weft.train.expected import Unforeseen, alike_ranks, expect_rank
 from weft.train.limit import available
 from weft.train.measured import measure
-from weft.verify.model_file import Subject
 
 Say = Callable[[str], None]
 

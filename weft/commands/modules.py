@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.codegen.cells import Cells
 from weft.cost.reshard import measure
 from weft.ir.oplayout import Cut
-from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use
+from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, every_step
 from weft.ir.routes import Routing
-from weft.lower.script import script
+from weft.ops.book import RuleBook
+from weft.ops.rule import Group
 from weft.plan.select import fold
-from weft.runtime.groups import flat
-from weft.runtime.script import Peers, Run
 from weft.train.amounts import shown
 
 INPUTS, MODEL = "(inputs)", "(model)"
@@ -117,11 +117,7 @@ def devices_text(devices: Sequence[int]) -> str:
 
 
 def _computes(steps: Sequence[Step]) -> Iterator[Compute]:
-    for step in steps:
-        if isinstance(step, Compute):
-            yield step
-        elif isinstance(step, Chunks | Recompute):
-            yield from _computes(step.body)
+    return (step for step in every_step(steps) if isinstance(step, Compute))
 
 
 def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]:
@@ -172,17 +168,22 @@ def _elements(shape: Sequence[int]) -> int:
 
 def _ops_that_talk(program: Program) -> set[str]:
     """Operators whose parts talk to each other on rank 0."""
-    return {
-        step.op
-        for step in flat(script(program, 0).instructions)
-        if isinstance(step, Run) and any(map(_has_peers, (*step.args, *(value for _, value in step.kwargs))))
-    }
+    cells, found = Cells(RuleBook(program.graph)), set()
+    for step in _computes(program.steps):
+        layout, here = step.layout, step.layout.grid.cells_on.get(0, ())
+        calls = cells.patterns(program.graph.by_name[step.op], step, [(0, slot) for slot in range(len(here))])
+        groups = {one.name for call in calls for one in _groups((call.args, call.kwargs))}
+        if any(len(layout.peers(name, cell)) > 1 for name in groups for cell in here):
+            found.add(step.op)
+    return found
 
 
-def _has_peers(argument: object) -> bool:
-    if isinstance(argument, Peers):
-        return len(argument.ranks) > 1
-    return isinstance(argument, tuple | list) and any(map(_has_peers, argument))
+def _groups(argument: object) -> Iterator[Group]:
+    if isinstance(argument, Group):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for one in argument:
+            yield from _groups(one)
 
 
 def show_bytes(count: float) -> str:

@@ -19,14 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.capture.specialise import at_example
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.subject import capture_subject, make_plan
 from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ops.coverage import NONE, Coverage, Kind, coverage, show_share, unruled_warnings
 from weft.plan.divided import Divided, Rest, divided
 from weft.plan.load import SUFFIXES
 from weft.plan.recipe_string import parse_recipe
-from weft.verify.door import capture_subject, make_plan
-from weft.verify.model_file import Subject, load_model_file
 
 HEADS = ("operator", "count", "flops", "bytes", "rule", "from", "means")
 WIDE = 200

@@ -18,13 +18,13 @@ from rich.text import Text
 
 from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
+from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.lower.pipeline import Part, Pipelined
 from weft.lower.spans import spans_of
 from weft.ops.work import work_of
 from weft.order import Timeline, draw, simulate
 from weft.plan.plan import Plan
-from weft.verify.pieces import InPieces
 
 HEADS = ("piece", "modules", "devices", "ops", "time", "weights", "gives, per micro-batch")
 SOME = 4

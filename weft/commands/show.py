@@ -21,20 +21,18 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from weft import cache
 from weft.commands import pieces
 from weft.commands.memory import Memory, memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
-from weft.compile import Compiled, compile_subject
+from weft.compile import Compiled, cache, compile_subject
+from weft.compile.model_file import load_model_file
+from weft.compile.pieces import InPieces
+from weft.compile.subject import in_precision
 from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
-from weft.runtime.pipeline_files import PIPELINE, is_pipeline, pipeline_changes, read_pipeline
-from weft.runtime.program_files import CONSTANTS, META, changes
-from weft.verify.door import in_precision
-from weft.verify.model_file import load_model_file
-from weft.verify.pieces import InPieces
+from weft.runtime.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 WIDE = 200
@@ -186,25 +184,16 @@ def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        for name in _names(directory) - set(files):
+        for name in set(files_of(directory)) - set(files):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
 
 
-def _names(directory: Path) -> set[str]:
-    """The files of the program that is there, its tables but for those that every program has."""
-    if is_pipeline(directory):
-        return {PIPELINE, *read_pipeline(directory)["hashes"]}
-    old = json.loads((directory / META).read_text(encoding="utf-8"))
-    return {*old.get("files", ()), CONSTANTS}
-
-
 def _edited(directory: Path) -> list[str]:
     """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
     try:
-        found = pipeline_changes(directory) if is_pipeline(directory) else changes(directory)
-        return [name for name, what in found.items() if what == "edited"]
+        return [name for name, what in changes(directory).items() if what == "edited"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(
             f"{directory} holds something else than a program of weft's",

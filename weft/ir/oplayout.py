@@ -76,6 +76,15 @@ class OpLayout:
         """Positions of the axes that cut a name."""
         return tuple(i for i, use in enumerate(self.uses) if isinstance(use, Cut) and use.name == name)
 
+    def peers(self, name: str, cell: tuple[int, ...]) -> tuple[int, ...]:
+        """The devices along the axes that cut a name, from this cell's place."""
+        axes = set(self.axes_cutting(name))
+        return tuple(
+            device
+            for other, device in zip(self.grid.cells, self.grid.devices, strict=True)
+            if all(other[i] == cell[i] for i in range(len(cell)) if i not in axes)
+        )
+
     @cached_property
     def cut_names(self) -> tuple[str, ...]:
         """The names that some axis cuts, in axis order."""

@@ -13,7 +13,7 @@ step works on the slot of the current chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -155,6 +155,14 @@ def outputs_of(step: Step) -> tuple[str, ...]:
             return tuple(name for inner in step.body for name in outputs_of(inner))
         case Sync():
             return ()
+
+
+def every_step(steps: Iterable[Step]) -> Iterator[Step]:
+    """All steps, those inside loops and recomputed regions too."""
+    for step in steps:
+        yield step
+        if isinstance(step, Chunks | Recompute):
+            yield from every_step(step.body)
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,6 @@ def peaks(pipeline: Pipeline, schedule: Schedule, weights: Mapping[str, float] |
     return {device: found[id(row)] for device, row in sorted(schedule.events.items())}
 
 
-def segment_peaks(pipeline: Pipeline, schedule: Schedule) -> dict[str, int]:
-    """The most micro-batches of each segment that are live at once."""
-    ends = releases(pipeline, schedule)
-    found: dict[str, int] = {}
-    for segment in pipeline.segments:
-        events = tuple(one for one in schedule.events[segment.devices[0]] if one.segment == segment.name)
-        found[segment.name] = int(_peak(pipeline, events, ends, {}))
-    return found
-
-
 def limit_of(limits: Limits, device: int) -> float | None:
     """What a device may keep, None if there is no limit."""
     if limits is None or isinstance(limits, int | float):

@@ -1,2 +1,2 @@
-"""What runs: transports, the interpreter of scripts, random streams, algorithms. Imports torch and the standard
+"""What runs: transports, the base of generated programs, random streams, algorithms. Imports torch and the standard
 library only."""

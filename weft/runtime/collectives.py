@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.runtime import script
 from weft.runtime.ahead import Ahead
 from weft.runtime.by_chunk import ByChunk, Way
 from weft.runtime.cuts import Axes, Cut, Place, as_axes
@@ -24,7 +23,8 @@ from weft.runtime.gathers import Gather
 from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce, slice_to
 from weft.runtime.numbers import Numbers
-from weft.runtime.reshard import run_reshard
+from weft.runtime.reshard import Reshard, run_reshard
+from weft.runtime.script import Transfer
 from weft.runtime.tape import Tape, Tell, tie
 from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, GroupComm, Transport
@@ -39,8 +39,8 @@ Moves = Sequence[Move]
 class Irregular:
     """A change of layout that does not follow the axes: this rank's transfers, from the tables of the program."""
 
-    forward: tuple[script.Transfer, ...]
-    backward: tuple[script.Transfer, ...] | None
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...] | None
     source_shapes: tuple[tuple[int, ...], ...]
     target_shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -85,9 +85,9 @@ class Collectives:
     ) -> None:
         self._transport, self._place, self._tables = transport, place, dict(tables)
         self._owner, self._anchor = owner, anchor
-        self._steps: dict[Any, script.Reshard] = {}
+        self._steps: dict[Any, Reshard] = {}
         self._numbers = Numbers()
-        self._chains: dict[Any, tuple[tuple[script.Transfer, ...], tuple[int, ...]]] = {}
+        self._chains: dict[Any, tuple[tuple[Transfer, ...], tuple[int, ...]]] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
 
     def all_reduce(self, x: Tensor, over: Axes, *, grad: bool = True) -> Tensor:
@@ -112,9 +112,7 @@ class Collectives:
     def move(self, x: Parts, key: str) -> Any:
         """A change of layout from the tables: a tensor, one per chunk, or None, as the rank holds of the result."""
         found = self._tables[key]
-        step = script.Reshard(
-            key, key, found.forward, found.backward, found.source_shapes, found.target_shapes, found.dtype
-        )
+        step = Reshard(key, key, found.forward, found.backward, found.source_shapes, found.target_shapes, found.dtype)
         results = self._run(step, _listed(x))
         return _joined(results, found.chunks)
 
@@ -137,7 +135,7 @@ class Collectives:
         use = Use(gather, self._owner.ahead, self._owner.ahead_back)
         return self._owner.tape.gather(use, parameter, shape, back, self._anchor, self._owner.used)
 
-    def _gather(self, name: str, parameter: Tensor, transfers: tuple[script.Transfer, ...]) -> Gather:
+    def _gather(self, name: str, parameter: Tensor, transfers: tuple[Transfer, ...]) -> Gather:
         return Gather(name, parameter, transfers, self._transport, self._numbers.of(transfers))
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
@@ -158,8 +156,8 @@ class Collectives:
         self,
         name: str,
         sources: Sequence[Tensor],
-        forward: tuple[script.Transfer, ...],
-        sync: tuple[script.Transfer, ...] | None,
+        forward: tuple[Transfer, ...],
+        sync: tuple[Transfer, ...] | None,
         dtype: torch.dtype,
         tell: Tell | None = None,
     ) -> list[Tensor]:
@@ -189,25 +187,23 @@ class Collectives:
         tied = tie(results, self._owner.tape.tokens)
         return tied[0] if len(tied) == 1 else tuple(tied)
 
-    def _run(self, step: script.Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
+    def _run(self, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
         results, token = run_reshard(step, sources, self._transport, self._anchor)
         if token is not None:
             self._owner.tape.tokens.append(token)
         return results
 
-    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> script.Reshard:
+    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> Reshard:
         key = (forward, backward, x.shape, x.dtype)
         if key not in self._steps:
             shape = tuple(x.shape)
             there, target = self._chain(forward, shape)
             back = None if backward is None else self._chain(backward, target)[0]
             name = " then ".join(f"{move.kind} over {', '.join(move.axes)}" for move in (*forward, *(backward or ())))
-            self._steps[key] = script.Reshard(name, "result", there, back, (shape,), (target,), x.dtype)
+            self._steps[key] = Reshard(name, "result", there, back, (shape,), (target,), x.dtype)
         return self._steps[key]
 
-    def _chain(
-        self, moves: tuple[Move, ...], shape: tuple[int, ...]
-    ) -> tuple[tuple[script.Transfer, ...], tuple[int, ...]]:
+    def _chain(self, moves: tuple[Move, ...], shape: tuple[int, ...]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
         """The transfers of moves one after the other, and the shape of what comes out."""
         key = moves, shape
         if key not in self._chains:

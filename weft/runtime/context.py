@@ -1,9 +1,8 @@
 """Ambient: the per-thread state of torch that new threads and recomputation do not inherit.
 
 Enters: what the calling thread has set (grad mode, autocast). Leaves: the same state in another thread or at another
-time. The default dtype is process-wide in torch and needs no copying. The only file of the runtime's interpreter that
-names device types. `Modes`: what the calling thread has for calls of torch and of its operators, which a thread that
-works for it is to have too.
+time. The default dtype is process-wide in torch and needs no copying. `Modes`: what the calling thread has for calls of
+torch and of its operators, which a thread that works for it is to have too.
 """
 
 from __future__ import annotations

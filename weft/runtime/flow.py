@@ -16,13 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.batch import BatchMismatch, Form, OtherForm
+from weft.runtime.files import ProgramFiles, Source, files_of
+from weft.runtime.grad_sync import BucketSync
 from weft.runtime.microbatches import Arguments, BatchDim, dims_of, part_sizes, rows_of, split_arguments
 from weft.runtime.module import ParallelModule
 from weft.runtime.pieces import Pieces
 from weft.runtime.pipeline import Piece, Rank, Share
+from weft.runtime.pipeline_files import load_pipeline, pipeline_parts
+from weft.runtime.program_files import load_program
 from weft.runtime.reduction import reduced
 from weft.runtime.replicas import Replica
 from weft.runtime.returns import Returns
+from weft.runtime.stored import in_order
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""
@@ -176,6 +181,31 @@ def flow_of(told: Mapping[str, Any], rank: Rank, batch: Arguments | None = None)
         None if output is None else Returns.from_json(output),
         batch,
     )
+
+
+def open_flow(source: Source, transport: Replica, batch: Arguments | None = None) -> Flow:
+    """The rank's programs, their parts still zeros, and how batches go through them.
+
+    Args:
+        batch: of other arguments than the example's, for which the program was made.
+    """
+    files = files_of(source)
+    if files.in_pieces:
+        return flow_of(files.about, load_pipeline(files, transport, BucketSync), batch)
+    return whole_flow(load_program(files, transport, grad_sync=BucketSync()), files.about, transport)
+
+
+def pieces_of(
+    files: ProgramFiles, flow: Flow, transport: Replica, order: Mapping[str, int] | None = None
+) -> Pieces[ParallelModule]:
+    """The rank's programs as one; `order`: the place of each name in the original."""
+    order = order or {}
+    if flow.is_whole:
+        parts, trained = flow.program.stored_parts(), flow.program.trained_parts()
+    else:
+        parts, trained = pipeline_parts(files)
+    modules = tuple(flow.rank.modules)
+    return Pieces(modules, transport, in_order(parts, order), in_order(trained, order), order)
 
 
 @torch.no_grad()

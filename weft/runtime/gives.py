@@ -6,14 +6,13 @@ and placements are done in place at once; under it the parts are kept and put to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.script import Give, Index
+from weft.runtime.script import Index
 from weft.runtime.transfers import covers, put, take
 from weft.runtime.values import Gradient
 
@@ -21,61 +20,50 @@ Shape = tuple[int, ...]
 
 
 class Gives:
-    """Collects the parts given in one run of a loop. `keep`: do not combine them (each is a root of backward)."""
+    """Collects the parts given in one run of a loop, target by target."""
 
-    def __init__(self, *, keep: bool = False) -> None:
-        self._keep = keep
-        self._placed: dict[str, list[tuple[Index, Tensor]]] = {}
-        self._added: dict[str, list[Tensor]] = {}
-        self._shapes: dict[str, Shape] = {}
-        self._private: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self._placed: dict[int, list[tuple[Index, Tensor]]] = {}
+        self._added: dict[int, Tensor] = {}
+        self._shapes: dict[int, Shape] = {}
+        self._private: dict[int, Tensor] = {}
         """Results that are ours to write to."""
 
-    def give(self, step: Give, part: Tensor) -> None:
-        sort = self._placed if step.index is None else self._added
-        assert step.target not in sort, f"{step.target} is given both added and placed parts"
-        self._shapes[step.target] = step.shape
-        if step.index is None:
-            self._add(step.target, part)
-        elif self._keep or torch.is_grad_enabled():
-            self._placed.setdefault(step.target, []).append((step.index, part))
-        else:
-            if step.target not in self._private:
-                self._placed[step.target] = []
-                self._private[step.target] = part.new_zeros(step.shape)
-            put(self._private[step.target], step.index, part)
-
-    def _add(self, target: str, part: Tensor) -> None:
-        parts = self._added.setdefault(target, [])
-        if not parts or self._keep:
-            parts.append(part)
+    def add(self, target: int, part: Tensor) -> None:
+        """Add a part to a target."""
+        assert target not in self._placed, f"result {target} is given both added and placed parts"
+        if target not in self._added:
+            self._added[target] = part
         elif torch.is_grad_enabled():
-            parts[0] = parts[0] + part
+            self._added[target] = self._added[target] + part
         elif target in self._private:
             self._private[target].add_(part)
         else:
-            self._private[target] = parts[0] = parts[0] + part
+            self._private[target] = self._added[target] = self._added[target] + part
 
-    def results(self, keys: tuple[str, ...]) -> dict[str, Tensor]:
-        """The targets among `keys` that were given something."""
-        found = {}
-        for key in keys:
-            if key in self._private:
-                found[key] = self._private[key]
-            elif key in self._added:
-                found[key] = self._added[key][0]
-            elif key in self._placed:
-                found[key] = assemble(self._placed[key], self._shapes[key])
+    def place(self, target: int, index: Index, shape: Shape, part: Tensor) -> None:
+        """Put a part at an index of a target of that shape."""
+        assert target not in self._added, f"result {target} is given both added and placed parts"
+        self._shapes[target] = shape
+        parts = self._placed.setdefault(target, [])
+        if torch.is_grad_enabled():
+            parts.append((index, part))
+        else:
+            if target not in self._private:
+                self._private[target] = part.new_zeros(shape)
+            put(self._private[target], index, part)
+
+    def results(self, count: int) -> list[Tensor]:
+        """The first so many targets."""
+        found = []
+        for target in range(count):
+            if target in self._private:
+                found.append(self._private[target])
+            elif target in self._added:
+                found.append(self._added[target])
+            else:
+                found.append(assemble(self._placed[target], self._shapes[target]))
         return found
-
-    def parts(self) -> Iterator[tuple[str, Index | None, Tensor]]:
-        """Target, index in it (None: added) and part of everything given."""
-        for target, added in self._added.items():
-            for part in added:
-                yield target, None, part
-        for target, placed in self._placed.items():
-            for index, part in placed:
-                yield target, index, part
 
 
 def assemble(parts: list[tuple[Index, Tensor]], shape: Shape) -> Tensor:

@@ -1,16 +1,15 @@
 """Groups: the backend's groups of a process, each made once.
 
 In: a store that all ranks of the job reach, and the ranks of a group. Out: the backend's group, or pipes between
-processes of one host, which need no backend. Promised: a group is made when its members first need it, or at start for
-those that are known (`groups_of` a list of Scripts), in one order on all ranks; ranks outside it have nothing to do
-with it. One group serves every order in which its ranks are named.
+processes of one host, which need no backend. Promised: a group is made when its members first need it; ranks outside it
+have nothing to do with it. One group serves every order in which its ranks are named.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch
 from weft.runtime.backend import GLOO, Backend, PrefixStore, Store
 from weft.runtime.far_letters import StreamWays
 from weft.runtime.pipes import Pipes, meet
-from weft.runtime.script import Instruction, Load, Loop, Peers, Region, Reshard, Run, Script, Transfer
 
 Group = tuple[int, ...]
 
@@ -92,53 +90,3 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self._made)
-
-
-def groups_of(scripts: Iterable[Script]) -> tuple[Group, ...]:
-    """All sets of ranks that talk in these Scripts, in one order: to be made at start."""
-    found = {tuple(sorted(group)) for script in scripts for group in _groups(script)}
-    return tuple(sorted(group for group in found if len(group) > 1))
-
-
-def _groups(script: Script) -> Iterator[Group]:
-    for transfer in _transfers(script.instructions):
-        yield transfer.group if transfer.kind != "local" else ()
-    for sync in script.syncs:
-        for path in sync.transfers:
-            yield from (transfer.group for transfer in path if transfer.kind != "local")
-    yield from _peers(script.instructions)
-
-
-def _transfers(body: Sequence[Instruction]) -> Iterator[Transfer]:
-    for step in flat(body):
-        match step:
-            case Load():
-                yield from step.transfers
-            case Reshard():
-                yield from (*step.forward, *(step.backward or ()))
-
-
-def _peers(body: Sequence[Instruction]) -> Iterator[Group]:
-    for step in flat(body):
-        if isinstance(step, Run):
-            yield from _ranks((step.args, step.kwargs))
-
-
-def _ranks(argument: object) -> Iterator[Group]:
-    if isinstance(argument, Peers):
-        yield argument.ranks
-    elif isinstance(argument, tuple | list):
-        for one in argument:
-            yield from _ranks(one)
-
-
-def flat(body: Sequence[Instruction]) -> Iterator[Instruction]:
-    """All instructions, those inside loops and regions too."""
-    for step in body:
-        yield step
-        match step:
-            case Loop():
-                for inner in step.bodies:
-                    yield from flat(inner)
-            case Region():
-                yield from flat(step.body)

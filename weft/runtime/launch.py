@@ -134,7 +134,7 @@ class Pool:
 
         Args:
             each: a payload for each rank, instead of one for all.
-            known: groups of ranks that will talk (`groups_of` Scripts), made before the function is called.
+            known: groups of ranks that will talk made before the function is called.
             check: before every collective, members make sure that they mean the same.
             timeout: seconds that one collective may take.
         """

@@ -118,12 +118,6 @@ class Masters:
         return ((name, self.part(name)) for name, _ in self.program.trained())
 
 
-def with_masters(program: ParallelModule, mixed: Mixed | None) -> Masters | None:
-    """The masters of a program in another precision."""
-    tell_sums([program], mixed)
-    return None if mixed is None else Masters(program, mixed.masters)
-
-
 def masters_of(pieces: Pieces[ParallelModule], mixed: Mixed | None, *, at_once: bool = False) -> Pieces[Masters] | None:
     """The masters of a rank's programs in another precision; `at_once`: as of `Masters`."""
     tell_sums(pieces.modules, mixed)

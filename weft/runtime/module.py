@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.runtime.ahead import Ahead
 from weft.runtime.collectives import Collectives
 from weft.runtime.cuts import Cuts, Place, index_at, whole
-from weft.runtime.end_sync import EndSync, GradSync, separate
+from weft.runtime.end_sync import GradSync, separate
 from weft.runtime.ending import tied_loss, tied_outputs
 from weft.runtime.fetched import Fetches
 from weft.runtime.gathered import changed_since
@@ -42,7 +42,7 @@ from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
 from weft.runtime.values import Gradient, give_gradient
 
-__all__ = ["Container", "EndSync", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
+__all__ = ["Container", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
 
 
 T = TypeVar("T")
@@ -92,9 +92,9 @@ class ParallelModule(Own):
         transport: Transport,
         state: Mapping[str, Tensor] | None = None,
         *,
+        grad_sync: GradSync,
         tables: Tables = NO_TABLES,
         constants: Mapping[str, Tensor] | None = None,
-        grad_sync: GradSync | None = None,
     ) -> None:
         super().__init__()
         tree = Container()
@@ -109,7 +109,7 @@ class ParallelModule(Own):
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self._tables = tables
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
-        self.grad_sync: GradSync = grad_sync or EndSync()
+        self.grad_sync = grad_sync
         self.kept, fetches = Kept(), Fetches()
         self.ahead, self.ahead_back = Ahead(fetches), Ahead(fetches)
         self.masters: Behind | None = None
@@ -128,6 +128,8 @@ class ParallelModule(Own):
         """Makes the error for a wrong call."""
         self.after_backward: Callable[[], None] | None = None
         """Is called when gradients are complete."""
+        self.trace: Callable[[str, int, int, Tensor], None] = lambda op, output, slot, tensor: None
+        """Is told what every op makes (name, output, slot, tensor), by programs that were generated to tell it."""
         self.rerun_mode: AbstractContextManager[Any] | None = None
         self.inner: Inner | None = None
         """What stands for its parameters while it runs; None: they do themselves."""

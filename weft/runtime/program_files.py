@@ -1,29 +1,26 @@
-"""Generated programs on disk: what lies where, how to load one, how to tell whether it was edited.
+"""Generated programs, loaded: from the files of one to the module of a rank.
 
-    program.py ...   the text, one file per distinct program
-    parts.json       what differs by rank: tables by coordinates on the grid, or by rank
-    meta.json        which rank runs which file, inputs, versions, and the hash of all of the above
-    constants.pt     tensors baked into the program, if there are any
-
-In: a directory and a transport. Out: the rank's ParallelModule. Needs no compiler.
+In: a program's files, in a directory or in memory (`files.py`), and a transport. Out: the rank's ParallelModule. Needs
+no compiler.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
+import io
 import linecache
 from collections.abc import Mapping
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 
 from weft.runtime.by_chunk import Way
 from weft.runtime.collectives import Irregular
 from weft.runtime.cuts import Place, index_at
+from weft.runtime.files import CONSTANTS, ProgramFiles, Source, files_of
+from weft.runtime.grad_sync import BucketSync
 from weft.runtime.module import GradSync, ParallelModule
 from weft.runtime.script import Index, Piece, Transfer
 from weft.runtime.sizes import SizedTables, is_sized
@@ -31,106 +28,73 @@ from weft.runtime.stored import Table, Tables
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
 
-META, PARTS, CONSTANTS = "meta.json", "parts.json", "constants.pt"
 ROOMS = ("here", "stored", "moves")
 SELF = -1
 """Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
 
 
 def load_program(
-    directory: str | Path,
+    source: Source,
     transport: Transport,
     state: Mapping[str, Tensor] | None = None,
     *,
     grad_sync: GradSync | None = None,
 ) -> ParallelModule:
     """The rank's module. `state`: its stored parts by name; zeros if not given."""
-    folder = Path(directory)
-    meta = read_meta(folder)
-    assert transport.num_ranks == meta["devices"], (
-        f"the program in {folder} is for {meta['devices']} devices, the transport has {transport.num_ranks}"
+    files = files_of(source)
+    assert transport.num_ranks == files.devices, (
+        f"the program{' in ' + files.where if files.where else ''} is for {files.devices} devices, "
+        f"the transport has {transport.num_ranks}"
     )
-    cls = load_class(folder, meta, meta["files"][_file_of(meta["ranks"], transport.rank)])
-    path = folder / CONSTANTS
-    constants = torch.load(path, weights_only=True, map_location=transport.device) if path.exists() else {}
-    place = Place(tuple(cls.grid().items()), transport.rank)
-    tables = read_tables(json.loads((folder / PARTS).read_text(encoding="utf-8")), place)
-    return cls(transport, state, tables=tables, constants=constants, grad_sync=grad_sync)
+    cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], transport.rank)])
+    tables = read_tables(files.parts, Place(tuple(cls.grid().items()), transport.rank))
+    constants = load_constants(files, transport.device)
+    return cls(transport, state, grad_sync=grad_sync or BucketSync(), tables=tables, constants=constants)
 
 
-def load_class(directory: Path, meta: Mapping[str, Any], file: str) -> type[ParallelModule]:
-    """The class in one of the program's files, as it lies there."""
-    spec = importlib.util.spec_from_file_location(
-        f"weft_program_{meta['hash'][:12]}_{Path(file).stem}", directory / file
-    )
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # compiled here, not by the import system: its cache tells files apart by their times and sizes, and an edit may
-    # change neither
-    text, path = (directory / file).read_bytes(), str(directory / file)
-    exec(compile(text, path, "exec"), vars(module))
-    # traces show its lines also when the directory is gone
-    linecache.cache[path] = (len(text), None, text.decode().splitlines(keepends=True), path)
-    found: type[ParallelModule] = getattr(module, meta["class"])
-    return found
-
-
-def cut_parameters(directory: str | Path) -> dict[str, int]:
-    """Trained parameters of which some rank stores a part only, and how many dims each has."""
-    folder = Path(directory)
-    meta = read_meta(folder)
-    parts = json.loads((folder / PARTS).read_text(encoding="utf-8"))
-    classes = [load_class(folder, meta, file) for file in meta["files"]]
-    found: dict[str, int] = {}
-    for rank in range(meta["devices"]):
-        cls = classes[_file_of(meta["ranks"], rank)]
-        place = Place(tuple(cls.grid().items()), rank)
-        tables = read_tables(parts, place).parts
-        for name, part in cls.trained_parts().items():
-            cuts = part.cuts
-            index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
-            if index is not None and size(index) != part.shape:
-                found[name] = len(part.shape)
-    return found
-
-
-def read_meta(directory: str | Path) -> dict[str, Any]:
-    """What is written about the program."""
-    found: dict[str, Any] = json.loads((Path(directory) / META).read_text(encoding="utf-8"))
-    return found
-
-
-def status(directory: str | Path) -> str:
-    """`as made`, or `edited` if a file is not as it was written."""
-    return "edited" if changes(directory) else "as made"
-
-
-def changes(directory: str | Path) -> dict[str, str]:
-    """The files that are not as they were written: `edited` or `missing`, by name."""
-    folder = Path(directory)
-    meta = read_meta(folder)
-    hashes: dict[str, str] = meta.get("hashes", {})
-    names = {**dict.fromkeys((*meta["files"], PARTS)), **dict.fromkeys(hashes)}
-    if (folder / CONSTANTS).exists():
-        names[CONSTANTS] = None
-    found = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
-    if found.keys() == names.keys() and content_hash(found) == meta["hash"]:
+def load_constants(files: ProgramFiles, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors baked into a program."""
+    if CONSTANTS not in files:
         return {}
-    apart = {name: "edited" for name, content in found.items() if hashes.get(name) != file_hash(content)}
-    return {**apart, **dict.fromkeys((name for name in names if name not in found), "missing")}
+    # as they were saved, under whatever mode a program is loaded
+    with disabled_modes():
+        found: dict[str, Tensor] = torch.load(io.BytesIO(files[CONSTANTS]), weights_only=True, map_location=device)
+    return found
 
 
-def file_hash(content: bytes) -> str:
-    """The hash of one file."""
-    return hashlib.sha256(content).hexdigest()
+def load_class(files: ProgramFiles, file: str) -> type[ParallelModule]:
+    """The class in one of a whole program's files. Loaded once: the ranks of an emulator share it."""
+    if file not in files.classes:
+        text, path = files[file], files.path(file)
+        # tracebacks show its lines, wherever it is from
+        linecache.cache[path] = (len(text), None, text.decode(errors="replace").splitlines(keepends=True), path)
+        module = ModuleType(f"weft_program_{files.about['hash'][:12]}_{file.removesuffix('.py')}")
+        module.__file__ = path
+        exec(compile(text, path, "exec"), vars(module))
+        files.classes[file] = getattr(module, files.about["class"])
+    found: type[ParallelModule] = files.classes[file]
+    return found
 
 
-def content_hash(files: Mapping[str, bytes]) -> str:
-    """One hash of files and their names."""
-    found = hashlib.sha256()
-    for name in sorted(files):
-        found.update(name.encode() + b"\0" + hashlib.sha256(files[name]).digest())
-    return found.hexdigest()
+def load_classes(files: ProgramFiles) -> list[type[ParallelModule]]:
+    """The classes of all files of a program, whole or in pieces."""
+    return [load_class(one, file) for one in files.folders.values() for file in one.about["files"]]
+
+
+def cut_parameters(source: Source) -> dict[str, int]:
+    """Trained parameters of which some rank stores a part only, and how many dims each has."""
+    found: dict[str, int] = {}
+    for files in files_of(source).folders.values():
+        for rank in range(files.devices):
+            cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], rank)])
+            place = Place(tuple(cls.grid().items()), rank)
+            tables = read_tables(files.parts, place).parts
+            for name, part in cls.trained_parts().items():
+                cuts = part.cuts
+                index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
+                if index is not None and size(index) != part.shape:
+                    found[name] = len(part.shape)
+    return found
 
 
 def _file_of(ranks: Any, rank: int) -> int:

@@ -2,11 +2,10 @@
 
 In: a function of the module and the tensors it reads. Out: what it returns, or, of a loop, what its chunks give put
 together. A recomputed one is a single autograd node: forward runs without autograd and keeps only what is read,
-backward runs again, chunk by chunk from the last, sends the gradients through and forgets. The same semantics as
-`runtime/regions.py`: leaves (parameters) are used as they are, every reshard inside is reached on every rank. A weight
-that was gathered is not kept either: it is gathered again before the function runs again, for all chunks once, or chunk
-by chunk (`by_chunk.py`). A loop whose results are those of the function that it stands in is not run when that runs
-again: only in backward.
+backward runs again, chunk by chunk from the last, sends the gradients through and forgets. Leaves (parameters) are used
+as they are, every reshard inside is reached on every rank. A weight that was gathered is not kept either: it is
+gathered again before the function runs again, for all chunks once, or chunk by chunk (`by_chunk.py`). A loop whose
+results are those of the function that it stands in is not run when that runs again: only in backward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from weft.runtime.context import Ambient
 from weft.runtime.gathered import Use
 from weft.runtime.gives import Gives
-from weft.runtime.script import Give, Index, Local
+from weft.runtime.script import Index
 from weft.runtime.tape import Tape
 from weft.runtime.transfers import take
 from weft.runtime.values import Gradient
@@ -187,16 +186,16 @@ def run_chunks(function: Callable[..., Any], inputs: Sequence[Any], chunks: int,
     for chunk in range(chunks):
         results = function(chunk, *inputs)
         _give(found, gives, (results,) if isinstance(results, Tensor) else results, chunk)
-    placed = found.results(tuple(map(str, range(len(gives)))))
-    out = tuple(placed[str(i)] for i in range(len(gives)))
-    return out[0] if len(out) == 1 else out
+    out = found.results(len(gives))
+    return out[0] if len(out) == 1 else tuple(out)
 
 
 def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk: int) -> None:
     for i, (given, part) in enumerate(zip(gives, results, strict=True)):
-        index = None if given.at is None else given.at[chunk]
-        shape = tuple(part.shape) if given.at is None else given.shape
-        found.give(Give(Local(""), str(i), index, shape), part)
+        if given.at is None:
+            found.add(i, part)
+        else:
+            found.place(i, given.at[chunk], given.shape, part)
 
 
 @torch.no_grad()
@@ -214,8 +213,7 @@ def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
         found = Gives()
         for chunk in range(work.chunks):
             _give(found, work.gives, work.call(detached, chunk), chunk)
-        placed = found.results(tuple(map(str, range(len(work.gives)))))
-        return [placed[str(i)] for i in range(len(work.gives))]
+        return found.results(len(work.gives))
     finally:
         work.owner.tape = outer
 

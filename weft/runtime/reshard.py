@@ -11,15 +11,31 @@ order on all members. Gradients that do not arrive are zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.script import Reshard
+from weft.runtime.script import Transfer
 from weft.runtime.transfers import execute_all, real_dtype
 from weft.runtime.transport import Doing, Transport
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """A change of layout. `backward` is None where no gradient flows."""
+
+    source: str
+    target: str
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...] | None
+    source_shapes: tuple[tuple[int, ...], ...]
+    """Shapes of this rank's source slots (none if it holds nothing)."""
+    target_shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    place: str = ""
 
 
 def run_reshard(

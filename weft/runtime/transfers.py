@@ -1,6 +1,6 @@
 """Transfers: what a rank sends, receives and puts in place.
 
-Enters: a Transfer of the Script and the rank's local tensors, one per slot. Leaves: new local tensors, one per slot of
+Enters: a Transfer and the rank's local tensors, one per slot. Leaves: new local tensors, one per slot of
 the target. Promised: no autograd (a Reshard brings its own), no collective for kind `local`, results that are
 contiguous wherever they were cut or put together (a view in the user's model stays valid), and dtypes that agree on
 all members.

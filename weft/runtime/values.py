@@ -1,8 +1,4 @@
-"""Values of a running Script: scopes of tensors, gradients of leaves, what backward starts from.
-
-    Scope    := key -> slot -> tensor, inside another scope or isolated; sinks of the leaves among them
-    Gradient := the sum of all that arrives for one leaf
-    Tape     := tokens (roots of backward with gradient zero) and the leaves made
+"""Gradients of leaves: each the sum of all that arrives for it.
 
 Leaves never collect in `.grad`: torch may let the `.grad` of two leaves share memory and then adds to both in place
 when it accumulates (two leaves whose views are added: 6 comes out where 4 is right). A Gradient adds in memory of its
@@ -11,13 +7,12 @@ own from the second addend on: that of the first if nothing else lies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from weft.runtime.script import Free, Give, Index, Instruction, Load, Local, Loop, Region, Reshard, Run, Take
+from weft.runtime.script import Index
 from weft.runtime.shared_sums import is_private
 from weft.runtime.transfers import put
 
@@ -112,123 +107,3 @@ def make_leaf(tensor: Tensor, sink: Gradient | None = None) -> tuple[Tensor, Gra
     leaf, sink = tensor.detach().requires_grad_(), sink or Gradient()
     leaf.register_post_accumulate_grad_hook(sink.collect)
     return leaf, sink
-
-
-@dataclass
-class Tape:
-    """What one forward leaves for its backward."""
-
-    tokens: list[Tensor] = field(default_factory=list)
-    leaves: list[tuple[Local, Gradient]] = field(default_factory=list)
-    """Leaves made by Loads."""
-
-
-class Scope:
-    """The values visible at one point. Values made here die with it."""
-
-    def __init__(self, parent: Scope | None = None) -> None:
-        self._parent = parent
-        self._values: dict[str, dict[int, Tensor]] = {}
-        self._sinks: dict[Local, Gradient] = {}
-
-    def _holder(self, key: str) -> Scope | None:
-        scope: Scope | None = self
-        while scope is not None and key not in scope._values:
-            scope = scope._parent
-        return scope
-
-    def __contains__(self, key: str) -> bool:
-        return self._holder(key) is not None
-
-    def slots(self, key: str) -> dict[int, Tensor]:
-        """The tensors of a value; none if the rank holds nothing of it."""
-        holder = self._holder(key)
-        return {} if holder is None else dict(sorted(holder._values[key].items()))
-
-    def tensor(self, local: Local) -> Tensor:
-        holder = self._holder(local.key)
-        slots = {} if holder is None else holder._values[local.key]
-        assert local.slot in slots, f"no value {local.key} in slot {local.slot} here"
-        return slots[local.slot]
-
-    def sink(self, local: Local) -> Gradient | None:
-        """Where the gradient of a leaf is summed; None if the value is not a leaf."""
-        holder = self._holder(local.key)
-        return None if holder is None else holder._sinks.get(local)
-
-    def set(self, local: Local, tensor: Tensor, sink: Gradient | None = None) -> None:
-        self._values.setdefault(local.key, {})[local.slot] = tensor
-        if sink is not None:
-            self._sinks[local] = sink
-
-    def forget(self, key: str) -> None:
-        holder = self._holder(key)
-        if holder is not None:
-            for slot in holder._values.pop(key):
-                holder._sinks.pop(Local(key, slot), None)
-
-
-def locals_in(argument: object) -> Iterator[Local]:
-    """The Locals standing in an argument, however deep."""
-    if isinstance(argument, Local):
-        yield argument
-    elif isinstance(argument, tuple | list):
-        for one in argument:
-            yield from locals_in(one)
-
-
-def _reads_and_makes(step: Instruction) -> tuple[list[str], list[str]]:
-    match step:
-        case Load():
-            return [], [step.key]
-        case Run():
-            return [local.key for local in locals_in((step.args, step.kwargs))], [local.key for local in step.outputs]
-        case Take():
-            return [step.source], [step.target.key]
-        case Give():
-            return [step.source.key], []
-        case Reshard():
-            return [step.source], [step.target]
-        case Loop():
-            return [key for body in step.bodies for key in reads(body)], list(step.gives)
-        case Region():
-            return list(reads(step.body)), list(step.outputs)
-        case _:
-            assert isinstance(step, Free), f"{type(step).__name__} cannot stand inside a body"
-            return [], []
-
-
-def reads(body: tuple[Instruction, ...]) -> tuple[str, ...]:
-    """The values that a body takes from outside, in order of first use."""
-    outside: dict[str, None] = {}
-    made: set[str] = set()
-    for step in body:
-        read, makes = _reads_and_makes(step)
-        outside.update((key, None) for key in read if key not in made)
-        made.update(makes)
-    return tuple(outside)
-
-
-def add_needing(body: tuple[Instruction, ...], found: set[str]) -> None:
-    """Add to `found`, the values that need a gradient outside, those inside the body that may need one."""
-    for step in body:
-        read, makes = _reads_and_makes(step)
-        match step:
-            case Load(leaf=True):
-                needs = True
-            case Reshard():
-                needs = step.backward is not None
-            case Run():
-                needs = step.grad and not found.isdisjoint(read)
-            case Give():
-                needs, makes = step.source.key in found, [step.target]
-            case Loop():
-                for inner in step.bodies:
-                    add_needing(inner, found)
-                continue
-            case Region():
-                add_needing(step.body, found)
-                continue
-            case _:
-                needs = not found.isdisjoint(read)
-        found.update(makes if needs else ())

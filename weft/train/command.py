@@ -24,25 +24,26 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.compile import Compiled, compile_subject
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.optimizer import check_on_parts, make_optimizer
+from weft.compile.subject import in_precision
+from weft.compile.weight_files import open_files
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.initialise import Start
 from weft.runtime.launch import Pool
+from weft.runtime.program_files import cut_parameters
 from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.expected import alike_ranks
 from weft.train.limit import check_limit, tell_scarce
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
-from weft.train.opened import Wanted, cut_trained
+from weft.train.opened import Wanted
 from weft.train.programs import Programs
 from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
 from weft.train.starting import check_start
 from weft.train.text import vocabularies
-from weft.verify.door import in_precision
-from weft.verify.model_file import Subject, load_model_file
-from weft.verify.optimizer import check_on_parts, make_optimizer
-from weft.verify.parallel import told
-from weft.verify.weight_files import open_files
+from weft.verify.ranks import told
 
 Say = Callable[[str], None]
 
@@ -104,7 +105,7 @@ def train_file(
     compiled = compile_subject(subject, plan, _devices_for(plan, settings.devices), folder=settings.cache, say=say)
     _tell(compiled, path, tell)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, settings))
-    check_on_parts(chosen, cut_trained(compiled.files))
+    check_on_parts(chosen, cut_parameters(compiled.files))
     if settings.memory_limit is not None:
         say("foreseeing memory")
         check_limit(compiled.files, chosen, settings.memory_limit, ranks=alike_ranks(compiled), tell=tell)

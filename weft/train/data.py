@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from weft.compile.model_file import Inside, Subject
+from weft.compile.packages import needed
 from weft.errors import ModelFileError, RunError
 from weft.train.text import Text, read_text
-from weft.verify.model_file import Inside, Subject
-from weft.verify.packages import needed
 
 HELD_OUT = 10
 """One part in so many of a file is kept for evaluation, if there is one."""

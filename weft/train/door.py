@@ -31,13 +31,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.cache import DEFAULT
 from weft.capture.precision import chosen_precision
+from weft.compile.cache import DEFAULT
+from weft.compile.model_file import Subject
+from weft.compile.subject import PlanLike
 from weft.errors import PlanError, RunError
 from weft.plan.recipes import BatchDims
 from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched
+from weft.runtime.files import files_of
 from weft.runtime.guards import mark_replaced
 from weft.runtime.initialise import Start, begin, original_order
 from weft.runtime.parallel import Parallel
@@ -47,13 +50,11 @@ from weft.runtime.transport import Transport
 from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
 from weft.train.limit import check_limit
-from weft.train.opened import Content, MakeFiles, num_devices, open_rank, refusal
+from weft.train.opened import Content, MakeFiles, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
 from weft.train.weights import Values, Weights, sample_hash
-from weft.verify.door import PlanLike
-from weft.verify.model_file import Subject
 
 
 def parallelize(  # noqa: PLR0913 - each is a choice of the user's
@@ -138,22 +139,23 @@ def _trained(programs: Programs, subject: Subject, memory_limit: str | int | Non
     return files
 
 
-def _emulated(files: Content, opened: _Opening, programs: Programs) -> nn.Module:
+def _emulated(content: Content, opened: _Opening, programs: Programs) -> nn.Module:
     """All ranks as threads of this process."""
     once = Once(programs)
-    return Emulated(lambda transport: opened.rank(files, transport, once), num_devices(files), once, opened.order)
+    files = files_of(content)
+    return Emulated(lambda transport: opened.rank(files, transport, once), files.devices, once, opened.order)
 
 
 def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, programs: Programs) -> nn.Module:
     """The rank that this process is."""
     if not is_launched():
-        files = trained()
-        refuse_processes(num_devices(files))
+        files = files_of(trained())
+        refuse_processes(files.devices)
         return opened.rank(files, Alone(), programs)
     job = connect()
     refuse_different(job.transport, start)
-    files = shared(job, trained)
-    refuse_size(num_devices(files), job.transport.num_ranks)
+    files = files_of(shared(job, trained))
+    refuse_size(files.devices, job.transport.num_ranks)
     return opened.rank(files, job.transport, lambda wanted: shared(job, lambda: programs(wanted)))
 
 

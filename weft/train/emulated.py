@@ -35,7 +35,7 @@ from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.runtime.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
 from weft.train.opened import MakeFiles, Wanted, refusal
-from weft.verify.parallel import emulate, join
+from weft.verify.ranks import emulate, join
 
 GOODBYE = 2.0
 """Seconds that ranks get to end."""

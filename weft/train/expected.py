@@ -32,8 +32,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from weft.compile import Compiled
+from weft.compile.model_file import Subject
+from weft.compile.optimizer import make_optimizer
+from weft.compile.pieces import InPieces
 from weft.errors import RunError
 from weft.ir.program import Program
+from weft.runtime.files import files_of
 from weft.runtime.grad_sync import make_buckets, summed_parameters
 from weft.runtime.largest import Largest
 from weft.runtime.ledger import Bytes, Owner, counted_step
@@ -41,10 +45,7 @@ from weft.runtime.parallel import Parallel
 from weft.runtime.silent import Silent
 from weft.runtime.transport import Transport
 from weft.train.loop import Nothing
-from weft.train.opened import Content, num_devices, open_module
-from weft.verify.model_file import Subject
-from weft.verify.optimizer import make_optimizer
-from weft.verify.pieces import InPieces
+from weft.train.opened import Content, open_module
 
 NOT_FORESEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -67,7 +68,8 @@ def expect_memory(files: Content, subject: Subject, ranks: Sequence[Sequence[int
     Args:
         ranks: groups of ranks that are known to be alike; one of each is looked at. Each by itself if not given.
     """
-    groups = [(rank,) for rank in range(num_devices(files))] if ranks is None else ranks
+    files = files_of(files)
+    groups = [(rank,) for rank in range(files.devices)] if ranks is None else ranks
     return [Alike(tuple(group), expect_rank(files, subject, group[0])) for group in groups]
 
 
@@ -99,7 +101,7 @@ def _shapes_in_pieces(pieces: InPieces, device: int) -> tuple[Any, ...]:
 
 def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     """What one rank will hold."""
-    silent = Silent(rank, num_devices(files))
+    silent = Silent(rank, files_of(files).devices)
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, Largest() as largest:
         module = _opened(files, silent, subject)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

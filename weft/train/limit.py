@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.compile import Compiled
+from weft.compile.model_file import Subject
 from weft.errors import RunError
 from weft.ir.graph import Graph
+from weft.runtime.files import files_of
 from weft.runtime.ledger import KINDS, Bytes
 from weft.train.amounts import read_bytes, shown
 from weft.train.expected import Alike, Unforeseen, alike_ranks, expect_memory
-from weft.train.opened import Content, num_devices
-from weft.verify.model_file import Subject
+from weft.train.opened import Content
 
 PROCESS = 200 << 20
 """Bytes of Python and torch in every process."""
@@ -52,7 +53,7 @@ def check_limit(
             f"rank {fullest.ranks[0]} will hold {shown(fullest.bytes.peak)} at the peak of a step, and "
             f"{shown(allowed)} are allowed: {breakdown(fullest)}",
             place=subject.place,
-            remedy=remedy(fullest.bytes, num_devices(files)),
+            remedy=remedy(fullest.bytes, files_of(files).devices),
         )
 
 

@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.compile.model_file import Optimizer, Subject, load_model_file
+from weft.compile.optimizer import make_optimizer
+from weft.compile.subject import in_precision
 from weft.errors import RunError
 from weft.runtime.backend import PrefixStore, peak_memory
 from weft.runtime.clip import Clip
 from weft.runtime.connect import Job
+from weft.runtime.files import files_of
 from weft.runtime.initialise import Start, original_order
 from weft.runtime.parallel import Parallel
 from weft.runtime.processes import ProcessTransport
@@ -28,15 +32,12 @@ from weft.runtime.scaling import GradScaler
 from weft.runtime.training import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
-from weft.train.opened import Content, Wanted, num_devices, open_rank
+from weft.train.opened import Content, Wanted, open_rank
 from weft.train.programs import Programs
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings
 from weft.train.starting import values_of
-from weft.verify.door import in_precision
-from weft.verify.model_file import Optimizer, Subject, load_model_file
-from weft.verify.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
 def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parallel:
     job = Job(transport, PrefixStore("shared", transport.store))
     programs = Programs(
-        lambda module: subject, order.plan, num_devices(order.files), cache=order.settings.cache, outputs="loss"
+        lambda module: subject, order.plan, files_of(order.files).devices, cache=order.settings.cache, outputs="loss"
     )
 
     def make_files(wanted: Wanted) -> Content:

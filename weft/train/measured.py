@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.optimizer import make_optimizer
+from weft.compile.subject import in_precision
+from weft.runtime.files import files_of
 from weft.runtime.initialise import Start, original_order
 from weft.runtime.launch import Pool
 from weft.runtime.ledger import Bytes, Owner, counted_step
@@ -16,12 +20,9 @@ from weft.runtime.parallel import Parallel
 from weft.runtime.precision import Precision
 from weft.runtime.processes import ProcessTransport
 from weft.train.loop import Nothing
-from weft.train.opened import Content, num_devices, open_rank
+from weft.train.opened import Content, open_rank
 from weft.train.starting import values_of
-from weft.verify.door import in_precision
-from weft.verify.model_file import Subject, load_model_file
-from weft.verify.optimizer import make_optimizer
-from weft.verify.parallel import told
+from weft.verify.ranks import told
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def measure(
     order = Measuring(origin, files, precision)
     if pool is not None:
         return told(lambda: pool.run(measure_rank, order))
-    with Pool(num_devices(files), preload=(__name__,)) as workers:
+    with Pool(files_of(files).devices, preload=(__name__,)) as workers:
         return told(lambda: workers.run(measure_rank, order))
 
 

@@ -20,18 +20,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from weft import cache
 from weft.capture.specialise import at_example
-from weft.compile import Compiled, compile_subject, is_open, returned
+from weft.compile import cache
+from weft.compile.model_file import Subject
+from weft.compile.passes import Compiled, compile_subject, is_open, returned
+from weft.compile.pieces import InPieces, is_in_pieces, refuse_inference
+from weft.compile.pieces_again import Evaluation, at_size, for_evaluation
+from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
+from weft.runtime.files import files_of
 from weft.runtime.microbatches import Arguments
 from weft.train.opened import Content, MakeFiles, Wanted
-from weft.verify.door import PlanLike, capture_subject, check_fit, make_plan
-from weft.verify.model_file import Subject
-from weft.verify.pieces import InPieces, is_in_pieces, refuse_inference
-from weft.verify.pieces_again import Evaluation, at_size, for_evaluation
 
 
 class Programs:
@@ -152,7 +153,7 @@ class Once:
         key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
         with self._lock:
             if key not in self._found:
-                self._found[key] = self._make(wanted)
+                self._found[key] = files_of(self._make(wanted))
             return self._found[key]
 
 

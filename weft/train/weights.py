@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.compile.weight_files import Files, open_files
 from weft.errors import RunError
 from weft.runtime.counted import Counted, NotElementwise
 from weft.runtime.initialise import Whole, module_tensors, part_of
@@ -30,7 +31,6 @@ from weft.runtime.record import At, Record
 from weft.runtime.replaying import replay
 from weft.runtime.script import Index
 from weft.runtime.stored import Holds, shapes_of
-from weft.verify.weight_files import Files, open_files
 
 Weights = nn.Module | Mapping[str, Tensor] | Files
 

@@ -1,10 +1,11 @@
-"""The same two steps through generated code: emitted files, in the emulator or on processes.
+"""The same two steps through generated code, in the emulator or on processes.
 
-In: a directory with a program, whole or in pieces, as it lies there, and the user's module and example. Out: a Sample
-with whole tensors, put together from what the ranks store. Promised: the code that runs is the code in the directory,
-with the gradient synchronisation that training uses; each rank keeps nothing but the parts that its program says it
-stores; where several ranks (or several pieces of one) store the same element they must agree on it bit for bit, and
-every disagreement is reported. A program in pieces runs the micro-batches that it was made for.
+In: the files of a program, whole or in pieces, as they are, and the user's module and example. Out: a Sample with whole
+tensors, put together from what the ranks store; and, of a program that was generated to tell it, what every op made in
+the forward of the first step. Promised: the code that runs is the code in the files, with the gradient synchronisation
+that training uses; each rank keeps nothing but the parts that its program says it stores; where several ranks (or
+several pieces of one) store the same element they must agree on it bit for bit, and every disagreement is reported. A
+program in pieces runs the micro-batches that it was made for.
 """
 
 from __future__ import annotations
@@ -13,35 +14,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from weft.codegen import generate
+from weft.compile.model_file import Optimizer, Subject, load_optimizer
+from weft.compile.subject import whole_tensors
 from weft.ir.graph import Graph
-from weft.runtime.grad_sync import BucketSync
+from weft.lower import lower
+from weft.plan.plan import Plan
+from weft.runtime.files import ProgramFiles, Source, files_of
+from weft.runtime.flow import open_flow, pieces_of
 from weft.runtime.launch import Pool
-from weft.runtime.masters import masters_of, tell_sums, with_masters
+from weft.runtime.masters import masters_of, tell_sums
 from weft.runtime.microbatches import default_dims, split
+from weft.runtime.module import ParallelModule
 from weft.runtime.pieces import Pieces
-from weft.runtime.pipeline_files import is_pipeline, load_pipeline, pipeline_parts, read_pipeline
 from weft.runtime.precision import Mixed
 from weft.runtime.processes import TIMEOUT, ProcessTransport
-from weft.runtime.program_files import load_program, read_meta
+from weft.runtime.program_files import load_program
 from weft.runtime.random import Stream
 from weft.runtime.reduction import reduced
 from weft.runtime.replicas import Replica
-from weft.runtime.script import Index
 from weft.runtime.several import with_empties
 from weft.runtime.stored import Holds
 from weft.runtime.transfers import take
 from weft.runtime.transport import Transport
 from weft.verify.compare import Noise, Sample, noise_in
-from weft.verify.model_file import Optimizer, Subject, load_optimizer
-from weft.verify.parallel import assemble, emulate, told, whole_tensors
 from weft.verify.precision import Float64Mode
+from weft.verify.ranks import Local, assemble, emulate, told
 from weft.verify.reference import NUM_STEPS, shares_of
-from weft.verify.share import Local
+
+Record = dict[tuple[str, int, str, int, int], torch.Tensor]
+"""What the ops of one rank made: (piece, micro-batch, op, output, slot) -> tensor. A whole program is piece ''."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Task:
         mixed: how it is trained in another precision than the weights'.
     """
 
-    directory: Path
+    files: ProgramFiles
     state: Mapping[str, torch.Tensor]
     batches: tuple[tuple[torch.Tensor, ...], ...]
     shares: tuple[float, ...]
@@ -74,12 +81,8 @@ class Task:
     mixed: Mixed | None = None
 
 
-Ran = tuple[tuple[Local, Mapping[str, Index]], ...]
-"""What each module of a rank computed, and what it stores of each tensor, both by the reference's names."""
-
-
 def run_generated(
-    directory: Path,
+    program: Source,
     graph: Graph,
     subject: Subject,
     *,
@@ -89,39 +92,93 @@ def run_generated(
     pool: Pool | None = None,
     timeout: float = TIMEOUT,
 ) -> Sample:
-    """Train for two steps through the program in a directory: in the emulator, or on the processes of a pool.
+    """Train for two steps through a program: in the emulator, or on the processes of a pool.
 
     Args:
+        program: its files, or the directory that holds them.
         graph: of the model as it is now.
         reference: what the eager module computed, whose rounding the updates take as zero; only gradients are read.
     """
-    task = _make_task(directory, graph, subject, seed=seed, wide=wide, reference=reference, travels=pool is not None)
+    files = files_of(program)
+    task = _make_task(files, graph, subject, seed=seed, wide=wide, reference=reference, travels=pool is not None)
     if pool is not None:
-        ran: list[Ran] = told(lambda: pool.run(work, task, timeout=timeout))
-    else:
-        meta = read_pipeline(directory) if is_pipeline(directory) else read_meta(directory)
-        ran = emulate(int(meta["devices"]), lambda transport: train(task, transport, subject.optimizer))
+        return _joined(task, told(lambda: pool.run(work, task, timeout=timeout)))
+    return _joined(task, emulate(files.devices, lambda transport: train(task, transport, subject.optimizer)))
+
+
+def run_traced(
+    program: Source, graphs: Sequence[Graph], graph: Graph, subject: Subject, *, seed: int, reference: Sample
+) -> tuple[Sample, list[Record], Record]:
+    """Train for two steps in float64, in the emulator, through a program that tells what its ops make.
+
+    Args:
+        graphs: of a micro-batch of each size; `graph`: of the whole batch.
+
+    Returns:
+        what came of it, what every op made on each rank, and what it makes on one device.
+    """
+    files = files_of(program)
+    task = _make_task(files, graph, subject, seed=seed, wide=True, reference=reference, travels=False)
+    records: list[Record] = [{} for _ in range(files.devices)]
+
+    def body(transport: Transport) -> tuple[Local, ...]:
+        return train(task, transport, subject.optimizer, record=records[transport.rank])
+
+    sample = _joined(task, emulate(files.devices, body))
+    (expected,) = emulate(1, lambda transport: _forwards(task, graphs, transport))
+    return sample, records, expected
+
+
+def _forwards(task: Task, graphs: Sequence[Graph], transport: Transport) -> Record:
+    """What every op makes on one device, in the forwards of the first step."""
+    found: Record = {}
+    with Float64Mode(), torch.no_grad():
+        replica = Replica(transport, 1)
+        modules = [load_program(generate(lower(Plan(one, devices=1)), traced=True), replica) for one in graphs]
+        for module in modules:
+            _Held(0, module, task).fill(task)
+            _record(module, "", found)
+        for micro, (batch, size) in enumerate(zip(task.batches, task.size_of, strict=True)):
+            modules[size].stream = Stream(task.seed, 0, micro)
+            modules[size](*(one.clone() for one in batch))
+            for other in modules:
+                if other is not modules[size]:
+                    other.take_buffers(modules[size])
+    return found
+
+
+def _record(module: ParallelModule, piece: str, record: Record) -> None:
+    """Let a module write down what its ops make in the first step; not again where they run again in backward."""
+
+    def trace(op: str, output: int, slot: int, tensor: torch.Tensor) -> None:
+        if module.stream.step == 0:
+            record.setdefault((piece, module.stream.microbatch, op, output, slot), tensor.detach().clone())
+
+    module.trace = trace
+
+
+def _joined(task: Task, ran: Sequence[Sequence[Local]]) -> Sample:
     shapes = {name: tuple(tensor.shape) for name, tensor in task.state.items()}
-    found = [(rank, local, stored) for rank, modules in enumerate(ran) for local, stored in modules]
-    return assemble(
-        [local for _, local, _ in found],
-        [stored for _, _, stored in found],
-        shapes,
-        {name: name for name in task.state},
-        ranks=[rank for rank, _, _ in found],
-    )
+    return assemble([one for modules in ran for one in modules], shapes)
 
 
 def _make_task(
-    directory: Path, graph: Graph, subject: Subject, *, seed: int, wide: bool, reference: Sample | None, travels: bool
+    files: ProgramFiles,
+    graph: Graph,
+    subject: Subject,
+    *,
+    seed: int,
+    wide: bool,
+    reference: Sample | None,
+    travels: bool,
 ) -> Task:
     whole = whole_tensors(graph, subject, wide=wide)
     held: dict[str, tuple[str, ...]] = {one.tensor: one.names for one in graph.parameters}
     held.update({one.tensor: one.names for one in graph.buffers})
     path = subject.path.resolve() if travels and subject.path is not None else None
-    batches, counts, size_of = _cut(directory, subject, [whole.inputs[one.tensor] for one in graph.inputs])
+    batches, counts, size_of = _cut(files, subject, [whole.inputs[one.tensor] for one in graph.inputs])
     return Task(
-        directory=directory.resolve(),
+        files=files,
         state={name: whole.state[tensor] for tensor, name in whole.names.items()},
         batches=tuple(map(tuple, batches)),
         shares=tuple(counts),
@@ -138,17 +195,17 @@ def _make_task(
 
 
 def _cut(
-    directory: Path, subject: Subject, inputs: Sequence[torch.Tensor]
+    files: ProgramFiles, subject: Subject, inputs: Sequence[torch.Tensor]
 ) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[float], Sequence[int]]:
     """The micro-batches that a program runs, what each counts, and which of its sizes each has."""
-    size_of = read_pipeline(directory)["size_of"] if is_pipeline(directory) else [0]
+    size_of = files.about["size_of"] if files.in_pieces else [0]
     if len(size_of) == 1:
         return [inputs], [1.0], size_of
-    dims = read_pipeline(directory)["dims"] or default_dims(inputs)
+    dims = files.about["dims"] or default_dims(inputs)
     return split(inputs, dims, len(size_of)), shares_of(subject, len(size_of), dims), size_of
 
 
-def work(transport: ProcessTransport, task: Task) -> Ran:
+def work(transport: ProcessTransport, task: Task) -> tuple[Local, ...]:
     """What each process does."""
     optimizer = load_optimizer(task.path) if task.path is not None else task.optimizer
     assert optimizer is not None
@@ -156,99 +213,79 @@ def work(transport: ProcessTransport, task: Task) -> Ran:
 
 
 def train(
-    task: Task, transport: Transport, optimizer: Optimizer, begin: Callable[[int], None] = lambda step: None
-) -> Ran:
-    """Two optimizer steps of one rank through its generated modules.
+    task: Task,
+    transport: Transport,
+    optimizer: Optimizer,
+    begin: Callable[[int], None] = lambda step: None,
+    record: Record | None = None,
+) -> tuple[Local, ...]:
+    """Two optimizer steps of one rank through its generated modules: what each of them computed.
 
     Args:
         begin: is told the number of each step before it.
+        record: gets what ops make in the first step.
     """
     with Float64Mode() if task.wide else nullcontext():
         replica = Replica(transport, transport.num_ranks)
-        opened: _Opened = _InPieces(task, replica) if is_pipeline(task.directory) else _Whole(task, replica)
-        held = [_Held(module, task) for module in opened.holders]
+        opened = _Opened(task, replica)
+        if record is not None:
+            for piece, module in opened.programs():
+                _record(module, piece, record)
+        held = [_Held(transport.rank, module, task) for module in opened.holders]
         for one in held:
             one.fill(task)
         opened.join()
         losses, gradients = _train(opened, held, task, optimizer, begin)
-        return tuple(
-            (Local(losses, tuple(kept), one.weights()), one.stored) for one, kept in zip(held, gradients, strict=True)
-        )
+        return tuple(one.local(losses, kept) for one, kept in zip(held, gradients, strict=True))
 
 
-class _Opened(Protocol):
+class _Opened:
     """A rank's share of a program."""
 
-    @property
-    def holders(self) -> Sequence[Holds]:
+    def __init__(self, task: Task, replica: Replica) -> None:
+        self._flow = open_flow(task.files, replica)
+        pieces = pieces_of(task.files, self._flow, replica)
+        self._masters = masters_of(pieces, task.mixed, at_once=self._flow.is_whole)
+        tell_sums(self._flow.modules, task.mixed)
+        self._pieces: Pieces[Any] = self._masters or pieces
+        self.holders: tuple[Holds, ...] = self._pieces.modules
         """What the optimizer updates, of each module."""
+
+    def programs(self) -> Iterator[tuple[str, ParallelModule]]:
+        """What runs, by the name of the piece."""
+        return ((name, piece.module) for share in self._flow.rank.sizes for name, piece in share.pieces.items())
 
     def join(self) -> None:
         """Make one of what several modules hold alike, as training does."""
-
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer updates, each once."""
-
-    def step(self, task: Task, step: int) -> torch.Tensor:
-        """Forward and backward; the loss."""
-
-
-class _Whole:
-    """A program in one piece."""
-
-    def __init__(self, task: Task, replica: Replica) -> None:
-        self._module = load_program(task.directory, replica, grad_sync=BucketSync())
-        masters = with_masters(self._module, task.mixed)
-        self.holders: tuple[Holds] = (self._module if masters is None else masters,)
-
-    def join(self) -> None:
-        return None
-
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.holders[0].trained()
-
-    def step(self, task: Task, step: int) -> torch.Tensor:
-        self._module.stream = Stream(task.seed, step, 0)
-        # an op may write to its input: each step has its own
-        loss: torch.Tensor = self._module(*(one.clone() for one in task.batches[0]))
-        found = loss.detach().clone()
-        loss.backward()
-        return found
-
-
-class _InPieces:
-    """A program in pieces, run event by event."""
-
-    def __init__(self, task: Task, replica: Replica) -> None:
-        self._rank = load_pipeline(task.directory, replica, BucketSync)
-        pieces = Pieces(tuple(self._rank.modules), replica, *pipeline_parts(task.directory))
-        self._masters = None if task.mixed is None else masters_of(pieces, task.mixed)
-        for share in self._rank.sizes:
-            tell_sums(share.modules, task.mixed)
-        self._pieces: Pieces[Any] = pieces if self._masters is None else self._masters
-        self.holders: tuple[Holds, ...] = self._pieces.modules
-
-    def join(self) -> None:
         self._pieces.join_copies()
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer updates, each once."""
         yield from self._pieces.trained()
         yield from self._pieces.apart()
 
     def step(self, task: Task, step: int) -> torch.Tensor:
+        """Forward and backward; the loss."""
+        # an op may write to its input: each step has its own
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
+        if self._flow.is_whole:
+            self._flow.program.stream = Stream(task.seed, step, 0)
+            loss: torch.Tensor = self._flow.program(*batches[0])
+            found = loss.detach().clone()
+            loss.backward()
+            return found
         self.join()
-        found = self._rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
+        losses = self._flow.rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
-        return reduced(found, task.shares)
+        return reduced(losses, task.shares)
 
 
 class _Held:
     """What one module stores, by the reference's names."""
 
-    def __init__(self, module: Holds, task: Task) -> None:
-        self._module = module
+    def __init__(self, rank: int, module: Holds, task: Task) -> None:
+        self._rank, self._module = rank, module
         self._names = {task.names[name]: name for name in module.stored if module.part(name) is not None}
         self.stored = {known: module.stored[name] for known, name in self._names.items()}
         self.trained = {task.names[name]: parameter for name, parameter in module.trained()}
@@ -271,8 +308,10 @@ class _Held:
                 part = Noise(take(noise[name].where, self.stored[name]), noise[name].below)
                 parameter.grad = part.silence(parameter.grad)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {known: self._module.part(name).detach().clone() for known, name in self._names.items()}
+    def local(self, losses: tuple[torch.Tensor, ...], gradients: Sequence[Mapping[str, torch.Tensor]]) -> Local:
+        """What was computed, and the weights as they are now."""
+        weights = {known: self._module.part(name).detach().clone() for known, name in self._names.items()}
+        return Local(self._rank, losses, tuple(gradients), weights, self.stored)
 
 
 def _train(

@@ -1,23 +1,24 @@
-"""judge_code(): a program in a directory, whole or in pieces, against one device.
+"""judge(): a program, whole or in pieces, against one device.
 
-In: the directory, the Graph of the model as it is now, the user's module and example. Out: a Result. Both sides train
-on the same micro-batches, of which a whole program has one: the reference runs them one after the other and counts
-their losses by rows, a program in pieces runs them in the order of its schedule.
+In: the files of the program, the Graph of the model as it is now, the user's module and example; the Programs that the
+files were generated from, if they are known. Out: a Result. Both sides train on the same micro-batches, of which a
+whole program has one: the reference runs them one after the other and counts their losses by rows, a program in pieces
+runs them in the order of its schedule. If the sides differ, and the Programs are known, the first op that does is
+looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from weft.compile.model_file import Subject
 from weft.ir.graph import Graph
+from weft.runtime.files import Source, files_of
 from weft.runtime.launch import Pool
 from weft.runtime.microbatches import BatchDim
-from weft.runtime.pipeline_files import described, is_pipeline
 from weft.verify.compare import Difference, Processes, Result, Rounded, Sample, compare, count_silenced
 from weft.verify.generated import run_generated
-from weft.verify.locate import locate_in_code
-from weft.verify.model_file import Subject
+from weft.verify.locate import Traceable, locate, locate_in_code
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.rounded import judge_rounding
@@ -25,8 +26,8 @@ from weft.verify.rounded import judge_rounding
 Say = Callable[[str], None]
 
 
-def judge_code(
-    directory: Path,
+def judge(
+    program: Source,
     graph: Graph,
     subject: Subject,
     *,
@@ -34,31 +35,42 @@ def judge_code(
     tolerance: float,
     say: Say = lambda text: None,
     pool: Pool | None = None,
+    traceable: Traceable | None = None,
 ) -> Result:
-    """Run both sides and compare them; on the processes of `pool` if there is one."""
-    told = described(directory)
-    devices, count = int(told["devices"]), len(told["size_of"]) if is_pipeline(directory) else 1
-    dims = told.get("dims")
+    """Run both sides and compare them; on the processes of `pool` if there is one.
+
+    Args:
+        program: its files, or the directory that holds them.
+        traceable: what it was generated from.
+    """
+    files = files_of(program)
+    count = len(files.about["size_of"]) if files.in_pieces else 1
+    dims = files.about.get("dims")
     say(f"training on one device, {f'{count} micro-batches a step, ' if count > 1 else ''}in float64")
     reference = run_reference(subject, seed=seed, wide=True, microbatches=count, dims=dims)
-    say(f"training on {devices} emulated devices, in float64")
+    say(f"training on {files.devices} emulated devices, in float64")
     processes = None
     if pool is None:
-        ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+        ours = run_generated(files, graph, subject, seed=seed, wide=True, reference=reference)
     else:
-        ours, processes = run_both(directory, graph, subject, reference, seed=seed, say=say, pool=pool)
+        ours, processes = run_both(files, graph, subject, reference, seed=seed, say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
-    equal = largest < tolerance and not ours.disagreements
+    equal, first = largest < tolerance and not ours.disagreements, None
+    if not equal and traceable is None:
+        first = locate_in_code(graph, ours, reference, tolerance)
+    elif not equal and traceable is not None:
+        say("looking for the first difference")
+        first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
     say("training on both in the model's own precision")
-    rounding, rounded = round_off(directory, graph, subject, reference, seed=seed, dims=dims, count=count, pool=pool)
+    rounding, rounded = round_off(files, graph, subject, reference, seed=seed, dims=dims, count=count, pool=pool)
     return Result(
         equal=equal and (rounded is None or not rounded.wrong),
         largest_difference=largest,
         differences=differences,
         tolerance=tolerance,
-        devices=devices,
-        first_difference=None if equal else locate_in_code(graph, ours, reference, tolerance),
+        devices=files.devices,
+        first_difference=first,
         disagreements=ours.disagreements,
         rounding=rounding,
         silenced=count_silenced(ours, reference),
@@ -68,7 +80,7 @@ def judge_code(
 
 
 def round_off(
-    directory: Path,
+    program: Source,
     graph: Graph,
     subject: Subject,
     truth: Sample,
@@ -80,18 +92,18 @@ def round_off(
 ) -> tuple[tuple[Difference, ...], Rounded | None]:
     """What both sides round off in the model's own precision, or in one that was asked for: that is judged."""
     there = pool if subject.precision is not None else None
-    narrow = run_generated(directory, graph, subject, seed=seed, wide=False, pool=there)
+    narrow = run_generated(program, graph, subject, seed=seed, wide=False, pool=there)
     plain = run_reference(subject, seed=seed, wide=False, microbatches=count, dims=dims)
     judged = None if subject.precision is None else judge_rounding(narrow, plain, truth, subject.precision)
     return compare(narrow, plain), judged
 
 
 def run_both(
-    directory: Path, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
+    program: Source, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
 ) -> tuple[Sample, Processes]:
-    """Train through the program in a directory on processes, and how they compare with the emulator."""
+    """Train through a program on processes, and how they compare with the emulator."""
     with one_thread():
-        emulated = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference)
+        emulated = run_generated(program, graph, subject, seed=seed, wide=True, reference=reference)
     say(f"training on {pool.num_ranks} processes, in float64")
-    ours = run_generated(directory, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
+    ours = run_generated(program, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
     return ours, compare_with_emulator(ours, emulated, pool.num_ranks)

@@ -1,27 +1,29 @@
 """Where two sides part: the first operator whose output differs.
 
-In: a Program whose numbers differ from the reference. Out: the first op, in execution order, whose output, put together
-from its parts and with the addends summed, differs from the same op on one device; its tensor and source line. The
-yardstick is the Program of the plan that does nothing, on one device, drawing from the same stream. If every forward
-value agrees, the fault lies in backward: the first parameter, in reverse order of use, whose gradient differs.
+In: Programs whose numbers differ from the reference. Out: the first op, in execution order, whose output, put together
+from its parts and with the addends summed, differs from the same op on one device; its tensor and source line. Both are
+told by generated code that traces its ops: that of the plan, and that of the plan that does nothing, drawing from the
+same stream. If every forward value agrees, the fault lies in backward: the first parameter, in reverse order of use,
+whose gradient differs. If the code that traces gives the reference's numbers, the fault is of the code that does not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from weft.codegen import generate
+from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
-from weft.ir.program import Chunks, Compute, Program, Recompute, Step
-from weft.lower import lower
-from weft.plan.plan import Plan
+from weft.ir.program import Compute, Program, every_step
 from weft.runtime.transfers import put
-from weft.verify.compare import FirstDifference, Sample, apart_in, difference, scale_of
-from weft.verify.model_file import Subject
-from weft.verify.parallel import Record, record
+from weft.verify.compare import FirstDifference, Sample, apart_in, compare, difference, scale_of
+from weft.verify.generated import Record, run_traced
 
 OUTSIDE = (
     "forward depends on something outside its inputs and parameters (a global, the clock, a dtype): "
@@ -29,20 +31,73 @@ OUTSIDE = (
 )
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A piece of a program: its name, what was lowered, and the rank of each of its devices."""
+
+    name: str
+    program: Program
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """What a program was generated from.
+
+    Args:
+        graphs: of a micro-batch of each size; pieces: at each size.
+        size_of: which of the sizes each micro-batch has.
+        generate: gives the files of the program that tells what its ops make.
+    """
+
+    graphs: tuple[Graph, ...]
+    pieces: tuple[tuple[Placed, ...], ...]
+    size_of: tuple[int, ...]
+    generate: Callable[[], Mapping[str, bytes]]
+
+    @staticmethod
+    def of_program(program: Program) -> Traceable:
+        """Of a whole program, which is one piece."""
+        placed = Placed("", program, range(program.devices))
+        return Traceable((program.graph,), ((placed,),), (0,), lambda: generate(program, traced=True))
+
+    @staticmethod
+    def of_pieces(made: InPieces) -> Traceable:
+        """Of a program in pieces."""
+        pieces = tuple(
+            tuple(Placed(part.piece.segment.name, part.program, part.piece.segment.devices) for part in one.parts)
+            for one in made.sizes
+        )
+        graphs = tuple(one.graph for one in made.sizes)
+        return Traceable(graphs, pieces, made.size_of, lambda: made.files(traced=True))
+
+
 def locate(
-    program: Program, subject: Subject, ours: Sample, reference: Sample, *, seed: int, tolerance: float
+    traceable: Traceable,
+    graph: Graph,
+    subject: Subject,
+    ours: Sample,
+    reference: Sample,
+    *,
+    seed: int,
+    tolerance: float,
 ) -> FirstDifference | None:
     """The first op whose output differs, else the first gradient, else the first weight."""
+    traced, records, expected = run_traced(
+        traceable.generate(), traceable.graphs, graph, subject, seed=seed, reference=reference
+    )
+    if max(found.value for found in compare(traced, reference)) < tolerance and not traced.disagreements:
+        return locate_in_code(graph, ours, reference, tolerance)
     return (
-        _first_op(program, subject, seed=seed, tolerance=tolerance)
-        or _first_loss(program.graph, ours, reference, tolerance)
-        or _first_gradient(program.graph, ours, reference, tolerance)
+        _first_op(traceable, records, expected, tolerance)
+        or _first_loss(graph, ours, reference, tolerance)
+        or _first_gradient(graph, ours, reference, tolerance)
         or _first_weight(ours, reference, tolerance)
     )
 
 
 def locate_in_code(graph: Graph, ours: Sample, reference: Sample, tolerance: float) -> FirstDifference | None:
-    """The same for generated code, whose operators cannot be looked at one by one."""
+    """The same for a program whose operators cannot be looked at one by one."""
     gradient = _first_gradient(graph, ours, reference, tolerance)
     apart = difference(ours.losses[0], reference.losses[0])
     if apart > tolerance:
@@ -53,43 +108,43 @@ def locate_in_code(graph: Graph, ours: Sample, reference: Sample, tolerance: flo
     return gradient or _first_weight(ours, reference, tolerance)
 
 
-def _first_op(program: Program, subject: Subject, *, seed: int, tolerance: float) -> FirstDifference | None:
-    graph = program.graph
-    found = record(program, subject, seed=seed)
-    expected = record(lower(Plan(graph, devices=1)), subject, seed=seed)[0]
-    computes = {step.op: step for step in walk(program.steps) if isinstance(step, Compute)}
-    for op in graph.ops:
-        if op.name not in computes:
-            continue
-        for output, (tensor, value) in enumerate(zip(op.outputs, computes[op.name].outputs, strict=True)):
-            right = expected[op.name, output, 0]
-            for whole in gather(program.values[value].layout, found, op.name, output):
-                apart = difference(whole, right)
-                if apart > tolerance:
-                    return FirstDifference(op.name, tensor, str(op.source) if op.source.line else "", apart)
+def _first_op(
+    traceable: Traceable, records: Sequence[Record], expected: Record, tolerance: float
+) -> FirstDifference | None:
+    for micro, size in enumerate(traceable.size_of):
+        computes = [
+            (piece, {step.op: step for step in every_step(piece.program.steps) if isinstance(step, Compute)})
+            for piece in traceable.pieces[size]
+        ]
+        for op in traceable.graphs[size].ops:
+            for piece, steps in computes:
+                for output, value in enumerate(steps[op.name].outputs if op.name in steps else ()):
+                    right = expected["", micro, op.name, output, 0]
+                    layout = piece.program.values[value].layout
+                    for whole in gather(layout, piece.name, piece.ranks, records, (micro, op.name, output)):
+                        apart = difference(whole, right)
+                        if apart > tolerance:
+                            source = str(op.source) if op.source.line else ""
+                            return FirstDifference(op.name, op.outputs[output], source, apart)
     return None
 
 
-def walk(steps: Sequence[Step]) -> Iterator[Step]:
-    """All steps, those inside chunks and recomputed regions too."""
-    for step in steps:
-        yield step
-        if isinstance(step, Chunks | Recompute):
-            yield from walk(step.body)
+def gather(
+    layout: Layout, piece: str, ranks: Sequence[int], records: Sequence[Record], key: tuple[int, str, int]
+) -> Iterator[torch.Tensor]:
+    """The whole tensor, once for every copy of it that the devices hold.
 
-
-def gather(layout: Layout, records: Sequence[Record], op: str, output: int) -> Iterator[torch.Tensor]:
-    """The whole tensor, once for every copy of it that the devices hold."""
+    Args:
+        ranks: of the devices of a piece.
+        key: micro-batch, op and output.
+    """
     copies = [i for i, role in enumerate(layout.roles) if role.kind == "copy"]
     for at in itertools.product(*(range(layout.grid.axes[i].size) for i in copies)):
         parts = [part for part in layout.parts() if tuple(part.cell[i] for i in copies) == at]
-        tensors = [records[part.device][op, output, part.slot] for part in parts]
+        tensors = [records[ranks[part.device]][(piece, *key, part.slot)] for part in parts]
         whole = torch.zeros(layout.shape, dtype=tensors[0].dtype)
         for part, tensor in zip(parts, tensors, strict=True):
-            if whole.dtype == torch.bool:
-                put(whole, part.ranges, tensor)
-            else:
-                put(whole, part.ranges, tensor, add=True)
+            put(whole, part.ranges, tensor, add=whole.dtype != torch.bool)
         yield whole
 
 

@@ -1,7 +1,7 @@
 """True processes for verification, and how they compare with the emulator.
 
-In: a Program, or two Samples of one. Out: its files for the processes to run (they capture and plan nothing), the
-processes, and whether the two Samples are equal bit for bit.
+In: two Samples of one program. Out: the processes (they capture and plan nothing), and whether the two Samples are
+equal bit for bit.
 
 On gloo sums are added in group order, as in the emulator, and every bit is the same if operators run with as many
 threads. NCCL adds in an order of its own: there the results agree to rounding.
@@ -9,28 +9,16 @@ threads. NCCL adds in an order of its own: there the results agree to rounding.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.codegen import emit
-from weft.ir.program import Program
 from weft.runtime.backend import choose_backend
 from weft.runtime.launch import Pool
 from weft.verify.compare import Processes, Sample, compare
-from weft.verify.parallel import same_bits
-
-
-@contextmanager
-def emitted(program: Program) -> Iterator[Path]:
-    """The program's files, in a directory that goes away afterwards."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        emit(program, folder)
-        yield Path(folder)
+from weft.verify.ranks import same_bits
 
 
 def make_pool(num_ranks: int) -> Pool:

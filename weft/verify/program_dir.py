@@ -9,7 +9,6 @@ refused with the first thing that does not; a stale one that fits is verified ag
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import traceback
@@ -19,26 +18,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from weft.cache import origin
+from weft.compile.cache import origin
+from weft.compile.model_file import Subject
+from weft.compile.optimizer import check_on_parts
+from weft.compile.subject import capture_subject, in_precision, make_subject
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.graph import Graph
-from weft.order import check_schedule
+from weft.ir.schedule import Event, Pipeline, Schedule, Segment
+from weft.order import Span, check_schedule
 from weft.runtime.batch import dtype_name
+from weft.runtime.files import CONSTANTS, META, PARTS, PIPELINE, ProgramFiles, changes, files_of
 from weft.runtime.module import ParallelModule
-from weft.runtime.pipeline_files import PIPELINE, described, edits, is_pipeline
 from weft.runtime.precision import Precision
-from weft.runtime.program_files import CONSTANTS, META, PARTS, cut_parameters, load_class, read_meta
+from weft.runtime.program_files import cut_parameters, load_classes, load_constants
 from weft.verify.compare import Result
-from weft.verify.door import Say, capture_subject, in_precision, make_subject
-from weft.verify.judged import judge_code
-from weft.verify.model_file import Subject
-from weft.verify.optimizer import check_on_parts
-from weft.verify.pipelined import order_of, summarize_pieces
+from weft.verify.judged import Say, judge
 from weft.verify.processes import make_pool
 from weft.verify.sizes import with_other_sizes
+from weft.verify.summary import summarize_pieces
 
 ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
 
@@ -53,20 +52,9 @@ class Lying:
     """
 
     directory: Path
-    meta: Mapping[str, Any]
+    files: ProgramFiles
     edited: Mapping[str, str]
     stale: tuple[str, ...] = ()
-
-    @property
-    def in_pieces(self) -> bool:
-        return "sizes" in self.meta and "events" in self.meta
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Where the text lies: of a program in pieces there is one of each, at each size of micro-batches."""
-        if not self.in_pieces:
-            return (self.directory,)
-        return tuple(self.directory / one["folder"] for size in self.meta["sizes"] for one in size["pieces"])
 
     def __str__(self) -> str:
         words = ["as emitted"] if not self.edited else []
@@ -101,9 +89,10 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
         model_or_file, example, seed, tolerance, processes, precision, say: as of `verify`.
     """
     lying = open_directory(program)
-    if devices is not None and devices != lying.meta["devices"]:
+    files = lying.files
+    if devices is not None and devices != files.devices:
         raise PlanError(
-            f"the program is for {lying.meta['devices']} devices, {devices} were asked for",
+            f"the program is for {files.devices} devices, {devices} were asked for",
             place=str(lying.directory),
             remedy="leave out --devices, or emit a program for that many: weft show FILE --plan P --out DIR",
         )
@@ -113,17 +102,21 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     graph = capture_subject(subject)
     lying = compare_origin(lying, graph)
     tell(str(lying))
-    classes = load_classes(lying)
+    # whatever is wrong with the text is told with its own line
+    with OwnLines(lying):
+        classes = load_classes(files)
     check_program_fits(lying, classes, graph, subject)
-    check_on_parts(subject, {name: dims for one in lying.folders for name, dims in cut_parameters(one).items()})
+    check_on_parts(subject, cut_parameters(files))
     with OwnLines(lying), ExitStack() as stack:
-        pool = stack.enter_context(make_pool(lying.meta["devices"])) if processes else None
-        result = judge_code(lying.directory, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
-        summary = summarize_pieces(lying.meta, graph) if lying.in_pieces else {"operators": len(graph.ops)}
+        pool = stack.enter_context(make_pool(files.devices)) if processes else None
+        result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
+        summary: dict[str, Any] = {"operators": len(graph.ops)}
+        if files.in_pieces:
+            summary = summarize_pieces(*order_of(files.about), spans_in(files.about), graph)
         result = replace(result, summary={**summary, "program": lying.as_json()})
-        if lying.in_pieces:
+        if files.in_pieces:
             return result
-        return with_other_sizes(result, lying.directory, graph, subject, seed=seed, pool=pool, say=say)
+        return with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
 def open_directory(directory: str | Path) -> Lying:
@@ -132,58 +125,69 @@ def open_directory(directory: str | Path) -> Lying:
     if not folder.is_dir():
         raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
     try:
-        lying = Lying(folder, described(folder), edits(folder))
-        num_devices = int(lying.meta["devices"])
-        for one in lying.folders:
-            meta = read_meta(one)
-            _ = int(meta["devices"]), str(meta["class"]), meta["ranks"]
+        files = files_of(folder)
+        lying = Lying(folder, files, changes(files))
+        missing = [name for name, what in lying.edited.items() if what == "missing"]
+        for one in files.folders.values() if not missing else ():
+            _ = one.devices, str(one.about["class"]), one.about["ranks"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{folder} is no program of weft's: its {PIPELINE if is_pipeline(folder) else META} cannot be read "
+            f"{folder} is no program of weft's: its {PIPELINE if (folder / PIPELINE).exists() else META} cannot "
+            f"be read "
             f"({type(error).__name__}: {error})",
             place=str(folder),
             remedy="give the directory that weft show --out or weft train wrote; if this is one, write it anew",
         ) from None
-    assert num_devices >= 1, f"{folder} is for {num_devices} devices"
-    missing = [name for name, what in lying.edited.items() if what == "missing"]
+    assert files.devices >= 1, f"{folder} is for {files.devices} devices"
     if missing:
         raise RunError(f"the program lacks {', '.join(missing)}", place=str(folder), remedy=ANEW)
-    for one in lying.folders:
+    for one in files.folders.values():
         _read_tables(one)
-    if lying.in_pieces:
+    if files.in_pieces:
         # the events may be edited too: they are proven before they run
-        check_schedule(*order_of(lying.meta))
+        check_schedule(*order_of(files.about))
     return lying
 
 
-def _read_tables(folder: Path) -> None:
+def _read_tables(files: ProgramFiles) -> None:
     """Refuse tables and constants that cannot be read."""
+    at = PARTS
     try:
-        at = folder / PARTS
-        json.loads(at.read_text(encoding="utf-8"))
-        if (at := folder / CONSTANTS).exists():
-            torch.load(at, weights_only=True, map_location="cpu")
+        _ = files.parts
+        at = CONSTANTS
+        load_constants(files, "cpu")
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise RunError(
-            f"{at.name} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
-            place=str(at),
+            f"{at} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
+            place=files.path(at),
             remedy=ANEW,
         ) from None
 
 
+def order_of(told: Mapping[str, Any]) -> tuple[Pipeline, Schedule]:
+    """The Pipeline and the Schedule of what is written about a program in pieces."""
+    segments = []
+    for one in told["sizes"][0]["pieces"]:
+        devices, reads = tuple(one["devices"]), tuple(one["reads"])
+        segments.append(Segment(one["name"], devices, reads, trains=one["trains"], splits=one["splits"]))
+    events = {
+        int(device): tuple(Event(phase, piece, int(micro)) for phase, piece, micro in row)
+        for device, row in told["events"].items()
+    }
+    return Pipeline(tuple(segments), len(told["size_of"])), Schedule(events)
+
+
+def spans_in(told: Mapping[str, Any]) -> dict[str, Span]:
+    """How long the phases of each piece take, as was estimated when it was made."""
+    return {name: Span(*times) for name, times in told["spans"].items()}
+
+
 def compare_origin(lying: Lying, graph: Graph) -> Lying:
     """What the program was made from that is not so now."""
-    made, now = lying.meta.get("made_from", {}), origin(graph)
+    made, now = lying.files.about.get("made_from", {}), origin(graph)
     words = {"graph": "another state of the model", "weft": "another weft", "torch": f"torch {made.get('torch')}"}
     # a program emitted by hand says nothing of its origin: whether it fits is seen all the same
     return replace(lying, stale=tuple(words[key] for key in words if key in made and made[key] != now[key]))
-
-
-def load_classes(lying: Lying) -> list[type[ParallelModule]]:
-    """The class of every file. Whatever is wrong with the text is told with its own line."""
-    with OwnLines(lying):
-        metas = {folder: read_meta(folder) for folder in lying.folders}
-        return [load_class(folder, meta, file) for folder, meta in metas.items() for file in meta["files"]]
 
 
 def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], graph: Graph, subject: Subject) -> None:
@@ -209,8 +213,9 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
     ]
     tied = {each for cls in classes for part in cls.stored_parts().values() for each in part.tied}
     wrong += [f"the model has {name}, which it does not store" for name in known if name in held - tied - set(stored)]
-    batch = lying.meta.get("batch", {}).get("tensors", [])
-    inputs = [row[0] for row in batch] if lying.in_pieces else [one["index"] for one in lying.meta.get("inputs", [])]
+    about = lying.files.about
+    batch = about.get("batch", {}).get("tensors", [])
+    inputs = [row[0] for row in batch] if lying.files.in_pieces else [one["index"] for one in about.get("inputs", [])]
     if inputs != [one.index for one in graph.inputs]:
         wrong.append(
             f"it takes {len(inputs)} tensors of a batch, the example has {len(graph.inputs)}, or in other places"

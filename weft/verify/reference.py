@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 from torch.utils._pytree import tree_map
 
 from weft.capture.example import split_example
+from weft.compile.model_file import Inside, Subject, check_loss
+from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
 from weft.runtime.drawmode import DrawMode
 from weft.runtime.microbatches import BatchDim, split_arguments
 from weft.runtime.random import Stream
 from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.mixed import OneDevice
-from weft.verify.model_file import Inside, Subject, check_loss
-from weft.verify.optimizer import make_optimizer
 from weft.verify.precision import Float64Mode, precision_of, widen
 
 NUM_STEPS = 2

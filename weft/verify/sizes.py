@@ -1,6 +1,6 @@
 """The same program at other sizes: does one program for all sizes give the numbers of one device there too?
 
-In: a directory with a program whose form has free sizes, the user's module and example. Out: for each of a few other
+In: a program whose form has free sizes, the user's module and example. Out: for each of a few other
 sizes that the program serves, how far it lies from the eager module on a batch of that size, made from the example by
 repeating or leaving out what it holds. Sizes that the eager module itself refuses are passed over.
 """
@@ -10,22 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
+from weft.compile.model_file import Subject
 from weft.errors import WeftError
 from weft.ir.graph import Graph
 from weft.runtime.batch import Form
+from weft.runtime.files import Source, files_of
 from weft.runtime.launch import Pool
-from weft.runtime.program_files import read_meta
 from weft.runtime.sizes import evaluate, refused
 from weft.verify.compare import AtSizes, Result, compare
 from weft.verify.generated import run_generated
-from weft.verify.model_file import Subject
 from weft.verify.reference import run_reference
 
 NUM_OTHERS = 2
@@ -35,7 +34,7 @@ SCALES = (0.5, 2.0, 0.75, 1.5, 1.25, 3.0)
 
 def with_other_sizes(
     result: Result,
-    directory: Path,
+    program: Source,
     graph: Graph,
     subject: Subject,
     *,
@@ -43,11 +42,11 @@ def with_other_sizes(
     pool: Pool | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """A verdict over the program in a directory at other sizes as well; as it was if its sizes are fixed."""
-    meta = read_meta(directory)
-    if "batch" not in meta:
+    """A verdict over a program at other sizes as well; as it was if its sizes are fixed."""
+    files = files_of(program)
+    if "batch" not in files.about:
         return result  # emitted by hand
-    form, found = Form.from_json(meta["batch"]), []
+    form, found = Form.from_json(files.about["batch"]), []
     for given in other_sizes(form):
         other = replace(subject, example=resized(subject.example, form, given))
         try:
@@ -55,7 +54,7 @@ def with_other_sizes(
         except WeftError:
             continue  # a table of the model ends before
         say(f"training at {_words(given)}, with the same program")
-        ours = run_generated(directory, graph, other, seed=seed, wide=True, reference=reference, pool=pool)
+        ours = run_generated(files, graph, other, seed=seed, wide=True, reference=reference, pool=pool)
         differences = compare(ours, reference)
         equal = max(one.value for one in differences) < result.tolerance and not ours.disagreements
         found.append(AtSizes(given, equal, differences))

@@ -1,23 +1,26 @@
 """What a plan does to a model, in a few numbers: operators, what each axis cuts, what nobody cuts, what was proven.
 
-In: a Program and the Report of its check. Out: plain values for printing and for `--json`. Promised: an operator that
-several devices each run whole, on the same values, is named, unless it is the same in every step.
+In: a Program and the Report of its check, or a Pipeline and its Schedule. Out: plain values for printing and for
+`--json`. Promised: an operator that several devices each run whole, on the same values, is named, unless it is the same
+in every step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.ir.graph import Op
+from weft.ir.graph import Graph, Op
 from weft.ir.oplayout import Copied, Cut, OpLayout
-from weft.ir.program import Compute, Program
+from weft.ir.program import Compute, Program, every_step
+from weft.ir.schedule import Pipeline, Schedule, row
 from weft.lower.check import Report
 from weft.ops.book import RuleBook
 from weft.ops.coverage import coverage, unruled_warnings
-from weft.verify.locate import walk
+from weft.order import Span, simulate
 
 OURS = "all"
 """The axis that the plan gives to operators nobody told anything."""
@@ -49,6 +52,21 @@ def summarize(program: Program, report: Report) -> dict[str, Any]:
     }
 
 
+def summarize_pieces(pipeline: Pipeline, schedule: Schedule, spans: Mapping[str, Span], graph: Graph) -> dict[str, Any]:
+    """Numbers about a pipeline. `spans`: how long the phases of each piece take, as was estimated."""
+    return {
+        "operators": len(graph.ops),
+        "axes": {},
+        "whole": [],
+        "warnings": unruled_warnings(coverage(graph).kinds) if len(schedule.events) > 1 else [],
+        "pieces": [asdict(segment) for segment in pipeline.segments],
+        "microbatches": pipeline.microbatches,
+        "schedule": {str(device): row(events) for device, events in sorted(schedule.events.items())},
+        "idle": simulate(pipeline, schedule).idle,
+        "idle_estimated": simulate(pipeline, schedule, spans).idle,
+    }
+
+
 def axes_of(program: Program) -> dict[str, Any]:
     """For each axis its size, and how many operators of which kind it cuts.
 
@@ -56,7 +74,7 @@ def axes_of(program: Program) -> dict[str, Any]:
     """
     sizes: dict[str, int] = {}
     kinds: dict[str, Counter[str]] = {}
-    for step in walk(program.steps):
+    for step in every_step(program.steps):
         if not isinstance(step, Compute):
             continue
         for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True):
@@ -74,7 +92,7 @@ def axes_of(program: Program) -> dict[str, Any]:
 def whole_ops(program: Program) -> list[WholeOps]:
     """What is not cut though it runs on several devices: heavy operators first, then the most frequent."""
     book, groups = RuleBook(program.graph), dict[tuple[str, str], list[Op]]()
-    for step in walk(program.steps):
+    for step in every_step(program.steps):
         if isinstance(step, Compute) and _runs_whole(step.layout):
             op = program.graph.by_name[step.op]
             if not op.constant:

@@ -23,6 +23,7 @@ from torch import nn
 
 from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
+from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError
 from weft.plan.recipes import BatchDims
 from weft.runtime.custom import keep, kept_name
@@ -31,7 +32,6 @@ from weft.runtime.precision import Mixed, Precision
 from weft.runtime.record import Record
 from weft.runtime.reduction import BadReduction, Reduction
 from weft.runtime.several import as_one
-from weft.verify.hugging_face import PREFIX, load_hugging_face
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]

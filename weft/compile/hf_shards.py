@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
+from weft.compile.weight_files import INDEX, SAFETENSORS, open_files
 from weft.errors import RunError
-from weft.verify.weight_files import INDEX, SAFETENSORS, open_files
 
 
 def has_all_of(folder: Path, module: nn.Module) -> bool:

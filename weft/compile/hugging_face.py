@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.compile.hf_shards import has_all_of
+from weft.compile.packages import needed
 from weft.errors import ModelFileError, WeftError
 from weft.runtime.initialise import Start, begin
 from weft.runtime.record import Record
-from weft.verify.hf_shards import has_all_of
-from weft.verify.packages import needed
 
 PREFIX = "hf:"
 SEED = 0

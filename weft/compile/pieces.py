@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from weft.capture.example import split_example
 from weft.codegen.form import form_of
 from weft.codegen.pipeline import generate_pipeline
+from weft.compile.alike import lower_alike
+from weft.compile.model_file import Subject
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph
@@ -24,14 +26,14 @@ from weft.ir.layout import Layout
 from weft.ir.schedule import Pipeline, Schedule
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
+from weft.lower.spans import spans_of
 from weft.ops.book import RuleBook
+from weft.order import Span
 from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
 from weft.plan.plan import Plan
 from weft.plan.staging import StageLine
 from weft.runtime.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
-from weft.verify.alike import lower_alike
-from weft.verify.model_file import Subject
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,24 @@ class InPieces:
     dims: tuple[BatchDim, ...] | None
     whole: Graph
 
-    def files(self, about: dict[str, Any] | None = None, returns: Sequence[str] = ()) -> dict[str, bytes]:
-        """Of the program, by name; `about`: where it comes from; `returns`: tensors that every device gets."""
+    @property
+    def spans(self) -> dict[str, Span]:
+        """How long the phases of each piece take, as is estimated."""
+        return spans_of(self.sizes[0])
+
+    def files(
+        self, about: dict[str, Any] | None = None, returns: Sequence[str] = (), *, traced: bool = False
+    ) -> dict[str, bytes]:
+        """Of the program, by name.
+
+        Args:
+            about: where it comes from.
+            returns: tensors that every device gets.
+            traced: every op tells what it made.
+        """
         batch = {"size_of": list(self.size_of), "dims": self.dims, "batch": form_of(self.whole).to_json()}
-        return generate_pipeline(self.sizes, self.schedule, about={**batch, **(about or {})}, returns=returns)
+        told = {**batch, **(about or {})}
+        return generate_pipeline(self.sizes, self.schedule, about=told, returns=returns, traced=traced)
 
 
 def is_in_pieces(plan: Plan) -> bool:
@@ -91,28 +107,16 @@ class Prepared:
     dims: tuple[BatchDim, ...] | None
 
 
-def compile_pieces(
-    subject: Subject,
-    plan: Plan,
-    capture: Callable[[Subject], Graph],
-    make: Callable[[Graph], Plan],
-    *,
-    links: Links | None = None,
-) -> InPieces:
-    """Compile a plan in micro-batches.
+def prepare_pieces(
+    subject: Subject, plan: Plan, capture: Callable[[Subject], Graph], make: Callable[[Graph], Plan]
+) -> Prepared:
+    """Cut the example, capture a micro-batch of each size, and plan it.
 
     Args:
         plan: made for the whole batch; tells how many micro-batches there are.
         capture: gives the graph of a subject.
         make: plans the graph of a micro-batch.
     """
-    return lower_prepared(prepare_pieces(subject, plan, capture, make), links=links)
-
-
-def prepare_pieces(
-    subject: Subject, plan: Plan, capture: Callable[[Subject], Graph], make: Callable[[Graph], Plan]
-) -> Prepared:
-    """Cut the example, capture a micro-batch of each size, and plan it."""
     dims = batch_dims(subject, plan.graph)
     if plan.microbatches > 1 and subject.batch_dims is None:
         _warn_of_mixing(plan, dims)
@@ -123,17 +127,18 @@ def prepare_pieces(
         raise PlanError(
             str(error), place=f"microbatches={plan.microbatches}", remedy="use fewer micro-batches, or a larger batch"
         ) from None
-    graphs: dict[str, Graph] = {}
+    plans: dict[str, Plan] = {}
     keys = []
     for one in examples:
         key = str([tuple(tensor.shape) for tensor in _tensors(one)])
         keys.append(key)
-        if key not in graphs:
-            graphs[key] = capture(replace(subject, example=as_example(one)))
-    places = list(graphs)
+        if key not in plans:
+            # a batch that is not cut is captured and planned
+            plans[key] = plan if len(examples) == 1 else make(capture(replace(subject, example=as_example(one))))
+    places = list(plans)
     return Prepared(
         whole=plan,
-        plans=tuple(map(make, graphs.values())),
+        plans=tuple(plans.values()),
         size_of=tuple(places.index(key) for key in keys),
         examples=tuple(examples),
         dims=dims,

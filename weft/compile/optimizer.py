@@ -9,18 +9,15 @@ would give other weights. Promised: such an optimizer is refused where a trained
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from weft.compile.model_file import Inside, Subject
 from weft.errors import ModelFileError, PlanError
-from weft.ir.program import Program
-from weft.ir.ranges import count
+from weft.ops.precision import Float64Mode
 from weft.runtime.elementwise import mixing
-from weft.verify.model_file import Inside, Subject
-from weft.verify.precision import Float64Mode
 
 GIVEN = "optimizer(parameters) is given a list of parameters, as in torch.optim.SGD(parameters, lr=0.1)"
 
@@ -70,21 +67,12 @@ def needs_closure(made: torch.optim.Optimizer) -> bool:
     return any(one.default is inspect.Parameter.empty and one.kind in plain for one in wanted)
 
 
-def check_optimizer(subject: Subject, program: Program) -> None:
-    """Refuse an optimizer that is none, or that mixes elements of a parameter which the plan stores in parts."""
-    tensors = program.graph.tensors
-    check_on_parts(
-        subject,
-        {
-            one.names[0]: len(tensors[one.tensor].sizes)
-            for one in program.graph.parameters
-            if one.trainable and _in_parts(program, one.tensor)
-        },
-    )
-
-
 def check_on_parts(subject: Subject, cut: Mapping[str, int]) -> None:
-    """The same, told which trained parameters are stored in parts, and how many dims each has."""
+    """Refuse an optimizer that is none, or that mixes elements of a parameter which is stored in parts.
+
+    Args:
+        cut: the trained parameters that are, and how many dims each has.
+    """
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if not trained:
         return
@@ -106,9 +94,3 @@ def check_on_parts(subject: Subject, cut: Mapping[str, int]) -> None:
             remedy="add `spread` to the recipe: each parameter lies whole on one device; or a plan that cuts no "
             "parameter (dp), or an optimizer that treats each element alone (AdamW, SGD)",
         )
-
-
-def _in_parts(program: Program, tensor: str) -> bool:
-    layout = program.stored[tensor]
-    whole = math.prod(layout.shape)
-    return any(math.prod(map(count, part.ranges)) < whole for part in layout.parts())

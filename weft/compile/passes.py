@@ -18,11 +18,13 @@ from typing import Any
 
 from torch import nn
 
-from weft import cache
 from weft.capture.specialise import at_example
 from weft.codegen import generate
-from weft.codegen.form import form_of
 from weft.codegen.sampled import Make, generate_for_sizes
+from weft.compile import cache
+from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
+from weft.compile.subject import PlanLike, capture_subject, check_fit, graph_for, make_plan
 from weft.cost.links import Links
 from weft.errors import CaptureError, PlanError
 from weft.ir.graph import Graph
@@ -31,9 +33,6 @@ from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
 from weft.runtime.returns import NotReturned, Returns, lost, returns_of
-from weft.verify.door import PlanLike, capture_subject, check_fit, graph_for, make_plan
-from weft.verify.model_file import Subject
-from weft.verify.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
 
 Say = Callable[[str], None]
 
@@ -152,7 +151,7 @@ def build(
         make: plans the graph at other sizes, if it has dynamic dims.
     """
     returns_all = is_open(graph, outputs)
-    about: dict[str, Any] = {"key": key, "batch": form_of(graph).to_json(), "made_from": cache.origin(graph)}
+    about: dict[str, Any] = {"key": key, "made_from": cache.origin(graph)}
     if returns_all:
         about["returns"] = returned(graph).to_json()
         if kinds := lost(graph.out_leaves):

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
+from weft.compile.alike import lower_alike
+from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces, as_example, at_other_size, batch_dims
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
@@ -27,9 +30,6 @@ from weft.plan.plan import Plan
 from weft.plan.select import select
 from weft.plan.staging import StageLine
 from weft.runtime.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
-from weft.verify.alike import lower_alike
-from weft.verify.model_file import Subject
-from weft.verify.pieces import InPieces, as_example, at_other_size, batch_dims
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.compile.packages import needed
 from weft.errors import RunError
 from weft.runtime.initialise import Whole
 from weft.runtime.script import Index
-from weft.verify.packages import needed
 
 Files = str | Path | Sequence[str | Path]
 

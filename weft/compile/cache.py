@@ -26,7 +26,7 @@ from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
 from weft.plan.plan import Plan
 from weft.plan.staging import ScheduleLine
-from weft.runtime.pipeline_files import described, edits, file_names
+from weft.runtime.files import ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
@@ -39,16 +39,17 @@ class Found:
     directory: Path
     edited: bool = False
 
-    def files(self) -> dict[str, bytes]:
+    def files(self) -> ProgramFiles:
         """All of its files, as they were left."""
-        missing = [name for name, what in edits(self.directory).items() if what == "missing"]
+        found = files_of(self.directory)
+        missing = [name for name, what in changes(found).items() if what == "missing"]
         if missing:
             raise RunError(
                 f"the program in {self.directory} lacks {', '.join(missing)}",
                 place=str(self.directory),
                 remedy="move the directory away, and the program is made anew",
             )
-        return {name: (self.directory / name).read_bytes() for name in file_names(self.directory)}
+        return found
 
 
 def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
@@ -101,7 +102,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 def source_hash() -> str:
     """A hash of weft's own sources, its version among them."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -119,8 +120,9 @@ def look_up(directory: Path, key: str) -> Found | None:
     if not directory.exists():
         return None
     try:
-        made, found = str(described(directory)["key"]), edits(directory)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = files_of(directory)
+        made, found = str(files.about["key"]), changes(files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{directory} is no program of weft's: what is written about it cannot be read ({type(error).__name__})",
             place=str(directory),

@@ -1,0 +1,111 @@
+"""Ranks: run as threads, their failures told to users, what they store put together.
+
+In: what each rank does, or what each computed. Out: a Sample with whole tensors. Promised: where several ranks store
+the same element they must agree on it bit for bit, and every disagreement is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import RunError, WeftError
+from weft.runtime.emulator import run_ranks
+from weft.runtime.script import Index
+from weft.runtime.transfers import put, take
+from weft.runtime.transport import CollectiveMismatch, RankFailed
+from weft.verify.compare import Sample
+from weft.verify.reference import NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one module of a rank computed, and what the rank stores of each tensor, by the reference's names."""
+
+    rank: int
+    losses: tuple[torch.Tensor, ...]
+    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    weights: Mapping[str, torch.Tensor]
+    stored: Mapping[str, Index]
+
+
+def emulate(num_ranks: int, body: Any) -> list[Any]:
+    """Run the ranks as threads."""
+    return told(lambda: run_ranks(num_ranks, body))
+
+
+def told(run: Callable[[], list[Any]]) -> list[Any]:
+    """Run the ranks; one that fails is the user's to know about."""
+    try:
+        return run()
+    except RankFailed as error:
+        cause = error.__cause__
+        if isinstance(cause, WeftError) and cause.remedy:
+            raise RunError(f"rank {error.rank}: {cause.message}", place=cause.place, remedy=cause.remedy) from error
+        others = [f"\n  {line.strip()}" for line in str(error).splitlines() if line.startswith("  rank ")]
+        raise RunError(
+            f"rank {error.rank} failed: {type(cause).__name__}: {cause}{''.join(others)}",
+            place=f"{error.place}  ({error.op})" if error.place else error.op,
+            remedy="the other ranks were stopped; --debug shows where it happened",
+        ) from error
+    except CollectiveMismatch as error:
+        raise RunError(
+            f"the ranks' collectives do not fit together: {error}",
+            remedy="this is a fault in the Program: please report it with the plan",
+        ) from error
+
+
+def assemble(found: Sequence[Local], shapes: Mapping[str, tuple[int, ...]]) -> Sample:
+    """Whole tensors from the ranks' parts, and what they disagree on. A rank may have several modules, or none."""
+    quarrels: list[str] = []
+
+    def join_all(parts: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, torch.Tensor]:
+        joined = {}
+        for name in dict.fromkeys(name for part in parts for name in part):
+            held = zip(found, parts, strict=True)
+            pieces = [(one.rank, one.stored[name], part[name]) for one, part in held if name in part]
+            joined[name], faults = join(shapes[name], pieces)
+            quarrels.extend(f"{what} {name}: {fault}" for fault in faults)
+        return joined
+
+    gradients = tuple(
+        join_all([one.gradients[step] for one in found], f"gradient of step {step + 1}") for step in range(NUM_STEPS)
+    )
+    weights = join_all([one.weights for one in found], "weight")
+    first = found[0]
+    for step in range(NUM_STEPS):
+        quarrels += [
+            f"loss of step {step + 1} on ranks {first.rank} and {one.rank}"
+            for one in found
+            if not same_bits(first.losses[step], one.losses[step])
+        ]
+    return Sample(losses=first.losses, gradients=gradients, weights=weights, disagreements=tuple(quarrels))
+
+
+def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor]]) -> tuple[torch.Tensor, list[str]]:
+    """A whole tensor from (rank, intervals, part), and where ranks disagree or an element is stored nowhere.
+
+    >>> join((3,), [(0, (((0, 2),),), torch.tensor([1, 2])), (1, (((1, 3),),), torch.tensor([5, 3]))])
+    (tensor([1, 2, 3]), ['rank 1 differs from the ranks before it'])
+    """
+    whole = torch.zeros(shape, dtype=pieces[0][2].dtype)
+    known = torch.zeros(shape, dtype=torch.bool)
+    faults = []
+    for rank, index, part in pieces:
+        seen = take(known, index)
+        held = take(whole, index)
+        if not same_bits(held[seen], part[seen]):
+            faults.append(f"rank {rank} differs from the ranks before it")
+        put(whole, index, torch.where(seen, held, part))
+        put(known, index, torch.ones_like(seen))
+    if not bool(known.all()):
+        faults.append(f"{int((~known).sum())} elements are stored on no rank")
+    return whole, faults
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit; two NaNs count as equal (their difference shows elsewhere)."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
