@@ -38,7 +38,7 @@ class _VectorNorm(torch.autograd.Function):
 
 
 def vector_norm(
-    x: Tensor, order: float, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
+    x: Tensor, dims: Sequence[int], keepdim: bool, *, order: float, dtype: torch.dtype | None = None, comms: Comms
 ) -> Tensor:
     """The norm of any order over dims some of which are cut."""
     dims = tuple(d % x.ndim for d in dims)
@@ -60,7 +60,7 @@ def distance(
     x: Tensor, y: Tensor, dims: Sequence[int], keepdim: bool, *, p: float = 2.0, eps: float = 0.0, comms: Comms
 ) -> Tensor:
     """The norm of `x - y + eps`."""
-    return vector_norm(x - y + eps, p, dims, keepdim, comms=comms)
+    return vector_norm(x - y + eps, dims, keepdim, order=p, comms=comms)
 
 
 def cosine(x: Tensor, y: Tensor, dims: Sequence[int], keepdim: bool, *, eps: float, comms: Comms) -> Tensor:
