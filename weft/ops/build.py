@@ -24,7 +24,6 @@ from weft.ops.rule import (
     CellView,
     Dim,
     Dims,
-    Exchange,
     Factor,
     Group,
     Linear,
@@ -34,6 +33,7 @@ from weft.ops.rule import (
     fixed,
     linear_sets,
 )
+from weft.runtime.algorithms import Exchange
 
 COPY_IT = "keep the op copied: plan.trans(op, copy(...))"
 

@@ -32,11 +32,10 @@ from weft.ops.specimen import (
     impurity,
     is_lowering,
     shrunk,
-    specimen,
-    tells,
+    specimens,
     with_recipe,
 )
-from weft.ops.trial import FAILURES, Specimen, try_cut, undisturbed
+from weft.ops.trial import FAILURES, Specimen, first_line, try_cut, undisturbed
 
 TOO_LARGE = 1 << 22
 """An op whose operands cannot be made smaller than so many numbers is not run."""
@@ -124,7 +123,6 @@ class _Search:
         self.real, self.reads, self.makes = form, reads, makes
         self.real_shapes: Shapes = tuple(one.sizes for one in makes)
         self.added: frozenset[int] = frozenset()
-        self.failed = ""
         self.lower = True
 
     def rule(self) -> Rule:
@@ -137,12 +135,12 @@ class _Search:
             reason = impurity(self.base)
             self.lower = is_lowering(self.base)
         except FAILURES as error:
-            return self._nothing(f"it cannot be run with operands made for a trial: {_first_line(error)}")
+            return self._nothing(f"it cannot be run with operands made for a trial: {first_line(error)}")
         if reason:
             return self._nothing(reason)
         self.specimens = self._specimens(self.base)
         if not self.specimens:
-            return self._nothing(f"it cannot be run with operands made for a trial: {self.failed}")
+            return self._nothing("it gives no numbers with operands made for a trial")
         if len(self.specimens[0].makes) != len(self.makes):
             return self._nothing("it makes another number of tensors than in the model")
         self.ignored = ignored(self.base)
@@ -158,16 +156,7 @@ class _Search:
 
     def _specimens(self, form: Form, recipes: Sequence[Recipe] = RECIPES, seed: int = 0) -> list[Specimen]:
         """The form with every kind of values that the op takes."""
-        found = []
-        for recipe in recipes:
-            try:
-                it = specimen(form, recipe, seed, self.lower)
-            except FAILURES as error:
-                self.failed = self.failed or _first_line(error)
-                continue
-            if tells(it):
-                found.append(it)
-        return found
+        return list(specimens(form, recipes, seed, self.lower))
 
     def _names(self) -> list[Guess]:
         """All names that pass the first trials, the simplest for each dim."""
@@ -292,8 +281,3 @@ def linear_sets_of(
         if all(not try_cut(it, asked, one) for it in alike for one in uses):
             found.append(chosen)
     return tuple(found)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

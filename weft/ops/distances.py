@@ -13,7 +13,8 @@ from weft.ir.graph import Ref
 from weft.ops.arguments import call, positive
 from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, names_of, numbered_dims, rules_of, when_cut
 from weft.ops.reductions import left_dims, reduced_dims, talking_rule
-from weft.ops.rule import Exchange, Rule
+from weft.ops.rule import Rule
+from weft.runtime.algorithms import Exchange
 
 
 def _exchange(order: float) -> Exchange:

@@ -15,7 +15,8 @@ from weft.ir.graph import Op
 from weft.ir.ranges import Ranges
 from weft.ops.arguments import call, call_with, numbered, operand
 from weft.ops.build import OpView, RuleOf, fixed_dims, groups, named, names_of, numbered_dims
-from weft.ops.rule import Call, CellView, Dims, Exchange, Rule
+from weft.ops.rule import Call, CellView, Dims, Rule
+from weft.runtime.algorithms import Exchange
 
 BAG = "weft.embedding_bag"
 SUM, MEAN, MAX = 0, 1, 2

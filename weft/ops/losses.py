@@ -30,7 +30,8 @@ from weft.ops.build import (
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dims, Exchange, Local, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Local, Rule, fixed
+from weft.runtime.algorithms import Exchange
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for `reduction`."""

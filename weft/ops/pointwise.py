@@ -28,7 +28,8 @@ from weft.ops.build import (
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dims, Exchange, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Rule, fixed
+from weft.runtime.algorithms import Exchange
 
 Sets = tuple[tuple[str, ...], ...]
 

@@ -27,7 +27,8 @@ from weft.ops.build import (
     when_cut,
 )
 from weft.ops.pointwise import pointwise_rule
-from weft.ops.rule import Call, CellView, Dim, Dims, Exchange, Rule, dim, fixed
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
+from weft.runtime.algorithms import Exchange
 
 Options = Callable[[OpView, Sequence[int], CellView], dict[str, Any]]
 """What a function of the runtime is told beside the reduced dims, from the op, these dims and the cell."""

@@ -25,10 +25,7 @@ import torch
 
 from weft.ir.graph import Op, Tensor
 from weft.ir.ranges import Ranges, count, product, shift, whole
-from weft.runtime import algorithms
-
-Exchange = algorithms.Exchange
-"""What an algorithm does along the axes that cut a name."""
+from weft.runtime.algorithms import Exchange
 
 Factor = str | int
 """A name, or an anonymous size that nobody may cut."""

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -333,9 +333,15 @@ def with_recipe(form: Form) -> Form:
     raise failure
 
 
-def tells(it: Specimen) -> bool:
-    """True if the results are numbers at all."""
-    return all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results)
+def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> Iterator[Specimen]:
+    """The form with every kind of values, of those given, that the op takes and makes numbers of."""
+    for recipe in recipes:
+        try:
+            it = specimen(form, recipe, seed, lower)
+        except FAILURES:
+            continue
+        if all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results):
+            yield it
 
 
 def impurity(form: Form) -> str:

@@ -23,7 +23,7 @@ from weft.ops.arguments import arguments, numbered, operand, overload
 from weft.ops.build import refuse_empty
 from weft.ops.discover import Question, answer, cuts_of, few_cuts, linear_sets_of, question_of
 from weft.ops.grammar import Template, instantiate, parse
-from weft.ops.rule import Call, CellView, Exchange, Group, Local, Rule
+from weft.ops.rule import Call, CellView, Group, Local, Rule
 from weft.ops.specimen import (
     EXTREME,
     RECIPES,
@@ -35,11 +35,12 @@ from weft.ops.specimen import (
     is_lowering,
     shrunk,
     specimen,
-    tells,
+    specimens,
     with_recipe,
 )
 from weft.ops.table import look_up
-from weft.ops.trial import FAILURES, Specimen, Talk, try_cut, undisturbed
+from weft.ops.trial import FAILURES, Specimen, Talk, first_line, try_cut, undisturbed
+from weft.runtime.algorithms import Exchange
 from weft.runtime.custom import CustomOp, Stated, stated_of
 
 EXCHANGES = tuple(Exchange(output, gradient) for output in ("copy", "partial") for gradient in ("partial", "copy"))
@@ -103,8 +104,7 @@ class _Check:
         except RuleError:
             raise
         except FAILURES as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            reason = f"as stated, not checked: it cannot be run with operands made for a trial: {lines[0]}"
+            reason = f"as stated, not checked: it cannot be run with operands made for a trial: {first_line(error)}"
             return replace(real, reason=reason)
         fitted = self._with_exchanges(fitted, specimens)
         self._refuse_wrong(fitted, specimens)
@@ -171,15 +171,11 @@ class _Check:
                 remedy="make it a function of its operands' values, and return new tensors",
             )
         lower = is_lowering(first)
-        found = []
         # an algorithm computes in its own way, which extreme values tell from the operator's
         recipes = [one for one in RECIPES if self.said.run is None or one not in EXTREME]
-        for recipe, form in [*((one, first) for one in recipes), *((RECIPES[first.recipe], one) for one in forms[1:])]:
-            try:
-                it = specimen(form, recipe, 3, lower)
-            except FAILURES:
-                continue
-            found += [it] if tells(it) else []
+        found = list(specimens(first, recipes, 3, lower))
+        for form in forms[1:]:
+            found += specimens(form, [RECIPES[first.recipe]], 3, lower)
         if not found:
             raise ValueError("it gives no numbers")
         return found

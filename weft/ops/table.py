@@ -10,43 +10,42 @@ from collections.abc import Mapping
 
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op
-from weft.ops import (
-    attention,
-    distances,
-    embedding,
-    experts,
-    indexing,
-    linalg,
-    losses,
-    matmul,
-    norms,
-    pieces,
-    pointwise,
-    random_ops,
-    reductions,
-    views,
-    windows,
-)
 from weft.ops.arguments import family
+from weft.ops.attention import RULES as ATTENTION
 from weft.ops.build import OpView, RuleOf
+from weft.ops.distances import RULES as DISTANCES
+from weft.ops.embedding import RULES as EMBEDDING
+from weft.ops.experts import RULES as EXPERTS
+from weft.ops.indexing import RULES as INDEXING
+from weft.ops.linalg import RULES as LINALG
+from weft.ops.losses import RULES as LOSSES
+from weft.ops.matmul import RULES as MATMUL
+from weft.ops.norms import RULES as NORMS
+from weft.ops.pieces import RULES as PIECES
+from weft.ops.pointwise import RULES as POINTWISE
+from weft.ops.pointwise import is_pointwise, pointwise_rule
+from weft.ops.random_ops import RULES as RANDOM
+from weft.ops.reductions import RULES as REDUCTIONS
 from weft.ops.rule import Rule
+from weft.ops.views import RULES as VIEWS
+from weft.ops.windows import RULES as WINDOWS
 
 RULES: Mapping[str, RuleOf] = {
-    **attention.RULES,
-    **distances.RULES,
-    **embedding.RULES,
-    **experts.RULES,
-    **indexing.RULES,
-    **linalg.RULES,
-    **losses.RULES,
-    **matmul.RULES,
-    **norms.RULES,
-    **pieces.RULES,
-    **pointwise.RULES,
-    **random_ops.RULES,
-    **reductions.RULES,
-    **views.RULES,
-    **windows.RULES,
+    **ATTENTION,
+    **DISTANCES,
+    **EMBEDDING,
+    **EXPERTS,
+    **INDEXING,
+    **LINALG,
+    **LOSSES,
+    **MATMUL,
+    **NORMS,
+    **PIECES,
+    **POINTWISE,
+    **RANDOM,
+    **REDUCTIONS,
+    **VIEWS,
+    **WINDOWS,
 }
 """All rules by operator."""
 
@@ -70,4 +69,4 @@ def look_up(it: OpView) -> Rule | None:
 
 
 def _find(op: Op) -> RuleOf | None:
-    return RULES.get(family(op)) or (pointwise.pointwise_rule if pointwise.is_pointwise(op) else None)
+    return RULES.get(family(op)) or (pointwise_rule if is_pointwise(op) else None)

@@ -52,6 +52,12 @@ FAILURES = (
 Values = tuple[torch.Tensor, ...]
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class Specimen:
     """One op at certain sizes, the values of its operands, and what it makes of them when it runs whole.
@@ -188,8 +194,7 @@ def try_cut(it: Specimen, rule: Rule, uses: Sequence[Use], talk: Talk | None = N
     except (RankFailed, CollectiveMismatch) as error:
         return str(error).strip().splitlines()[0]
     except FAILURES as error:
-        text = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {text[0] if text else ''}"
+        return first_line(error)
 
 
 Found = tuple[Values, tuple[torch.Tensor | None, ...]]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.runtime.custom import CustomOp, Stated
+from weft.runtime.custom import CustomOp, Stated, names_in
 
 OWN = "default"
 """What the algorithm that a plan gets which names none can be called."""
@@ -153,7 +153,7 @@ def register_algorithm(
     talking = tuple(dict.fromkeys(word.strip("(),&!") for word in rule.split() if word.strip("(),&").endswith("!")))
 
     def register(run: Run) -> Run:
-        said = Stated(rule, talking, _names(indices), place, _names(sizes), run)
+        said = Stated(rule, talking, names_in(indices), place, names_in(sizes), run)
         REGISTRY.add(Algorithm(operator, name, said, exchanges, cost, default, place))
         return run
 
@@ -170,7 +170,3 @@ def _operator(op: Any) -> str:
     if len(words) < 2:
         raise TypeError(f'{op!r} is no operator: write op="aten.softmax", or torch.ops.aten.softmax')
     return ".".join(words[:2])
-
-
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
-    return tuple(given.split()) if isinstance(given, str) else tuple(given)
