@@ -8,7 +8,8 @@ import torch
 from weft.errors import RuleError
 from weft.ir.graph import Tensor
 from weft.ops.grammar import instantiate, parse
-from weft.ops.rule import Exchange, Rule
+from weft.ops.rule import Rule
+from weft.runtime.algorithms import Exchange
 
 
 def _fit(text: str, reads: list[tuple[int, ...]], makes: list[tuple[int, ...]], **more: object) -> Rule:
@@ -30,6 +31,7 @@ def _fit(text: str, reads: list[tuple[int, ...]], makes: list[tuple[int, ...]], 
         ("-> a b", [], [(2, 3)], " -> a b"),
         ("k+, k+ ->", [(4,), (4,)], [()], "k+, k+ -> "),
         ("d*^ n -> n", [(4, 3, 2)], [(2,)], "d0^ d1^ n -> n"),
+        ("b _ c, _* -> b _ c _", [(2, 5, 3), (4, 1)], [(2, 1, 3, 6)], "b 5 c, 4 1 -> b 1 c 6"),
     ],
 )
 def test_fits(text: str, reads: list[tuple[int, ...]], makes: list[tuple[int, ...]], shown: str) -> None:
@@ -41,6 +43,13 @@ def test_sizes_and_marks() -> None:
     assert rule.sizes == {"b": 2, "h": 3, "d": 4, "k": 5, "s": 7}
     assert (rule.summed, rule.frozen, rule.added) == ({"k"}, {"s"}, {2})
     assert rule.cuttable == ("b", "h", "d", "k")
+
+
+def test_names_of_size_one_may_be_left_out() -> None:
+    text, shapes = "b (g c) s* -> b (c g) s*", [(1, 6, 4, 1)]
+    assert str(_fit(text, shapes, shapes, sizes={"g": 1})) == "b (g c) s0 1 -> b (c g) s0 1"
+    rule = _fit(text, shapes, shapes, sizes={"g": 1}, ones=False)
+    assert str(rule) == "1 c s0 1 -> 1 c s0 1" and rule.sizes == {"c": 6, "s0": 4}
 
 
 def test_left_out_operands() -> None:
@@ -71,6 +80,8 @@ def test_whole_numbers_are_never_addends() -> None:
         ("a -> & a", 5, "only operands"),
         ("k+ n, k^ n -> n", 7, "both"),
         ("a -> a -> a", 7, "unexpected"),
+        ("(a _) -> a", 3, "of its own"),
+        ("a _+ -> a", 3, "expected a dim"),
     ],
 )
 def test_faults_in_text(text: str, column: int, words: str) -> None:

@@ -149,7 +149,7 @@ def test_names_that_nobody_registered() -> None:
     softmax()
     with pytest.raises(PlanError, match="no algorithm is called 'sumed'") as caught:
         weft.algorithm("sumed", "s", 2)
-    assert "did you mean 'summed'" in str(caught.value)
+    assert "did you mean 'summed'" in str(caught.value) and "known: default, summed" in str(caught.value)
     with pytest.raises(PlanError, match=r"no algorithm of aten\.mse_loss"):
         chosen("summed", "d0", "mse_loss")(capture(model(), example()))
     with pytest.raises(ValueError, match="already"):

@@ -21,14 +21,12 @@ from tests.ops.prover import case, check_form, prove, prove_layout
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Ref, Source, Tensor
 from weft.ir.oplayout import plain_cut
-from weft.ops.algorithms import algorithm_rules
 from weft.ops.arguments import overload
-from weft.ops.matmul import ROWS, Row
+from weft.ops.build import OpView
+from weft.ops.discover import nothing
 from weft.ops.pointwise import UNTAGGED, is_pointwise
 from weft.ops.precision import Float64Mode
-from weft.ops.random_ops import random_rules
-from weft.ops.rule import RuleOf
-from weft.ops.table import COMPUTED, copied_rule, has_rule, rule_for
+from weft.ops.table import RULES, look_up, rule_for
 
 NO_EMPTY = (
     *("conv", "pool", "upsample", "grid", "col", "addmv", "bilinear", "cross", "pixel", "pad", "_adaptive", "shuffle"),
@@ -46,11 +44,6 @@ def all_cases() -> dict[str, list[Form]]:
         for target, forms in group().items():
             found.setdefault(target, []).extend(forms)
     return found
-
-
-def all_rows() -> dict[str, RuleOf | Row]:
-    """Every row of the table, by family: rules of algorithms, random operators, computed rules, rule texts."""
-    return {**ROWS, **COMPUTED, **random_rules(), **algorithm_rules()}
 
 
 CASES = all_cases()
@@ -81,12 +74,12 @@ def unproven(rows: Iterable[str], targets: Iterable[str]) -> list[str]:
 
 
 def test_every_row_is_proven() -> None:
-    assert not unproven(all_rows(), CASES), "these rows have no test inputs"
+    assert not unproven(RULES, CASES), "these rows have no test inputs"
 
 
 def test_a_row_without_inputs_is_found() -> None:
     for family in ("aten.softmax", "aten.dropout", "aten.mm", "aten.view"):
-        assert unproven(all_rows(), [target for target in CASES if not target.startswith(family + ".")]) == [family]
+        assert unproven(RULES, [target for target in CASES if not target.startswith(family + ".")]) == [family]
 
 
 WHOLE = (
@@ -198,11 +191,11 @@ def _one(target: str, *shapes: tuple[int, ...]) -> tuple[Op, Graph]:
 @pytest.mark.parametrize("target", ["aten.pdist.default", "function:Mine", "other.thing.default", "nonsense"])
 def test_no_rule(target: str) -> None:
     op, graph = _one(target, (4, 3), (3,))
-    assert not has_rule(op, graph)
+    assert look_up(OpView.of(op, graph)) is None
     with pytest.raises(RuleError) as caught:
         rule_for(op, graph)
     assert target in str(caught.value) and "model.py:7" in str(caught.value) and "copy" in caught.value.remedy
-    rule = copied_rule(op, graph)
+    rule = nothing([graph.tensors[name] for name in op.inputs], [graph.tensors["y"]], "")
     check_form(rule)
     assert rule.cuttable == () and rule.source == "none" and len(rule.inputs) == 2
 
@@ -215,7 +208,7 @@ def test_masks_are_refused() -> None:
         "y": Tensor("y", (2, 3), torch.float64),
     }
     graph = Graph("one", tensors, (), (), (), {}, (op,), ("y",), None)
-    assert not has_rule(op, graph)
+    assert look_up(OpView.of(op, graph)) is None
     with pytest.raises(RuleError, match="mask"):
         rule_for(op, graph)
 

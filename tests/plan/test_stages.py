@@ -13,8 +13,7 @@ from weft.capture import capture
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
-from weft.ops.light import light_ops
-from weft.ops.work import work_of
+from weft.ops.work import light_ops, work_of
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.stages import balanced, begun_at

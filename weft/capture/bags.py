@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from weft.capture.builder import Builder, Context
 from weft.capture.draws import bound, name_of
 from weft.ir.graph import Op, Ref
-from weft.runtime.bags import embedding_bag
+from weft.runtime.embedding import embedding_bag
 
 
 def is_bag(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node) -> bool:

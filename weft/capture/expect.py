@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft.capture.builder import Builder, Context
 from weft.capture.source import OURS
 from weft.ir.graph import Ref
-from weft.runtime.expect import expect
+from weft.runtime.pointwise import expect
 
 EXPECT = "weft.expect.default"
 """The marker in a traced graph: predicate, expected value."""

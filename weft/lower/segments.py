@@ -18,7 +18,7 @@ from weft.ir.graph import Graph, Op
 from weft.ir.oplayout import OpLayout
 from weft.ir.schedule import Segment
 from weft.ops.book import RuleBook
-from weft.ops.light import light_ops
+from weft.ops.work import light_ops
 
 Place = tuple[tuple[int, ...], str]
 """Devices, and the block."""

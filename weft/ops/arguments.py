@@ -7,13 +7,13 @@ values, defaults filled in, tensor operand i as `Ref(str(i))`; and calls with so
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from weft.ir.graph import Op, Ref, map_refs, refs
+from weft.ir.graph import Graph, Op, Ref, map_refs, refs
 from weft.ops.rule import Call
 
 Numbered = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -60,14 +60,10 @@ def arguments(op: Op) -> dict[str, Any]:
     operator = overload(op.target)
     assert operator is not None, f"{op.target} has no schema"
     args, kwargs = numbered(op)
-    given = dict(kwargs)
-    found: dict[str, Any] = {}
-    for position, argument in enumerate(operator._schema.arguments):
-        if position < len(args):
-            found[argument.name] = args[position]
-        else:
-            found[argument.name] = given.get(argument.name, argument.default_value)
-    return found
+    schema = operator._schema.arguments
+    return {one.name: one.default_value for one in schema} | dict(
+        zip((one.name for one in schema), args, strict=False), **dict(kwargs)
+    )
 
 
 def operand(value: Any) -> int | None:
@@ -95,13 +91,33 @@ def positive(position: Any, num_dims: int) -> int:
     return found + max(num_dims, 1) if found < 0 else found
 
 
-def call_with(op: Op, changes: Mapping[str, Any], target: str = "") -> Call:
+def call_with(op: Op, **changes: Any) -> Call:
     """The op's own call with some arguments, named as in the schema, replaced or added."""
     operator = overload(op.target)
     assert operator is not None, f"{op.target} has no schema"
     args, kwargs = numbered(op)
     names = [argument.name for argument in operator._schema.arguments]
-    left = dict(changes)
-    new_args = tuple(left.pop(name, value) for name, value in zip(names, args, strict=False))
-    new_kwargs = {name: left.pop(name, value) for name, value in kwargs}
-    return Call(target or op.target, new_args, (*new_kwargs.items(), *left.items()))
+    new_args = tuple(changes.pop(name, value) for name, value in zip(names, args, strict=False))
+    new_kwargs = {name: changes.pop(name, value) for name, value in kwargs}
+    return Call(op.target, new_args, (*new_kwargs.items(), *changes.items()))
+
+
+def call(target: str, *args: Any, **kwargs: Any) -> Call:
+    """A Call written as a call."""
+    return Call(target, args, tuple(kwargs.items()))
+
+
+def signature(op: Op, graph: Graph) -> Hashable:
+    """Equal for ops that call the same operator with equal arguments, on tensors of equal shapes and dtypes."""
+
+    def frozen(arg: Any) -> Hashable:
+        if isinstance(arg, Ref):
+            one = graph.tensors[arg.name]
+            return ("tensor", one.sizes, one.dtype, one.needs_grad)
+        if isinstance(arg, tuple | list):
+            return tuple(map(frozen, arg))
+        return (type(arg), arg) if isinstance(arg, Hashable) else repr(arg)
+
+    function = getattr(op.function, "cls", op.function)
+    makes = tuple((graph.tensors[name].sizes, graph.tensors[name].dtype) for name in op.outputs)
+    return op.target, function, frozen(op.args), frozen(op.kwargs), makes

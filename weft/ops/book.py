@@ -9,17 +9,19 @@ replicated in silence.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
-from weft.ir.graph import Arg, Graph, Op, Ref
+from weft.ir.graph import Graph, Op
 from weft.ir.layout import Layout
 from weft.ir.oplayout import OpLayout
+from weft.ops.arguments import family, signature
+from weft.ops.build import OpView
 from weft.ops.derive import Operand, Operands, Shapes, operands
 from weft.ops.discover import discovered_rule
-from weft.ops.registered import registered, registered_rule
+from weft.ops.registered import registered_rule
 from weft.ops.rule import Rule
 from weft.ops.stated import stated, stated_rule
-from weft.ops.table import has_rule, rule_for
+from weft.ops.table import look_up
+from weft.runtime.algorithms import REGISTRY
 
 
 class RuleBook:
@@ -40,11 +42,11 @@ class RuleBook:
         return self._rules[key]
 
     def _look_up(self, op: Op, algorithm: str) -> Rule:
-        if algorithm or registered(op) is not None:
+        if algorithm or REGISTRY.find(family(op)) is not None:
             return registered_rule(op, self.graph, algorithm)
         if stated(op) is not None:
             return stated_rule(op, self.graph)
-        return rule_for(op, self.graph) if has_rule(op, self.graph) else discovered_rule(op, self.graph)
+        return look_up(OpView.of(op, self.graph)) or discovered_rule(op, self.graph)
 
     def operands(self, op: Op, layout: OpLayout) -> Operands:
         """Layouts of the op's operands when it is cut so."""
@@ -76,19 +78,6 @@ class RuleBook:
     def form(self, op: Op) -> Hashable:
         """Equal for ops that a rule cannot tell apart."""
         if op.name not in self._forms:
-            arguments = (op.args, op.kwargs)
-            outputs = tuple((self.graph.tensors[n].sizes, self.graph.tensors[n].dtype) for n in op.outputs)
             # a random op's number is part of its call, so its rule is its own
-            function = getattr(op.function, "cls", op.function)
-            self._forms[op.name] = (op.target, function, self._freeze(arguments), outputs, op.draw)
+            self._forms[op.name] = (signature(op, self.graph), op.draw)
         return self._forms[op.name]
-
-    def _freeze(self, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            tensor = self.graph.tensors[arg.name]
-            return ("tensor", tensor.sizes, tensor.dtype, tensor.needs_grad)
-        if isinstance(arg, tuple | list):
-            return tuple(self._freeze(item) for item in arg)
-        if isinstance(arg, float | bool):
-            return (type(arg).__name__, arg)
-        return arg

@@ -1,19 +1,187 @@
-"""Small pieces of which the computed rules are made: dims with names, and a Rule that is checked on the spot.
+"""What rules are made of: an op as a rule sees it, dims with names, local calls.
 
-In: dims and tensors. Out: a Rule whose every dim has exactly the size of the tensor's, whose names all have a
-size, and whose linear sets only hold floating-point operands. A mistake in a computed rule fails here, not in a run.
+In: an op and the tensors it reads and makes (OpView). Out: a Rule, from text (`it.text`) or from dims (`it.rule`).
+Promised: every dim has exactly the size of the tensor's, all names have a size, and linear sets only hold
+floating-point operands: a mistake in a rule fails here, not in a run. Also what local calls have in common: the
+communicators of the names that are cut, the op's own call where none is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypedDict, Unpack
 
-from weft.ir.graph import Tensor
-from weft.ops.rule import Dim, Dims, Factor, Local, Rule, dim
+from weft.errors import RuleError
+from weft.ir.graph import Graph, Op, Tensor, refs
+from weft.ir.ranges import count
+from weft.ops.arguments import arguments, call_with, operand, overload
+from weft.ops.grammar import instantiate, parse
+from weft.ops.rule import (
+    Call,
+    CellView,
+    Dim,
+    Dims,
+    Factor,
+    Group,
+    Linear,
+    Local,
+    Rule,
+    dim,
+    fixed,
+    linear_sets,
+)
+from weft.runtime.algorithms import Exchange
 
-Linear = Iterable[Iterable[int]]
+COPY_IT = "keep the op copied: plan.trans(op, copy(...))"
+
+
+class Marks(TypedDict, total=False):
+    """What else a rule says, as in `Rule`; `sizes` only for names that stand alone in no dim."""
+
+    sizes: Mapping[str, int]
+    summed: Iterable[str]
+    frozen: Iterable[str]
+    algorithms: Mapping[str, Exchange]
+    added: Iterable[int]
+    linear: Linear
+    local: Local | None
+    source: str
+
+
+@dataclass(frozen=True)
+class OpView:
+    """What a rule may know of an op."""
+
+    op: Op
+    reads: tuple[Tensor, ...]
+    makes: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, op: Op, graph: Graph) -> OpView:
+        """An op of a graph."""
+        return cls(op, tuple(graph.tensors[name] for name in op.inputs), tuple(graph.tensors[n] for n in op.outputs))
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """Every argument by its name in the schema; tensor operand i as `Ref(str(i))`."""
+        return arguments(self.op)
+
+    @property
+    def kind(self) -> str:
+        return self.op.kind
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of all that is read."""
+        return tuple(tensor.sizes for tensor in self.reads)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first operand."""
+        return self.reads[0].sizes
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the first output."""
+        return self.makes[0].sizes
+
+    def where(self, name: str) -> int:
+        """The position among the op's inputs of a tensor argument that must be there."""
+        found = operand(self.args[name])
+        assert found is not None, f"{self.op.target} has no {name}"
+        return found
+
+    def error(self, message: str, remedy: str = COPY_IT) -> RuleError:
+        """Why there is no rule, with the user's line."""
+        return RuleError(message, place=self.op.place, remedy=remedy)
+
+    def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims], **marks: Unpack[Marks]) -> Rule:
+        """A rule of dims. Names that stand alone in a dim get their size from the tensor, others from `sizes`."""
+        bound = dict(marks.get("sizes", {}))
+        pairs = list(zip((*inputs, *outputs), (*self.reads, *self.makes), strict=True))
+        for dims, tensor in pairs:
+            assert len(dims) == len(tensor.sizes), f"{tensor} has dims {' '.join(map(str, dims))}"
+            for one, size in zip(dims, tensor.sizes, strict=True):
+                if len(one.products) == 1 and len(one.products[0]) == 1 and isinstance(one.products[0][0], str):
+                    bound.setdefault(one.products[0][0], size)
+        for dims, tensor in pairs:
+            assert tuple(_extent(one, bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
+        present = {name for dims in (*inputs, *outputs) for one in dims for name in one.names}
+        exchanges = {name: exchange for name, exchange in marks.get("algorithms", {}).items() if name in present}
+        return Rule(
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            sizes={name: size for name, size in bound.items() if name in present},
+            summed=frozenset(marks.get("summed", ())) & present,
+            frozen=frozenset(marks.get("frozen", ())) & present,
+            algorithms=exchanges,
+            added=frozenset(marks.get("added", ())),
+            linear=linear_sets(marks.get("linear", ()), self.reads, self.makes),
+            local=marks.get("local"),
+            source="algorithm" if exchanges else marks.get("source", "table"),
+        )
+
+    def text(
+        self,
+        text: str,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        linear: Sequence[Sequence[int]] = (),
+        exchange: Exchange | None = None,
+        local: Local | None = None,
+        source: str = "table",
+        ones: bool = False,
+    ) -> Rule:
+        """A rule of text, whose operands are the tensor arguments in the order of the schema, left out ones too.
+
+        Args:
+            sizes: sizes of names that the shapes do not tell.
+            linear: sets of operands, by position in the text.
+            exchange: what is exchanged along every name marked `!`.
+            ones: names of size 1 stay names.
+        """
+        made = instantiate(
+            parse(text),
+            self.reads,
+            self.makes,
+            present=self.operands,
+            sizes=sizes,
+            linear=linear,
+            algorithms=exchange,
+            ones=ones,
+        )
+        return replace(made, local=local, source="algorithm" if made.algorithms else source)
+
+    @property
+    def operands(self) -> list[int | None]:
+        """For each tensor argument of the schema its position among the op's inputs; None where it was left out."""
+        operator = overload(self.op.target)
+        if operator is None:
+            return list(range(len(self.reads)))
+        found: list[int | None] = []
+        for value in (self.args[one.name] for one in operator._schema.arguments if "Tensor" in str(one.type)):
+            found += [operand(ref) for ref in refs(value)] or [None]
+        return found
+
+
+RuleOf = Callable[[OpView], Rule]
+"""Computes the rule of one op."""
+
+
+def row(text: str, *linear: Sequence[int], local: Local | None = None) -> RuleOf:
+    """The rule that a text says, and the sets of its operands in which the operator is linear."""
+    return lambda it: it.text(text, linear=linear, local=local)
+
+
+def rules_of(rule: RuleOf, names: str) -> dict[str, RuleOf]:
+    """One rule for several operators of ATen."""
+    return {f"aten.{name}": rule for name in names.split()}
+
+
+# Dims.
 
 
 def named(name: str, size: int) -> Dim:
@@ -21,14 +189,19 @@ def named(name: str, size: int) -> Dim:
     return dim(name) if size > 1 else fixed(size)
 
 
-def fixed(size: int) -> Dim:
-    """A dim that nobody may cut."""
-    return dim() if size == 1 else dim(size)
+def numbered_dims(sizes: Sequence[int], prefix: str = "d", whole: Collection[int] = ()) -> Dims:
+    """`d0 d1 ...`, without names for dims of size 1 and for those at the positions `whole`."""
+    return tuple(fixed(size) if i in whole else named(f"{prefix}{i}", size) for i, size in enumerate(sizes))
 
 
-def numbered_dims(sizes: Sequence[int], prefix: str = "d") -> Dims:
-    """`d0 d1 ...`, without names for dims of size 1."""
-    return tuple(named(f"{prefix}{i}", size) for i, size in enumerate(sizes))
+def fixed_dims(*tensors: Tensor) -> list[Dims]:
+    """Of each tensor dims that nobody may cut."""
+    return [tuple(map(fixed, tensor.sizes)) for tensor in tensors]
+
+
+def replaced(dims: Sequence[Dim], at: int, *others: Dim) -> Dims:
+    """The same dims with others in the place of one of them."""
+    return (*dims[:at], *others, *dims[at + 1 :])
 
 
 def aligned(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims | None:
@@ -42,6 +215,16 @@ def aligned(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims | No
             return None
         found.append(one if size == whole else dim())
     return tuple(found)
+
+
+def broadcasting(dims: Dims, shape: Sequence[int], tensors: Iterable[Tensor]) -> list[Dims]:
+    """Dims of operands that broadcast to `shape`."""
+    found = []
+    for tensor in tensors:
+        own = aligned(dims, shape, tensor.sizes)
+        assert own is not None, f"{tensor} does not broadcast to {tuple(shape)}"
+        found.append(own)
+    return found
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -60,61 +243,60 @@ def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:
     return dim(*(factor for factor in factors if (sizes[factor] if isinstance(factor, str) else factor) != 1))
 
 
-def extent(one: Dim, sizes: Mapping[str, int]) -> int:
-    """The size of a dim."""
+def names_of(dims: Iterable[Dim]) -> tuple[str, ...]:
+    """The names of some dims, in order."""
+    return tuple(f for one in dims for factors in one.products for f in factors if isinstance(f, str))
+
+
+def _extent(one: Dim, sizes: Mapping[str, int]) -> int:
     return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in one.products)
 
 
-class Marks(TypedDict, total=False):
-    """What else a rule says, as in `Rule`; `sizes` only for names that stand alone in no dim."""
-
-    sizes: Mapping[str, int]
-    summed: Iterable[str]
-    frozen: Iterable[str]
-    added: Iterable[int]
-    linear: Linear
-    local: Local | None
-    source: str
+# Local calls.
 
 
-def build(
-    inputs: Sequence[Dims],
-    outputs: Sequence[Dims],
-    reads: Sequence[Tensor],
-    makes: Sequence[Tensor],
-    **marks: Unpack[Marks],
-) -> Rule:
-    """A checked Rule. Names that stand alone in a dim get their size from the tensor, others from `sizes`."""
-    bound = dict(marks.get("sizes", {}))
-    pairs = list(zip((*inputs, *outputs), (*reads, *makes), strict=True))
-    for dims, tensor in pairs:
-        assert len(dims) == len(tensor.sizes), f"{tensor} has dims {' '.join(map(str, dims))}"
-        for one, size in zip(dims, tensor.sizes, strict=True):
-            if len(one.products) == 1 and len(one.products[0]) == 1 and isinstance(one.products[0][0], str):
-                bound.setdefault(one.products[0][0], size)
-    for dims, tensor in pairs:
-        assert tuple(extent(one, bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
-    present = {name for dims in (*inputs, *outputs) for one in dims for name in one.names}
-    return Rule(
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        sizes={name: size for name, size in bound.items() if name in present},
-        summed=frozenset(marks.get("summed", ())) & present,
-        frozen=frozenset(marks.get("frozen", ())) & present,
-        added=frozenset(marks.get("added", ())),
-        linear=linear_sets(marks.get("linear", ()), reads, makes),
-        local=marks.get("local"),
-        source=marks.get("source", "table"),
-    )
+def groups(cell: CellView, names: Iterable[str]) -> tuple[Group, ...]:
+    """Communicators of those names that are cut."""
+    return tuple(Group(name) for name in names if name in cell.cut)
 
 
-def linear_sets(sets: Linear, reads: Sequence[Tensor], makes: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
-    """The sets whose operands, and the outputs, can hold addends: whole numbers and truth values are never cut so."""
-    if not all(_floating(tensor) for tensor in makes):
-        return ()
-    found = (frozenset(one) for one in sets)
-    return tuple(dict.fromkeys(one for one in found if one and all(_floating(reads[i]) for i in one)))
+def is_empty(cell: CellView) -> bool:
+    """True if some operand of the cell holds nothing: not every ATen operator takes that."""
+    return any(math.prod(cell.input_shape(i)) == 0 for i in range(len(cell.inputs)))
 
 
-def _floating(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+def when_cut(
+    names: Collection[str], made: Call | Callable[[CellView], Call], *, talks: bool = True, empty: bool = False
+) -> Local:
+    """`made` where one of the names is cut, the op's own call elsewhere.
+
+    Args:
+        talks: it is given `comms`, the communicators along the names that are cut.
+        empty: `made` also where a part holds nothing, which the operator itself does not take.
+    """
+
+    def local(op: Op, cell: CellView) -> Call:
+        comms = groups(cell, names)
+        if not comms and not (empty and is_empty(cell)):
+            return call_with(op)
+        found = made if isinstance(made, Call) else made(cell)
+        return replace(found, kwargs=(*found.kwargs, ("comms", comms))) if talks else found
+
+    return local
+
+
+def refuse_empty(op: Op, cell: CellView, names: Iterable[str]) -> None:
+    """Refuse a part that holds nothing of a name: torch's kernels fail on it, or answer in the wrong shape."""
+    for name in names:
+        if not count(cell.names[name]):
+            raise RuleError(
+                f"{op.kind} cannot run on a part that holds nothing of {name!r}",
+                place=op.place,
+                remedy="cut it into fewer parts, or give each part a share",
+            )
+
+
+def never_empty(op: Op, cell: CellView) -> Call:
+    """The op's own call, on parts that hold something."""
+    refuse_empty(op, cell, cell.names)
+    return call_with(op)

@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
-from weft.ir.graph import Graph, Op, Ref, Tensor
+from weft.ir.graph import Graph, Op, Tensor
 from weft.ir.oplayout import Carried, Cut, Use, cut_table, plain_cut
-from weft.ops.arguments import overload
+from weft.ops.arguments import overload, signature
+from weft.ops.build import OpView
 from weft.ops.guess import Guess, Marks, Shapes, guesses_at, names_of, rule_of
-from weft.ops.rule import Rule, dim
+from weft.ops.rule import Rule, dim, floating
 from weft.ops.specimen import (
     RECIPES,
     SMALL,
@@ -32,11 +32,10 @@ from weft.ops.specimen import (
     impurity,
     is_lowering,
     shrunk,
-    specimen,
-    tells,
+    specimens,
     with_recipe,
 )
-from weft.ops.trial import FAILURES, Specimen, try_cut, undisturbed
+from weft.ops.trial import FAILURES, Specimen, first_line, try_cut, undisturbed
 
 TOO_LARGE = 1 << 22
 """An op whose operands cannot be made smaller than so many numbers is not run."""
@@ -47,9 +46,7 @@ class Question:
     """An op by its form: equal for ops that discovery cannot tell apart."""
 
     key: Hashable
-    op: Op = field(compare=False)
-    reads: tuple[Tensor, ...] = field(compare=False)
-    makes: tuple[Tensor, ...] = field(compare=False)
+    it: OpView = field(compare=False)
 
 
 def discovered_rule(op: Op, graph: Graph) -> Rule:
@@ -59,27 +56,13 @@ def discovered_rule(op: Op, graph: Graph) -> Rule:
 
 def question_of(op: Op, graph: Graph) -> Question:
     """What discovery is asked about an op."""
-    reads = tuple(graph.tensors[name] for name in op.inputs)
-    makes = tuple(graph.tensors[name] for name in op.outputs)
-
-    def frozen(arg: Any) -> Hashable:
-        if isinstance(arg, Ref):
-            one = graph.tensors[arg.name]
-            return ("tensor", one.sizes, one.dtype, one.needs_grad)
-        if isinstance(arg, tuple | list):
-            return tuple(map(frozen, arg))
-        return (type(arg), arg) if isinstance(arg, Hashable) else repr(arg)
-
-    function = getattr(op.function, "cls", op.function)
-    kwargs = tuple((name, frozen(value)) for name, value in op.kwargs)
-    shapes = tuple((one.sizes, one.dtype) for one in makes)
-    return Question((op.target, function, frozen(op.args), kwargs, shapes, op.grad, op.draw is None), op, reads, makes)
+    return Question((signature(op, graph), op.grad, op.draw is None), OpView.of(op, graph))
 
 
 @lru_cache(maxsize=1024)
 def answer(question: Question) -> Rule:
     """The rule of a form. Remembered, for many graphs hold the same layers."""
-    op, reads, makes = question.op, question.reads, question.makes
+    op, reads, makes = question.it.op, question.it.reads, question.it.makes
     if op.draw is not None:
         return nothing(reads, makes, "it draws random numbers")
     if op.function is None and overload(op.target) is None:
@@ -140,7 +123,6 @@ class _Search:
         self.real, self.reads, self.makes = form, reads, makes
         self.real_shapes: Shapes = tuple(one.sizes for one in makes)
         self.added: frozenset[int] = frozenset()
-        self.failed = ""
         self.lower = True
 
     def rule(self) -> Rule:
@@ -153,12 +135,12 @@ class _Search:
             reason = impurity(self.base)
             self.lower = is_lowering(self.base)
         except FAILURES as error:
-            return self._nothing(f"it cannot be run with operands made for a trial: {_first_line(error)}")
+            return self._nothing(f"it cannot be run with operands made for a trial: {first_line(error)}")
         if reason:
             return self._nothing(reason)
         self.specimens = self._specimens(self.base)
         if not self.specimens:
-            return self._nothing(f"it cannot be run with operands made for a trial: {self.failed}")
+            return self._nothing("it gives no numbers with operands made for a trial")
         if len(self.specimens[0].makes) != len(self.makes):
             return self._nothing("it makes another number of tensors than in the model")
         self.ignored = ignored(self.base)
@@ -174,16 +156,7 @@ class _Search:
 
     def _specimens(self, form: Form, recipes: Sequence[Recipe] = RECIPES, seed: int = 0) -> list[Specimen]:
         """The form with every kind of values that the op takes."""
-        found = []
-        for recipe in recipes:
-            try:
-                it = specimen(form, recipe, seed, self.lower)
-            except FAILURES as error:
-                self.failed = self.failed or _first_line(error)
-                continue
-            if tells(it):
-                found.append(it)
-        return found
+        return list(specimens(form, recipes, seed, self.lower))
 
     def _names(self) -> list[Guess]:
         """All names that pass the first trials, the simplest for each dim."""
@@ -291,9 +264,9 @@ def linear_sets_of(
 ) -> tuple[frozenset[int], ...]:
     """The largest sets of operands in which an op is jointly linear, found by carrying addends through it."""
     first = specimens[0]
-    if not all(_floating(one) for one in first.makes):
+    if not all(map(floating, first.makes)):
         return ()
-    free = [i for i, one in enumerate(first.reads) if _floating(one) and i not in ignored]
+    free = [i for i, one in enumerate(first.reads) if floating(one) and i not in ignored]
     numbers = range(len(free), 0, -1) if len(free) <= 4 else (len(free), 1)
     cut = next(iter(cuts_of(rule, [name for name in rule.cuttable if name not in rule.algorithms])), ())
     # infinities are left out: times addends of both signs they make nothing of a sum that is one
@@ -308,12 +281,3 @@ def linear_sets_of(
         if all(not try_cut(it, asked, one) for it in alike for one in uses):
             found.append(chosen)
     return tuple(found)
-
-
-def _floating(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -7,107 +7,78 @@ every cell after one sum over the cells; norms of matrices other than Frobenius'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from weft.ir.graph import Op, Ref, Tensor
-from weft.ops.arguments import arguments, integers, positive
-from weft.ops.build import aligned, broadcast, build, fixed, numbered_dims
-from weft.ops.exchange import call, names_of, told_when_cut, with_exchange
-from weft.ops.rule import Call, CellView, Exchange, Group, Rule, RuleOf
-from weft.ops.statistics import left_dims, reduced_dims, reduction
-
-Reads = tuple[Tensor, ...]
-
-_X, _Y = Ref("0"), Ref("1")
+from weft.ir.graph import Ref
+from weft.ops.arguments import call, positive
+from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, names_of, numbered_dims, rules_of, when_cut
+from weft.ops.reductions import left_dims, reduced_dims, talking_rule
+from weft.ops.rule import Rule
+from weft.runtime.algorithms import Exchange
 
 
-def vector_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
-    """`linalg_vector_norm` and the old `norm`, of any order."""
-    args = arguments(op)
-    given = args.get("ord", args.get("p"))
-    order = 2.0 if given is None else float(given)
-    reduced = reduced_dims(args.get("dim"), len(reads[0].sizes))
-    return _vector_norm(args, reads, makes, reduced, order)
-
-
-def _vector_norm(args: Mapping[str, Any], reads: Reads, makes: Reads, reduced: tuple[int, ...], order: float) -> Rule:
-    keepdim = bool(args.get("keepdim", False))
-    dtype = makes[0].dtype if args.get("dtype") is not None else None
-
-    def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
-        return call("weft.vector_norm", _X, order, reduced, keepdim, dtype=dtype, comms=comms)
-
+def _exchange(order: float) -> Exchange:
     # the largest element is looked for again in backward, to share the gradient among equals
-    backward = ("all_reduce",) if math.isinf(order) else ()
-    return reduction(reads, makes, reduced, keepdim, Exchange(forward=("all_reduce",), backward=backward), told)
+    return Exchange(forward=("all_reduce",), backward=("all_reduce",) if math.isinf(order) else ())
 
 
-def matrix_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
+def vector_norm(it: OpView) -> Rule:
+    """`linalg_vector_norm` and the old `norm`, of any order."""
+    given = it.args.get("ord", it.args.get("p"))
+    return _vector_norm(it, reduced_dims(it), 2.0 if given is None else float(given))
+
+
+def _vector_norm(it: OpView, reduced: Sequence[int], order: float) -> Rule:
+    dtype = it.makes[0].dtype if it.args.get("dtype") is not None else None
+    options = {"order": order, "dtype": dtype}
+    return talking_rule(it, reduced, "weft.vector_norm", _exchange(order), lambda cell: options)
+
+
+def matrix_norm(it: OpView) -> Rule:
     """`linalg_norm`, `linalg_matrix_norm`, `frobenius_norm`, `nuclear_norm`: vectors' norms where they are that."""
-    args = arguments(op)
-    order = args.get("ord", "nuc" if op.kind == "nuclear_norm" else "fro")
-    count = len(reads[0].sizes)
-    given = integers(args.get("dim"))
-    reduced = tuple(positive(d, count) for d in given)
-    if op.kind == "linalg_norm" and order is None:
-        return _vector_norm(args, reads, makes, reduced or tuple(range(count)), 2.0)
-    if op.kind == "linalg_norm" and not isinstance(order, str) and (len(reduced) == 1 or count == 1):
-        return _vector_norm(args, reads, makes, reduced or (0,), float(order))
-    reduced = reduced or tuple(range(count))
-    if order == "fro":
-        return _vector_norm(args, reads, makes, reduced, 2.0)
-    dims = tuple(
-        fixed(size) if d in reduced else one
-        for d, (one, size) in enumerate(zip(numbered_dims(reads[0].sizes), reads[0].sizes, strict=True))
-    )
-    return build([dims], [left_dims(dims, reduced, bool(args.get("keepdim", False)))], reads, makes)
+    order = it.args.get("ord", "nuc" if it.kind == "nuclear_norm" else "fro")
+    reduced = reduced_dims(it)
+    if order == "fro" or (it.kind == "linalg_norm" and order is None):
+        return _vector_norm(it, reduced, 2.0)
+    if it.kind == "linalg_norm" and not isinstance(order, str) and len(reduced) == 1:
+        return _vector_norm(it, reduced, float(order))
+    dims = numbered_dims(it.shape, whole=reduced)
+    return it.rule([dims], [left_dims(it, dims, reduced)])
 
 
-def _between(op: Op, reads: Reads, makes: Reads, along: tuple[int, ...], keepdim: bool, target: str) -> Rule:
+def _between(it: OpView, along: Sequence[int], target: str) -> Rule:
     """Two operands that broadcast, compared along dims of the common shape."""
-    shape = broadcast([tensor.sizes for tensor in reads])
+    shape = broadcast(it.shapes)
     dims = numbered_dims(shape)
-    inputs = [aligned(dims, shape, tensor.sizes) or () for tensor in reads]
-    names = names_of(tuple(dims[d] for d in along))
-    args = arguments(op)
-    options = {name: args[name] for name in ("p", "eps") if name in args}
-    infinite = math.isinf(float(args.get("p", 2.0)))
-
-    def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
-        return call(target, _X, _Y, along, keepdim, **options, comms=comms)
-
-    rule = build(inputs, [left_dims(dims, along, keepdim)], reads, makes, local=told_when_cut(names, told))
-    backward = ("all_reduce",) if infinite else ()
+    names = names_of(dims[d] for d in along)
+    options = {name: it.args[name] for name in ("p", "eps") if name in it.args}
+    made = call(target, Ref("0"), Ref("1"), tuple(along), bool(it.args.get("keepdim", False)), **options)
     # an operand that broadcasts along the dim is compared with every part: its gradients are addends
-    return with_exchange(rule, dict.fromkeys(names, Exchange(forward=("all_reduce",), backward=backward)))
+    exchanges = dict.fromkeys(names, _exchange(float(it.args.get("p", 2.0))))
+    inputs, left = broadcasting(dims, shape, it.reads), left_dims(it, dims, along)
+    return it.rule(inputs, [left], algorithms=exchanges, local=when_cut(names, made))
 
 
-def pairwise_distance(op: Op, reads: Reads, makes: Reads) -> Rule:
+def pairwise_distance(it: OpView) -> Rule:
     """The norm of differences along the last dim."""
-    last = max(len(tensor.sizes) for tensor in reads) - 1
-    return _between(op, reads, makes, (last,), bool(arguments(op)["keepdim"]), "weft.distance")
+    return _between(it, (max(map(len, it.shapes)) - 1,), "weft.distance")
 
 
-def dist(op: Op, reads: Reads, makes: Reads) -> Rule:
+def dist(it: OpView) -> Rule:
     """The norm of all differences."""
-    count = max(len(tensor.sizes) for tensor in reads)
-    return _between(op, reads, makes, tuple(range(count)), False, "weft.distance")
+    return _between(it, range(max(map(len, it.shapes))), "weft.distance")
 
 
-def cosine_similarity(op: Op, reads: Reads, makes: Reads) -> Rule:
+def cosine_similarity(it: OpView) -> Rule:
     """The cosine of two vectors along one dim."""
-    count = max(len(tensor.sizes) for tensor in reads)
-    return _between(op, reads, makes, (positive(arguments(op)["dim"], count),), False, "weft.cosine")
+    return _between(it, (positive(it.args["dim"], max(map(len, it.shapes))),), "weft.cosine")
 
 
-def distance_rules() -> Mapping[str, RuleOf]:
-    """Rules by operator."""
-    return {
-        **dict.fromkeys(("aten.linalg_vector_norm", "aten.norm"), vector_norm),
-        **dict.fromkeys(("aten.linalg_norm", "aten.linalg_matrix_norm", "aten.frobenius_norm"), matrix_norm),
-        "aten.nuclear_norm": matrix_norm,
-        "aten.pairwise_distance": pairwise_distance,
-        "aten.dist": dist,
-        "aten.cosine_similarity": cosine_similarity,
-    }
+RULES: Mapping[str, RuleOf] = {
+    **rules_of(vector_norm, "linalg_vector_norm norm"),
+    **rules_of(matrix_norm, "linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm"),
+    "aten.pairwise_distance": pairwise_distance,
+    "aten.dist": dist,
+    "aten.cosine_similarity": cosine_similarity,
+}
+"""Rules by operator."""

@@ -15,12 +15,13 @@ from functools import cache
 
 from weft.errors import RuleError
 from weft.ir.graph import Tensor
-from weft.ops.build import linear_sets
-from weft.ops.rule import Dim, Dims, Exchange, Factor, Local, Rule, dim
+from weft.ops.rule import Dim, Dims, Factor, Rule, dim, fixed, linear_sets
+from weft.runtime.algorithms import Exchange
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_][A-Za-z_0-9]*|[0-9]+|[,&()*+^!]|\S|$)")
 _ENDS = frozenset({",", "->", ""})
 _MARKS = {"+": "summed", "^": "frozen", "!": "algorithm"}
+_UNNAMED = "_"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class TemplateOperand:
     def several(self) -> int | None:
         """Position of the `name*` dim."""
         return next((i for i, one in enumerate(self.dims) if one.several), None)
+
+    @property
+    def names(self) -> Iterator[tuple[str, int]]:
+        """The names that stand in it, and where in the text."""
+        for one in self.dims:
+            yield from ((f, one.column) for f in one.factors if isinstance(f, str) and f != _UNNAMED)
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,10 @@ class _Reader:
             while self.next.text != ")":
                 if self.next.text in _ENDS:
                     raise fault(self.text, column, "this '(' is not closed")
+                if self.next.text == _UNNAMED:
+                    raise fault(
+                        self.text, self.next.column, "'_' is a dim of its own: give this factor a name or a size"
+                    )
                 factors.append(self.factor())
             self.take()
             return TemplateDim(tuple(factors), False, column)
@@ -156,19 +167,18 @@ class _Reader:
         return token.text
 
     def mark(self, name: str) -> None:
-        if self.next.text in _MARKS:
+        if self.next.text in _MARKS and name != _UNNAMED:
             token = self.take()
             kind = _MARKS[token.text]
             if self.marks.setdefault(name, kind) != kind:
                 raise fault(self.text, token.column, f"{name!r} is marked both {self.marks[name]} and {kind}")
 
     def no_doubles(self, operand: TemplateOperand) -> None:
-        seen: set[Factor] = set()
-        for one in operand.dims:
-            for factor in one.factors:
-                if isinstance(factor, str) and factor in seen:
-                    raise fault(self.text, one.column, f"{factor!r} stands twice in one operand")
-                seen.add(factor)
+        seen: set[str] = set()
+        for name, column in operand.names:
+            if name in seen:
+                raise fault(self.text, column, f"{name!r} stands twice in one operand")
+            seen.add(name)
         if sum(one.several for one in operand.dims) > 1:
             raise fault(self.text, operand.column, "an operand may hold one 'name*' only")
 
@@ -185,10 +195,8 @@ def parse(text: str) -> Template:
         if operand.added:
             raise fault(text, operand.column, "only operands can be added ('&'), not outputs")
     for operand in (*template.inputs, *template.outputs):
-        for one in operand.dims:
-            for name in one.factors:
-                if isinstance(name, str):
-                    _refuse_odd_mark(template, name, one.column)
+        for name, column in operand.names:
+            _refuse_odd_mark(template, name, column)
     return template
 
 
@@ -210,6 +218,12 @@ class Fitted:
 
     sizes: Mapping[str, int]
     several: Mapping[str, tuple[int, ...]]
+    small: Mapping[str, int]
+    """What would be names of size 0 or 1, if such were kept."""
+
+    def factor(self, factor: Factor) -> Factor:
+        """A name as it stands in the rule: its size where it is not kept."""
+        return self.small.get(factor, factor) if isinstance(factor, str) else factor
 
 
 def instantiate(
@@ -220,8 +234,8 @@ def instantiate(
     present: Sequence[int | None] | None = None,
     sizes: Mapping[str, int] | None = None,
     linear: Sequence[Sequence[int]] = (),
-    algorithms: Mapping[str, Exchange] | None = None,
-    local: Local | None = None,
+    algorithms: Mapping[str, Exchange] | Exchange | None = None,
+    ones: bool = True,
 ) -> Rule:
     """The rule of one op.
 
@@ -230,7 +244,8 @@ def instantiate(
             by default operand i is input i.
         sizes: sizes of names that the shapes do not tell.
         linear: sets of template operands.
-        algorithms: what is exchanged along the names marked `!`.
+        algorithms: what is exchanged along the names marked `!`; the same along all of them if it is one Exchange.
+        ones: names of size 1 or 0, along which nothing can be cut, stay names.
     """
     positions = list(range(len(reads))) if present is None else list(present)
     if len(positions) != len(template.inputs):
@@ -239,21 +254,22 @@ def instantiate(
         raise fault(template.text, 0, f"the rule has {len(template.outputs)} outputs, the operator {len(makes)}")
     held = [(template.inputs[t], reads[i], i) for t, i in enumerate(positions) if i is not None]
     pairs = [(operand, tensor) for operand, tensor, _ in held] + list(zip(template.outputs, makes, strict=True))
-    fitted = _fit(template, pairs, sizes or {})
+    fitted = _fit(template, pairs, sizes or {}, ones)
     inputs = {i: _dims(template, operand, tensor, fitted) for operand, tensor, i in held}
     outputs = tuple(_dims(template, o, t, fitted) for o, t in zip(template.outputs, makes, strict=True))
     order = {t: i for t, i in enumerate(positions) if i is not None}
     sets = [[order[t] for t in one if t in order] for one in linear]
+    talking = _spread(template.marked("algorithm"), fitted)
+    exchanges = dict.fromkeys(talking, algorithms) if isinstance(algorithms, Exchange) else algorithms or {}
     return Rule(
         inputs=tuple(inputs[i] for i in range(len(reads))),
         outputs=outputs,
         sizes=fitted.sizes,
         summed=_spread(template.marked("summed"), fitted),
         frozen=_spread(template.marked("frozen"), fitted),
-        algorithms={name: (algorithms or {})[name] for name in _spread(template.marked("algorithm"), fitted)},
+        algorithms={name: exchanges[name] for name in sorted(talking)},
         added=frozenset(i for t, i in order.items() if template.inputs[t].added),
         linear=linear_sets(sets, reads, makes),
-        local=local,
     )
 
 
@@ -287,13 +303,17 @@ def _spans(
     return [*before, (dims[at], tuple(shape[at:stop])), *after]
 
 
-def _fit(template: Template, pairs: Sequence[tuple[TemplateOperand, Tensor]], known: Mapping[str, int]) -> Fitted:
+def _fit(
+    template: Template, pairs: Sequence[tuple[TemplateOperand, Tensor]], known: Mapping[str, int], ones: bool
+) -> Fitted:
     """Sizes of all names."""
     sizes = dict(known)
     several: dict[str, tuple[int, ...]] = {}
     composite: list[tuple[TemplateDim, int]] = []
     for operand, tensor in pairs:
         for one, covered in _spans(template, operand, tensor.sizes):
+            if one.factors == (_UNNAMED,):
+                continue
             if one.several:
                 name = str(one.factors[0])
                 several[name] = _broadcast(template, one, several.get(name, ()), covered)
@@ -311,7 +331,8 @@ def _fit(template: Template, pairs: Sequence[tuple[TemplateOperand, Tensor]], kn
             raise fault(template.text, one.column, f"these factors do not make {size}")
     for name, covered in several.items():
         sizes.update((f"{name}{i}", size) for i, size in enumerate(covered) if size != 1)
-    return Fitted(sizes, several)
+    small = {} if ones else {name: size for name, size in sizes.items() if size < 2}
+    return Fitted({name: size for name, size in sizes.items() if name not in small}, several, small)
 
 
 def _bind(template: Template, one: TemplateDim, sizes: dict[str, int], size: int) -> None:
@@ -346,12 +367,17 @@ def _broadcast(
 def _dims(template: Template, operand: TemplateOperand, tensor: Tensor, fitted: Fitted) -> Dims:
     found: list[Dim] = []
     for one, covered in _spans(template, operand, tensor.sizes):
-        if one.several:
+        if one.factors == (_UNNAMED,):
+            found.extend(map(fixed, covered))
+        elif one.several:
             name = str(one.factors[0])
             start = len(fitted.several[name]) - len(covered)
-            found.extend(dim() if size == 1 else dim(f"{name}{start + i}") for i, size in enumerate(covered))
+            names = (f"{name}{start + i}" for i in range(len(covered)))
+            found.extend(
+                fixed(1) if size == 1 else dim(fitted.factor(n)) for n, size in zip(names, covered, strict=True)
+            )
         elif operand.added and covered[0] == 1:
             found.append(dim())
         else:
-            found.append(dim(*(f for f in one.factors if f != 1)))
+            found.append(dim(*(f for f in map(fitted.factor, one.factors) if f != 1)))
     return tuple(found)

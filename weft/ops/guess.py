@@ -13,12 +13,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.errors import RuleError
 from weft.ir.graph import Op
 from weft.ir.ranges import count
 from weft.ops.arguments import numbered
-from weft.ops.build import fixed
-from weft.ops.rule import Call, CellView, Dim, Dims, Local, Rule, dim
+from weft.ops.build import refuse_empty
+from weft.ops.rule import Call, CellView, Dim, Dims, Local, Rule, dim, fixed
 from weft.ops.specimen import Form, Path, Where, numbers_in, shapes_of, with_numbers
 
 MANY = 60
@@ -281,15 +280,10 @@ def _local(
     whole = numbers_in(op)
 
     def local(op: Op, cell: CellView) -> Call:
+        refuse_empty(op, cell, cell.cut & never_empty)
         numbers: dict[Path, int] = {}
         for name in cell.cut:
             held = count(cell.names[name])
-            if not held and name in never_empty:
-                raise RuleError(
-                    f"{op.kind} does not run on a part that holds nothing of {name!r}",
-                    place=op.place,
-                    remedy="cut it into fewer parts",
-                )
             # a number may follow several names: it is their product
             numbers.update(
                 (path, numbers.get(path, whole[path]) // sizes[name] * held) for path, _ in ties.get(name, ())

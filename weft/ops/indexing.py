@@ -1,4 +1,4 @@
-"""Operators that read or write at positions given by a tensor: index, gather, scatter and their kin.
+"""Operators that read or write at positions given by a tensor: index, gather, scatter, take and their kin.
 
 In: an op and its shapes. Out: its rule. An indexed dim may not be cut, because any position may be asked for; the
 dims of the index itself may, where each position is read once. Where positions are written by adding, the index's
@@ -7,170 +7,146 @@ dims are summed: every part adds its own rows into zeros, and the tensor written
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from weft.errors import RuleError
-from weft.ir.graph import Op, Tensor
-from weft.ops.arguments import arguments, call_with, operand, positive
-from weft.ops.build import aligned, broadcast, build, fixed, named, numbered_dims
-from weft.ops.pieces import replaced
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, RuleOf, dim
+from weft.ir.graph import Op
+from weft.ops.arguments import call_with, operand, positive
+from weft.ops.build import (
+    OpView,
+    RuleOf,
+    aligned,
+    broadcast,
+    broadcasting,
+    fixed_dims,
+    named,
+    names_of,
+    numbered_dims,
+    replaced,
+    row,
+    rules_of,
+)
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
 
 
 @dataclass(frozen=True)
 class _Indexing:
     """How index tensors meet the dims of the tensor they index."""
 
-    operands: tuple[int, ...]
-    """Positions of the index tensors among the op's inputs."""
-    indexed: tuple[int, ...]
-    """The dims they index."""
+    source: Dims
+    """Dims of the indexed tensor."""
+    operands: list[Dims]
+    """Dims of the index tensors."""
+    index: Dims
+    """Dims of what these broadcast to."""
+    taken: Dims
+    """Dims of what is read or written."""
     shape: tuple[int, ...]
-    """What the index tensors broadcast to."""
-    at: int
-    """Where the index's dims stand in the result."""
+    """The shape of that."""
 
 
-def _indexing(op: Op, reads: Sequence[Tensor]) -> _Indexing:
-    indices = arguments(op)["indices"]
-    pairs = [(i, operand(value)) for i, value in enumerate(indices) if value is not None]
-    operands = tuple(position for _, position in pairs if position is not None)
-    for position in operands:
-        if reads[position].dtype in (torch.bool, torch.uint8):
-            raise RuleError(
-                f"{op.target} with a mask: how much it selects is not known before the run",
-                place=op.place,
-                remedy="use torch.where, or keep the op copied: plan.trans(op, copy(...))",
-            )
-    indexed = tuple(i for i, _ in pairs)
-    shape = broadcast([reads[position].sizes for position in operands])
-    together = indexed == tuple(range(indexed[0], indexed[-1] + 1)) if indexed else True
-    return _Indexing(operands, indexed, shape, indexed[0] if together and indexed else 0)
+def _indexing(it: OpView) -> _Indexing:
+    pairs = [
+        (i, it.reads[position])
+        for i, value in enumerate(it.args["indices"])
+        if (position := operand(value)) is not None
+    ]
+    if any(tensor.dtype in (torch.bool, torch.uint8) for _, tensor in pairs):
+        raise it.error(
+            f"{it.op.target} with a mask: how much it selects is not known before the run",
+            "use torch.where, or keep the op copied: plan.trans(op, copy(...))",
+        )
+    sizes, indexed, tensors = it.shape, [i for i, _ in pairs], [tensor for _, tensor in pairs]
+    shape = broadcast([tensor.sizes for tensor in tensors])
+    # the dims of the index stand where the indexed dims were, or in front if these lay apart
+    together = bool(indexed) and indexed == list(range(indexed[0], indexed[-1] + 1))
+    kept = [i for i in range(len(sizes)) if i not in indexed]
+    before = sum(1 for i in kept if together and i < indexed[0])
+    taken_shape = (*(sizes[i] for i in kept[:before]), *shape, *(sizes[i] for i in kept[before:]))
+    taken = numbered_dims(taken_shape)
+    index = taken[before : before + len(shape)]
+    rest = iter((*taken[:before], *taken[before + len(shape) :]))
+    source = tuple(fixed(size) if i in indexed else next(rest) for i, size in enumerate(sizes))
+    return _Indexing(source, broadcasting(index, shape, tensors), index, taken, taken_shape)
 
 
-def _parts(how: _Indexing, sizes: Sequence[int]) -> tuple[Dims, Dims, Dims]:
-    """Dims of the indexed tensor, of the index, and of what is read or written (in that layout)."""
-    kept = [i for i in range(len(sizes)) if i not in how.indexed]
-    order: list[Dim] = []
-    before = sum(1 for i in kept if i < how.at)
-    names = iter(range(len(kept) + len(how.shape)))
-    lead = [named(f"d{next(names)}", sizes[i]) for i in kept[:before]]
-    index = tuple(named(f"d{next(names)}", size) for size in how.shape)
-    trail = [named(f"d{next(names)}", sizes[i]) for i in kept[before:]]
-    order.extend((*lead, *trail))
-    remaining = iter(order)
-    source = tuple(fixed(size) if i in how.indexed else next(remaining) for i, size in enumerate(sizes))
-    return source, index, (*lead, *index, *trail)
+def _written(names: Iterable[str], adds: bool) -> dict[str, Any]:
+    """What is written may be cut along the index where it is added: the tensor written to goes into one part."""
+    return {"summed": names, "added": (0,)} if adds else {"frozen": names}
 
 
-def _index_operands(how: _Indexing, index: Dims, reads: Sequence[Tensor]) -> list[Dims]:
-    found = [aligned(index, how.shape, reads[position].sizes) for position in how.operands]
-    return [dims for dims in found if dims is not None]
-
-
-def index_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def index_rule(it: OpView) -> Rule:
     """x[i, j, :]"""
-    how = _indexing(op, reads)
-    source, index, target = _parts(how, reads[0].sizes)
-    return build([source, *_index_operands(how, index, reads)], [target], reads, makes, linear=[[0]], source="view")
+    how = _indexing(it)
+    return it.rule([how.source, *how.operands], [how.taken], linear=[[0]], source="view")
 
 
-def index_put_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def index_put_rule(it: OpView) -> Rule:
     """x[i, j, :] = values, or += values."""
-    masked = _masked_put(op, reads, makes)
+    masked = _masked_put(it)
     if masked is not None:
         return masked
-    how = _indexing(op, reads)
-    source, index, written = _parts(how, reads[0].sizes)
-    shape = _written_shape(how, reads[0].sizes)
-    values = aligned(written, shape, reads[-1].sizes)
+    how, last = _indexing(it), len(it.reads) - 1
+    values = aligned(how.taken, how.shape, it.shapes[last])
     if values is None:
-        raise RuleError(f"{op.target}: {reads[-1].sizes} does not broadcast to {shape}", place=op.place)
-    names = {name for one in index for name in one.names}
-    adds = bool(arguments(op)["accumulate"])
-    return build(
-        [source, *_index_operands(how, index, reads), values],
-        [source],
-        reads,
-        makes,
-        summed=names if adds else (),
-        frozen=() if adds else names,
-        added=(0,) if adds else (),
-        linear=[[0, len(reads) - 1]],
-        source="view",
-    )
+        raise it.error(f"{it.op.target}: {it.shapes[last]} does not broadcast to {how.shape}")
+    marks = _written(names_of(how.index), bool(it.args["accumulate"]))
+    inputs = [how.source, *how.operands, values]
+    return it.rule(inputs, [how.source], linear=[[0, last]], source="view", **marks)
 
 
-def _masked_put(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule | None:
+def _masked_put(it: OpView) -> Rule | None:
     """x[:, mask] = value, the same wherever the mask holds: every dim may be cut. None where it is something else."""
-    indices = arguments(op)["indices"]
+    indices, sizes = it.args["indices"], it.shape
     before = next((i for i, value in enumerate(indices) if value is not None), 0)
-    mask, sizes = reads[1], reads[0].sizes
-    if len(reads) != 3 or mask.dtype != torch.bool or len(indices) != before + 1:
+    mask = it.reads[1]
+    if len(it.reads) != 3 or mask.dtype != torch.bool or len(indices) != before + 1:
         return None
     dims = numbered_dims(sizes)
     after = before + len(mask.sizes)
     # one value for all selected elements: a leading dim, where there is one, has size 1
     shape = (*sizes[:before], 1, *sizes[after:])
-    values = aligned((*dims[:before], dim(), *dims[after:]), shape, reads[2].sizes)
+    values = aligned((*dims[:before], dim(), *dims[after:]), shape, it.shapes[2])
     if values is None:
         return None
-    return build([dims, dims[before:after], values], [dims], reads, makes, linear=[[0, 2]], source="view")
+    return it.rule([dims, dims[before:after], values], [dims], linear=[[0, 2]], source="view")
 
 
-def _written_shape(how: _Indexing, sizes: Sequence[int]) -> tuple[int, ...]:
-    kept = [i for i in range(len(sizes)) if i not in how.indexed]
-    before = sum(1 for i in kept if i < how.at)
-    return (*(sizes[i] for i in kept[:before]), *how.shape, *(sizes[i] for i in kept[before:]))
+def _where(it: OpView) -> int:
+    return positive(it.args["dim"], len(it.shape))
 
 
-def _where(op: Op, reads: Sequence[Tensor]) -> int:
-    return positive(arguments(op)["dim"], len(reads[0].sizes))
-
-
-def gather_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def gather_rule(it: OpView) -> Rule:
     """Other dims may be cut where the index is as long as the tensor."""
-    at = _where(op, reads)
-    target = list(numbered_dims(makes[0].sizes))
-    source = list(target)
-    for i, (size, taken) in enumerate(zip(reads[0].sizes, makes[0].sizes, strict=True)):
-        if i == at:
-            source[i] = fixed(size)
-        elif size != taken:
-            source[i], target[i] = fixed(size), fixed(taken)
-    return build([tuple(source), tuple(target)], [tuple(target)], reads, makes, linear=[[0]], source="view")
+    shorter = {i for i, (size, taken) in enumerate(zip(it.shape, it.result, strict=True)) if size != taken}
+    at = _where(it)
+    source, target = numbered_dims(it.shape, whole={*shorter, at}), numbered_dims(it.result, whole=shorter - {at})
+    return it.rule([source, target], [target], linear=[[0]], source="view")
 
 
-def take_along_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def take_along_rule(it: OpView) -> Rule:
     """take_along_dim: a gather whose operands broadcast."""
-    if arguments(op)["dim"] is None:
-        raise RuleError(f"{op.target} without a dim has no rule", place=op.place, remedy="name the dim")
-    at = _where(op, reads)
-    shape = makes[0].sizes
+    if it.args["dim"] is None:
+        raise it.error(f"{it.op.target} without a dim has no rule", "name the dim")
+    at, shape = _where(it), it.result
     target = numbered_dims(shape)
-    index = aligned(target, shape, reads[1].sizes)
-    own = list(shape)
-    own[at] = reads[0].sizes[at]
-    source = aligned(replaced(target, at, fixed(own[at])), own, reads[0].sizes)
-    assert source is not None and index is not None
-    return build([source, index], [target], reads, makes, linear=[[0]], source="view")
+    own = (*shape[:at], it.shape[at], *shape[at + 1 :])
+    (source,) = broadcasting(numbered_dims(own, whole=(at,)), own, it.reads[:1])
+    return it.rule([source, *broadcasting(target, shape, it.reads[1:])], [target], linear=[[0]], source="view")
 
 
-def scatter_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def scatter_rule(it: OpView) -> Rule:
     """scatter, scatter_add, scatter_reduce: `x` written at the places that `index` names along one dim."""
-    at = _where(op, reads)
-    shape, index_shape = makes[0].sizes, reads[1].sizes
-    sources = [tensor.sizes for tensor in reads[2:]]
-    values_by_name = arguments(op)
-    adds = op.kind == "scatter_add" or values_by_name.get("reduce") == "add"
-    adds = adds or (values_by_name.get("reduce") == "sum" and bool(values_by_name["include_self"]))
+    at, shape, sources = _where(it), it.result, it.shapes[2:]
+    how = it.args.get("reduce")
+    adds = it.kind == "scatter_add" or how == "add" or (how == "sum" and bool(it.args["include_self"]))
     target: list[Dim] = list(numbered_dims(shape))
     index: list[Dim] = list(target)
     values: list[list[Dim]] = [list(target) for _ in sources]
-    for i, size in enumerate(index_shape):
+    for i, size in enumerate(it.shapes[1]):
         agree = all(other[i] == size for other in sources)
         if i != at and size == shape[i] and agree:
             continue
@@ -179,100 +155,82 @@ def scatter_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -
         for dims, other in zip(values, sources, strict=True):
             dims[i] = index[i] if other[i] == size else fixed(other[i])
     inputs = [tuple(dims) for dims in (target, index, *values)]
-    linear = [[0, 2]] if sources and (adds or op.target == "aten.scatter.src") else []
-    return build(
-        inputs,
-        [tuple(target)],
-        reads,
-        makes,
-        summed=("n",) if adds else (),
-        frozen=() if adds else ("n",),
-        added=(0,) if adds else (),
-        linear=linear,
-        source="view",
-    )
+    linear = [[0, 2]] if sources and (adds or it.op.target == "aten.scatter.src") else []
+    return it.rule(inputs, [tuple(target)], linear=linear, source="view", **_written("n", adds))
 
 
-def index_select_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def index_select_rule(it: OpView) -> Rule:
     """Rows of one dim."""
-    at = _where(op, reads)
-    target = numbered_dims(makes[0].sizes)
+    at, target = _where(it), numbered_dims(it.result)
     if not target:
-        return build([(), tuple(map(fixed, reads[1].sizes))], [()], reads, makes, linear=[[0]], source="view")
-    index = (target[at],) if reads[1].sizes else ()
-    source = replaced(target, at, fixed(reads[0].sizes[at]))
-    return build([source, index], [target], reads, makes, linear=[[0]], source="view")
+        return it.rule([(), *fixed_dims(it.reads[1])], [()], linear=[[0]], source="view")
+    index = (target[at],) if it.shapes[1] else ()
+    return it.rule([replaced(target, at, fixed(it.shape[at])), index], [target], linear=[[0]], source="view")
 
 
-def index_write_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def index_write_rule(it: OpView) -> Rule:
     """index_add, index_copy, index_fill: rows of one dim written."""
-    at = _where(op, reads)
-    shape = makes[0].sizes
-    adds = op.kind == "index_add"
-    target = replaced(numbered_dims(shape), at, fixed(shape[at])) if shape else ()
-    row = named("n", reads[1].sizes[0]) if reads[1].sizes else fixed(1)
-    inputs: list[Dims] = [target, (row,) if reads[1].sizes else ()]
-    linear: list[list[int]] = []
-    for tensor in reads[2:]:
-        inputs.append(replaced(target, at, row) if tensor.sizes else ())
-        linear = [[0, 2]]
-    return build(
-        inputs,
-        [target],
-        reads,
-        makes,
-        summed=("n",) if adds else (),
-        frozen=() if adds else ("n",),
-        added=(0,) if adds else (),
-        linear=linear,
-        source="view",
-    )
+    at = _where(it)
+    target = numbered_dims(it.result, whole=(at,))
+    written = named("n", it.shapes[1][0]) if it.shapes[1] else fixed(1)
+    index = (written,) if it.shapes[1] else ()
+    values = [replaced(target, at, written) if shape else () for shape in it.shapes[2:]]
+    marks = _written("n", it.kind == "index_add")
+    return it.rule([target, index, *values], [target], linear=[[0, 2]] if values else [], source="view", **marks)
 
 
-def one_hot_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """A new last dim, one index per class, which nobody may cut."""
-    source = numbered_dims(reads[0].sizes)
-    return build([source], [(*source, fixed(makes[0].sizes[-1]))], reads, makes, local=_local_one_hot)
+def index_reduce_rule(it: OpView) -> Rule:
+    """Rows of one dim multiplied, averaged or compared: that dim stays whole, on both sides."""
+    at = _where(it)
+    target = numbered_dims(it.result, whole=(at,))
+    values = replaced(target, at, fixed(it.shapes[2][at])) if it.shapes[2] else ()
+    return it.rule([target, *fixed_dims(it.reads[1]), values], [target])
+
+
+def put_rule(it: OpView) -> Rule:
+    """Elements by their position in the flattened tensor: what is written may be cut where it is added."""
+    source, index, values = fixed_dims(*it.reads)
+    if it.shapes[1] == it.shapes[2]:
+        index = values = numbered_dims(it.shapes[1], "n")
+    marks = _written(names_of(index), bool(it.args["accumulate"]))
+    return it.rule([source, index, values], [source], linear=[[0, 2]], **marks)
 
 
 def _local_one_hot(op: Op, cell: CellView) -> Call:
     # left to itself a part would count its own classes
-    return call_with(op, {"num_classes": cell.whole_outputs[0][-1]})
+    return call_with(op, num_classes=cell.whole_outputs[0][-1])
 
 
-def lookup_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def lookup_rule(it: OpView) -> Rule:
     """bucketize, isin: each element is looked up in a second tensor, which stays whole."""
-    inputs = [
-        numbered_dims(tensor.sizes) if tensor.sizes == makes[0].sizes and i == 0 else tuple(map(fixed, tensor.sizes))
-        for i, tensor in enumerate(reads)
-    ]
-    return build(inputs, [numbered_dims(makes[0].sizes)], reads, makes)
+    made = numbered_dims(it.result)
+    first, *others = fixed_dims(*it.reads)
+    return it.rule([made if it.shape == it.result else first, *others], [made])
 
 
-def searchsorted_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def searchsorted_rule(it: OpView) -> Rule:
     """Each element is looked up in a sorted row, which stays whole: one for all, or one for each row of elements."""
-    values = arguments(op)
-    order, asked, by = (operand(values[name]) for name in ("sorted_sequence", "self", "sorter"))
-    made = numbered_dims(makes[0].sizes)
+    order, asked, by = (operand(it.args[name]) for name in ("sorted_sequence", "self", "sorter"))
     assert order is not None
-    rows = made[:-1] if len(reads[order].sizes) > 1 else ()
-    row = (*rows, fixed(reads[order].sizes[-1]))
-    dims = {order: row, by: row, asked: made}
-    return build([dims[i] for i in range(len(reads))], [made], reads, makes)
+    made, shape = numbered_dims(it.result), it.shapes[order]
+    sorted_ = (*(made[:-1] if len(shape) > 1 else ()), fixed(shape[-1]))
+    dims = {order: sorted_, by: sorted_, asked: made}
+    return it.rule([dims[i] for i in range(len(it.reads))], [made])
 
 
-INDEXING: Mapping[str, RuleOf] = {
-    "aten.index": index_rule,
-    "aten._unsafe_index": index_rule,
-    "aten.index_put": index_put_rule,
-    "aten._unsafe_index_put": index_put_rule,
+RULES: Mapping[str, RuleOf] = {
+    **rules_of(index_rule, "index _unsafe_index"),
+    **rules_of(index_put_rule, "index_put _unsafe_index_put"),
     "aten.gather": gather_rule,
     "aten.take_along_dim": take_along_rule,
-    **dict.fromkeys(("aten.scatter", "aten.scatter_add", "aten.scatter_reduce"), scatter_rule),
+    **rules_of(scatter_rule, "scatter scatter_add scatter_reduce"),
     "aten.index_select": index_select_rule,
-    **dict.fromkeys(("aten.index_add", "aten.index_copy", "aten.index_fill"), index_write_rule),
-    "aten.one_hot": one_hot_rule,
-    **dict.fromkeys(("aten.bucketize", "aten.isin"), lookup_rule),
+    **rules_of(index_write_rule, "index_add index_copy index_fill"),
+    "aten.index_reduce": index_reduce_rule,
+    "aten.take": row("_*, d* -> d*", (0,)),
+    "aten.put": put_rule,
+    "aten.one_hot": row("d* -> d* _", local=_local_one_hot),
+    **rules_of(lookup_rule, "bucketize isin"),
     "aten.searchsorted": searchsorted_rule,
 }
-"""Computed rules, by family."""
+"""Rules by operator."""

@@ -1,74 +1,50 @@
-"""Products of matrices: rows of the table, and texts that depend on the shapes.
+"""Products of matrices: rule texts, and for einsum and tensordot rules built from their own letters.
 
-In: an op and its shapes. Out: rule text, or for einsum and tensordot a rule built from their own letters. Contracted
-names are summed; a bias is added; a product is linear in each factor together with what is added.
+In: an op and its shapes. Out: its rule. Contracted names are summed; a bias is added; a product is linear in each
+factor together with what is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from weft.ir.graph import Op, Tensor
-from weft.ops.arguments import arguments, integers
-from weft.ops.build import build, fixed, named
-from weft.ops.rule import Dim, Dims, Rule, RuleOf, dim
+from weft.ir.graph import Tensor
+from weft.ops.arguments import integers, positive
+from weft.ops.build import OpView, RuleOf, named, numbered_dims, rules_of
+from weft.ops.rule import Dim, Dims, Rule, dim, fixed
 
-Text = str | Callable[[Op, tuple[Tensor, ...]], str]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operator: its rule text (or how to choose it), and the sets of operands in which it is linear."""
-
-    text: Text
-    linear: tuple[tuple[int, ...], ...] = ()
-
-
-def matmul_text(op: Op, reads: tuple[Tensor, ...]) -> str:
-    """Vectors have no row or column dim; leading dims broadcast."""
-    left, right = (len(tensor.sizes) for tensor in reads)
-    if left == 1 and right == 1:
-        return "k+, k+ ->"
-    if left == 1:
-        return "k+, b* k+ n -> b* n"
-    if right == 1:
-        return "b* m k+, k+ -> b* m"
-    return "b* m k+, b* k+ n -> b* m n"
-
-
-def linear_text(op: Op, reads: tuple[Tensor, ...]) -> str:
-    """A weight of one dim makes one number per row."""
-    return "b* k+, k+, & -> b*" if len(reads[1].sizes) == 1 else "b* k+, n k+, &n -> b* n"
-
-
-ROWS: Mapping[str, Row] = {
-    "aten.linear": Row(linear_text, ((0, 2), (1, 2))),
-    "aten.bilinear": Row("b* i+, b* j+, n i+ j+, &n -> b* n", ((0, 3), (1, 3), (2, 3))),
-    "aten.mm": Row("m k+, k+ n -> m n", ((0,), (1,))),
-    "aten.bmm": Row("b m k+, b k+ n -> b m n", ((0,), (1,))),
-    "aten.matmul": Row(matmul_text, ((0,), (1,))),
-    "aten.linalg_matmul": Row(matmul_text, ((0,), (1,))),
-    "aten.mv": Row("m k+, k+ -> m", ((0,), (1,))),
-    "aten.dot": Row("k+, k+ ->", ((0,), (1,))),
-    "aten.vdot": Row("k+, k+ ->", ((0,), (1,))),
-    "aten.outer": Row("m, n -> m n", ((0,), (1,))),
-    "aten.ger": Row("m, n -> m n", ((0,), (1,))),
-    "aten.addmm": Row("&m n, m k+, k+ n -> m n", ((0, 1), (0, 2))),
-    "aten.addmv": Row("&m, m k+, k+ -> m", ((0, 1), (0, 2))),
-    "aten.addr": Row("&m n, m, n -> m n", ((0, 1), (0, 2))),
-    "aten.baddbmm": Row("&b m n, b m k+, b k+ n -> b m n", ((0, 1), (0, 2))),
-    "aten.addbmm": Row("&m n, b+ m k+, b+ k+ n -> m n", ((0, 1), (0, 2))),
-    "aten.cdist": Row("b* m k^, b* n k^ -> b* m n"),
+_MATMUL = {
+    (1, 1): "k+, k+ ->",
+    (1, 2): "k+, b* k+ n -> b* n",
+    (2, 1): "b* m k+, k+ -> b* m",
+    (2, 2): "b* m k+, b* k+ n -> b* m n",
 }
-"""One row per operator."""
+"""By the number of dims: vectors have no row or column, leading dims broadcast."""
 
 
-def einsum_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def product(text: str, *linear: Sequence[int]) -> RuleOf:
+    """The rule that a text says, and the sets of its operands in which the product is linear."""
+    return lambda it: it.text(text, linear=linear, ones=True)
+
+
+def matmul_rule(it: OpView) -> Rule:
+    """matmul, in all forms."""
+    left, right = (min(2, len(sizes)) for sizes in it.shapes)
+    return it.text(_MATMUL[left, right], linear=((0,), (1,)), ones=True)
+
+
+def linear_rule(it: OpView) -> Rule:
+    """A weight of one dim makes one number per row."""
+    vector = len(it.reads[it.where("weight")].sizes) == 1
+    text = "b* k+, k+, & -> b*" if vector else "b* k+, n k+, &n -> b* n"
+    return it.text(text, linear=((0, 2), (1, 2)), ones=True)
+
+
+def einsum_rule(it: OpView) -> Rule:
     """The equation is the rule: letters that the output lacks are summed."""
-    sides, result = _equation(str(arguments(op)["equation"]), reads, len(makes[0].sizes))
+    sides, result = _equation(str(it.args["equation"]), it.reads, len(it.result))
     sizes: dict[str, int] = {}
-    for letters, tensor in zip((*sides, result), (*reads, *makes), strict=True):
+    for letters, tensor in zip((*sides, result), (*it.reads, *it.makes), strict=True):
         for letter, size in zip(letters, tensor.sizes, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
     whole = {letter for letters in sides for letter in letters if letters.count(letter) > 1}
@@ -78,15 +54,9 @@ def einsum_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) ->
         pairs = zip(letters, tensor.sizes, strict=True)
         return tuple(fixed(size) if letter in whole or size == 1 else dim(letter) for letter, size in pairs)
 
-    return build(
-        [dims(letters, tensor) for letters, tensor in zip(sides, reads, strict=True)],
-        [dims(result, makes[0])],
-        reads,
-        makes,
-        sizes=sizes,
-        summed=set(sizes) - set(result),
-        linear=[[i] for i in range(len(reads))],
-    )
+    inputs = [dims(letters, tensor) for letters, tensor in zip(sides, it.reads, strict=True)]
+    linear = [[i] for i in range(len(inputs))]
+    return it.rule(inputs, [dims(result, it.makes[0])], sizes=sizes, summed=set(sizes) - set(result), linear=linear)
 
 
 def _equation(equation: str, reads: Sequence[Tensor], num_out: int) -> tuple[list[list[str]], list[str]]:
@@ -110,43 +80,54 @@ def _ellipsis(count: int) -> list[str]:
     return [f"e{i}" for i in reversed(range(count))]
 
 
-def tensordot_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def tensordot_rule(it: OpView) -> Rule:
     """The listed dims of both operands are summed in pairs; the rest stand side by side."""
-    values = arguments(op)
-    sides = [list(integers(values[name])) for name in ("dims_self", "dims_other")]
-    pairs = [[i % len(tensor.sizes) for i in dims] for dims, tensor in zip(sides, reads, strict=True)]
-    inputs: list[list[Dim]] = []
+    listed = [integers(it.args[name]) for name in ("dims_self", "dims_other")]
+    return _contraction(it, listed, [f"k{i}" for i in range(len(listed[0]))])
+
+
+def inner_rule(it: OpView) -> Rule:
+    """The last dims of both operands are summed; a scalar multiplies."""
+    if not all(it.shapes):
+        dims = numbered_dims(it.result)
+        return it.rule([dims if shape else () for shape in it.shapes], [dims], linear=[[0], [1]])
+    return _contraction(it, [(-1,), (-1,)], ["k"])
+
+
+def _contraction(it: OpView, listed: Sequence[Sequence[int]], names: Sequence[str]) -> Rule:
+    """The listed dims of both operands have these names and are summed."""
+    inputs: list[Dims] = []
     rest: list[Dim] = []
-    for tensor, summed in zip(reads, pairs, strict=True):
+    for shape, dims in zip(it.shapes, listed, strict=True):
+        summed = [positive(d, len(shape)) for d in dims]
         own: list[Dim] = []
-        for i, size in enumerate(tensor.sizes):
+        for i, size in enumerate(shape):
             if i in summed:
-                own.append(named(f"k{summed.index(i)}", size))
+                own.append(named(names[summed.index(i)], size))
             else:
                 own.append(named(f"d{len(rest)}", size))
                 rest.append(own[-1])
-        inputs.append(own)
-    summed_names = {name for one in inputs[0] for name in one.names if name.startswith("k")}
-    linear = [[0], [1]]
-    return build(list(map(tuple, inputs)), [tuple(rest)], reads, makes, summed=summed_names, linear=linear)
+        inputs.append(tuple(own))
+    return it.rule(inputs, [tuple(rest)], summed=names, linear=[[0], [1]])
 
 
-def inner_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """The last dims of both operands are summed; a scalar multiplies."""
-    if not reads[0].sizes or not reads[1].sizes:
-        shape = makes[0].sizes
-        dims = tuple(named(f"d{i}", size) for i, size in enumerate(shape))
-        return build([dims if t.sizes else () for t in reads], [dims], reads, makes, linear=[[0], [1]])
-    left, right = (tensor.sizes[:-1] for tensor in reads)
-    rest = [named(f"d{i}", size) for i, size in enumerate((*left, *right))]
-    k = named("k", reads[0].sizes[-1])
-    inputs = [(*rest[: len(left)], k), (*rest[len(left) :], k)]
-    return build(inputs, [tuple(rest)], reads, makes, summed=k.names, linear=[[0], [1]])
-
-
-PRODUCTS: Mapping[str, RuleOf] = {
+RULES: Mapping[str, RuleOf] = {
+    "aten.linear": linear_rule,
+    **rules_of(matmul_rule, "matmul linalg_matmul"),
+    "aten.bilinear": product("b* i+, b* j+, n i+ j+, &n -> b* n", (0, 3), (1, 3), (2, 3)),
+    "aten.mm": product("m k+, k+ n -> m n", (0,), (1,)),
+    "aten.bmm": product("b m k+, b k+ n -> b m n", (0,), (1,)),
+    "aten.mv": product("m k+, k+ -> m", (0,), (1,)),
+    **rules_of(product("k+, k+ ->", (0,), (1,)), "dot vdot"),
+    **rules_of(product("m, n -> m n", (0,), (1,)), "outer ger"),
+    "aten.addmm": product("&m n, m k+, k+ n -> m n", (0, 1), (0, 2)),
+    "aten.addmv": product("&m, m k+, k+ -> m", (0, 1), (0, 2)),
+    "aten.addr": product("&m n, m, n -> m n", (0, 1), (0, 2)),
+    "aten.baddbmm": product("&b m n, b m k+, b k+ n -> b m n", (0, 1), (0, 2)),
+    "aten.addbmm": product("&m n, b+ m k+, b+ k+ n -> m n", (0, 1), (0, 2)),
+    "aten.cdist": product("b* m k^, b* n k^ -> b* m n"),
     "aten.einsum": einsum_rule,
     "aten.tensordot": tensordot_rule,
     "aten.inner": inner_rule,
 }
-"""Computed rules, by family."""
+"""Rules by operator."""

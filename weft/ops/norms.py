@@ -9,68 +9,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-from weft.ir.graph import Op, Ref, Tensor
+from weft.ir.graph import Op, Ref
 from weft.ir.ranges import count as length
-from weft.ops.arguments import arguments, call_with, integers, operand
-from weft.ops.build import build, named, numbered_dims, product_dim
-from weft.ops.exchange import call, groups, is_empty, names_of, own_call, told_when_cut, with_exchange
-from weft.ops.rule import Call, CellView, Dims, Exchange, Group, Rule, RuleOf, dim
-
-Reads = tuple[Tensor, ...]
+from weft.ops.arguments import call, call_with, integers
+from weft.ops.build import OpView, RuleOf, groups, is_empty, names_of, numbered_dims, rules_of, when_cut
+from weft.ops.rule import Call, CellView, Group, Rule, dim
+from weft.runtime.algorithms import Exchange
 
 _EXCHANGE = Exchange(gradient="partial", forward=("all_reduce", "all_reduce"), backward=("all_reduce",))
-_ALONE = {"running_mean": None, "running_var": None}
 _ROOT_EXCHANGE = Exchange(gradient="partial", forward=("all_reduce",), backward=("all_reduce",))
-
-
-def _operand_dims(reads: Reads, first: Dims, held: Mapping[int | None, Dims]) -> list[Dims]:
-    return [first, *(held[i] for i in range(1, len(reads)))]
 
 
 def _per_row(centred: bool) -> RuleOf:
     """Layer norm and root-mean-square norm, with or without their statistics as outputs."""
 
-    def rule(op: Op, reads: Reads, makes: Reads) -> Rule:
-        args = arguments(op)
-        shape = integers(args["normalized_shape"])
-        sizes = reads[0].sizes
-        lead = numbered_dims(sizes[: len(sizes) - len(shape)], "b")
-        along = numbered_dims(shape, "n")
-        held = {operand(args[name]): along for name in ("weight", "bias") if name in args}
-        statistic = (*lead, *(dim(),) * len(shape))
-        names = names_of(along)
-        target = ("weft.native_" if len(makes) > 1 else "weft.") + ("layer_norm" if centred else "rms_norm")
-
-        def told(op: Op, cell: CellView, comms: tuple[Group, ...]) -> Call:
-            operands = (Ref("0"), args["weight"], *((args["bias"],) if centred else ()))
-            options = {"num_dims": len(shape), "count": math.prod(shape), "eps": args["eps"], "comms": comms}
-            return call(target, *operands, **options)
-
-        rule = build(
-            _operand_dims(reads, (*lead, *along), held),
-            [(*lead, *along), *[statistic] * (len(makes) - 1)],
-            reads,
-            makes,
-            local=told_when_cut(names, told),
-        )
-        return with_exchange(rule, dict.fromkeys(names, _EXCHANGE if centred else _ROOT_EXCHANGE))
+    def rule(it: OpView) -> Rule:
+        args, shape = it.args, integers(it.args["normalized_shape"])
+        names = [f"n{i}" for i in range(len(shape))]
+        along = " ".join(f"{name}!" for name in names)
+        target = ("weft.native_" if len(it.makes) > 1 else "weft.") + ("layer_norm" if centred else "rms_norm")
+        operands = (Ref("0"), args["weight"], *((args["bias"],) if centred else ()))
+        made = call(target, *operands, num_dims=len(shape), count=math.prod(shape), eps=args["eps"])
+        inputs = ", ".join([f"b* {along}", *[along] * (len(it.operands) - 1)])
+        outputs = ", ".join([f"b* {along}", *["b*" + " 1" * len(shape)] * (len(it.makes) - 1)])
+        exchange = _EXCHANGE if centred else _ROOT_EXCHANGE
+        return it.text(f"{inputs} -> {outputs}", exchange=exchange, local=when_cut(names, made))
 
     return rule
 
 
-def group_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
+def group_norm(it: OpView) -> Rule:
     """Groups are cut freely, channels inside a group and spatial dims by the algorithm."""
-    args = arguments(op)
-    sizes = reads[0].sizes
-    num_groups = int(args["num_groups"])
-    inner = {"g": num_groups, "c": sizes[1] // num_groups}
-    channels = product_dim("g", "c", sizes=inner)
-    dims = (named("n", sizes[0]), channels, *numbered_dims(sizes[2:], "s"))
-    held: dict[int | None, Dims] = {operand(args[name]): (channels,) for name in ("weight", "bias")}
-    names = ("c", *names_of(dims[2:]))
-    count = inner["c"] * math.prod(sizes[2:])
+    args, num_groups = it.args, int(it.args["num_groups"])
+    names = ["c", *(f"s{i}" for i in range(len(it.shape) - 2))]
+    count = math.prod(it.shape[1:]) // num_groups
 
     def local(op: Op, cell: CellView) -> Call:
         here = length(cell.names["g"]) if "g" in cell.names else num_groups
@@ -78,85 +51,62 @@ def group_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
         if comms or is_empty(cell):
             tensors = (Ref("0"), args["weight"], args["bias"])
             return call("weft.group_norm", *tensors, groups=here, count=count, eps=args["eps"], comms=comms)
-        return call_with(op, {"num_groups": here})
+        return call_with(op, num_groups=here)
 
-    rule = build(_operand_dims(reads, dims, held), [dims], reads, makes, sizes=inner, local=local)
-    return with_exchange(rule, dict.fromkeys(names, _EXCHANGE))
-
-
-def batch_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
-    """Channels are cut freely; batch and spatial dims freely in eval mode, by the algorithm in training mode."""
-    args = arguments(op)
-    sizes = reads[0].sizes
-    dims = (named("n", sizes[0]), named("c", sizes[1]), *numbered_dims(sizes[2:], "s"))
-    held = _channel_operands(args, dims[1:2])
-    names = names_of((dims[0], *dims[2:]))
-    training = bool(args["training"])
-    count = math.prod(sizes) // max(sizes[1], 1)
-
-    def local(op: Op, cell: CellView) -> Call:
-        comms = groups(cell, names) if training else ()
-        if comms or is_empty(cell):
-            return _on_batch(args, count, comms)
-        return call_with(op, _ALONE) if training else own_call(op)
-
-    rule = build(_operand_dims(reads, dims, held), [dims], reads, makes, local=local)
-    return with_exchange(rule, dict.fromkeys(names, _EXCHANGE)) if training else rule
+    text = "n (g c!) s*!, (g c), (g c) -> n (g c) s*"
+    return it.text(text, sizes={"g": num_groups}, exchange=_EXCHANGE, local=local)
 
 
-def instance_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
-    """Batch and channels are cut freely."""
-    args = arguments(op)
-    sizes = reads[0].sizes
-    dims = (named("n", sizes[0]), named("c", sizes[1]), *numbered_dims(sizes[2:], "s"))
-    held = _channel_operands(args, dims[1:2])
-
-    def local(op: Op, cell: CellView) -> Call:
-        if is_empty(cell):
-            return _on_batch(args, 1, ())
-        return call_with(op, _ALONE) if args["use_input_stats"] else own_call(op)
-
-    frozen = names_of(dims[2:]) if args["use_input_stats"] else ()
-    return build(_operand_dims(reads, dims, held), [dims], reads, makes, frozen=frozen, local=local)
-
-
-def _on_batch(args: Mapping[str, Any], count: int, comms: tuple[Group, ...]) -> Call:
+def _on_batch(it: OpView, count: int, comms: tuple[Group, ...]) -> Call:
     """Batch norm that takes empty parts, of which any norm is empty."""
-    return call("weft.batch_norm", Ref("0"), args["weight"], args["bias"], count=count, eps=args["eps"], comms=comms)
+    tensors = (Ref("0"), it.args["weight"], it.args["bias"])
+    return call("weft.batch_norm", *tensors, count=count, eps=it.args["eps"], comms=comms)
 
 
-def _channel_operands(args: Mapping[str, Any], channels: Dims) -> dict[int | None, Dims]:
-    return {operand(args[name]): channels for name in ("weight", "bias", "running_mean", "running_var")}
-
-
-def weight_norm(op: Op, reads: Reads, makes: Reads) -> Rule:
-    """The kept dim is cut freely, the dims that lengths are taken over by the algorithm."""
-    args = arguments(op)
-    at = int(args["dim"])
-    dims = numbered_dims(reads[0].sizes)
-    at = at + len(dims) if at < 0 else at
-    names = names_of(tuple(one for i, one in enumerate(dims) if i != at))
-    lengths = tuple(one if i == at else dim() for i, one in enumerate(dims))
+def batch_norm(it: OpView) -> Rule:
+    """Channels are cut freely; batch and spatial dims freely in eval mode, by the algorithm in training mode."""
+    training = bool(it.args["training"])
+    names = ["n", *(f"s{i}" for i in range(len(it.shape) - 2))] if training else []
+    count = math.prod(it.shape) // max(it.shape[1], 1)
 
     def local(op: Op, cell: CellView) -> Call:
         comms = groups(cell, names)
         if comms or is_empty(cell):
-            return call("weft.weight_norm", args["v"], args["g"], dim=at, comms=comms)
-        return own_call(op)
+            return _on_batch(it, count, comms)
+        return call_with(op, running_mean=None, running_var=None) if training else call_with(op)
 
-    rule = build([dims, lengths], [dims], reads, makes, linear=[[1]], local=local)
-    return with_exchange(rule, dict.fromkeys(names, _ROOT_EXCHANGE))
+    text = "n! c s*!, c, c, c, c -> n c s*" if training else "n c s*, c, c, c, c -> n c s*"
+    return it.text(text, exchange=_EXCHANGE, local=local)
 
 
-def norm_rules() -> Mapping[str, RuleOf]:
-    """Rules by operator."""
-    return {
-        "aten.layer_norm": _per_row(centred=True),
-        "aten.native_layer_norm": _per_row(centred=True),
-        "aten.rms_norm": _per_row(centred=False),
-        "aten._fused_rms_norm": _per_row(centred=False),
-        "aten.group_norm": group_norm,
-        "aten.batch_norm": batch_norm,
-        "aten.instance_norm": instance_norm,
-        "aten._weight_norm": weight_norm,
-    }
+def instance_norm(it: OpView) -> Rule:
+    """Batch and channels are cut freely."""
+    own = bool(it.args["use_input_stats"])
+
+    def local(op: Op, cell: CellView) -> Call:
+        if is_empty(cell):
+            return _on_batch(it, 1, ())
+        return call_with(op, running_mean=None, running_var=None) if own else call_with(op)
+
+    return it.text(f"n c s*{'^' * own}, c, c, c, c -> n c s*", local=local)
+
+
+def weight_norm(it: OpView) -> Rule:
+    """The kept dim is cut freely, the dims that lengths are taken over by the algorithm."""
+    dims = numbered_dims(it.shape)
+    at = int(it.args["dim"]) % len(dims)
+    names = names_of(one for i, one in enumerate(dims) if i != at)
+    lengths = tuple(one if i == at else dim() for i, one in enumerate(dims))
+    local = when_cut(names, call("weft.weight_norm", it.args["v"], it.args["g"], dim=at), empty=True)
+    return it.rule([dims, lengths], [dims], linear=[[1]], algorithms=dict.fromkeys(names, _ROOT_EXCHANGE), local=local)
+
+
+RULES: Mapping[str, RuleOf] = {
+    **rules_of(_per_row(centred=True), "layer_norm native_layer_norm"),
+    **rules_of(_per_row(centred=False), "rms_norm _fused_rms_norm"),
+    "aten.group_norm": group_norm,
+    "aten.batch_norm": batch_norm,
+    "aten.instance_norm": instance_norm,
+    "aten._weight_norm": weight_norm,
+}
+"""Rules by operator."""

@@ -1,8 +1,10 @@
-"""Pointwise operators: every dim of the output may be cut, operands broadcast.
+"""Pointwise operators and their kin: every dim of the output may be cut, operands broadcast.
 
-In: an op that torch tags `pointwise`, or one of the few it does not tag. Out: its rule, names `d0 d1 ...` from the
-output's dims. Which operands the op is linear in stands in `LINEAR`, by the schema's argument names: a set holds if
-each of its arguments is a tensor, or the number 0 (x + 3 is not linear in x, where(c, x, 0) is).
+In: an op that torch tags `pointwise`, or one of the few it does not tag; an op that fills a tensor, or counts in one.
+Out: its rule, names `d0 d1 ...` from the output's dims. Where all elements are alike each cell makes its own part; what
+counts positions is made whole (arange), or told where the part lies (tril, masked_scatter). Which operands the op is
+linear in stands in `LINEAR`, by the schema's argument names: a set holds if each of its arguments is a tensor, or the
+number 0 (x + 3 is not linear in x, where(c, x, 0) is).
 """
 
 from __future__ import annotations
@@ -12,11 +14,22 @@ from typing import Any
 
 import torch
 
-from weft.errors import RuleError
 from weft.ir.graph import Op, Ref, Tensor
-from weft.ops.arguments import arguments, call_with, family, operand, overload
-from weft.ops.build import aligned, build, fixed, numbered_dims
-from weft.ops.rule import Call, CellView, Dims, Rule, RuleOf
+from weft.ops.arguments import call, call_with, family, operand, overload
+from weft.ops.build import (
+    COPY_IT,
+    OpView,
+    RuleOf,
+    aligned,
+    broadcasting,
+    fixed_dims,
+    names_of,
+    numbered_dims,
+    rules_of,
+    when_cut,
+)
+from weft.ops.rule import Call, CellView, Dims, Rule, fixed
+from weft.runtime.algorithms import Exchange
 
 Sets = tuple[tuple[str, ...], ...]
 
@@ -24,16 +37,16 @@ _SELF: Sets = (("self",),)
 _BOTH: Sets = (("self", "other"),)
 _EACH: Sets = (("self",), ("other",))
 
+_LINEAR = """
+div divide true_divide neg negative positive clone contiguous alias alias_copy detach detach_copy lift lift_fresh
+lift_fresh_copy to _to_copy type_as real imag conj _conj _conj_physical conj_physical resolve_conj resolve_neg
+deg2rad rad2deg
+"""
+
 LINEAR: Mapping[str, Sets] = {
     **dict.fromkeys(("aten.add", "aten.sub", "aten.subtract", "aten.rsub", "aten.where"), _BOTH),
     **dict.fromkeys(("aten.mul", "aten.multiply"), _EACH),
-    **dict.fromkeys(("aten.div", "aten.divide", "aten.true_divide"), _SELF),
-    **dict.fromkeys(("aten.neg", "aten.negative", "aten.positive", "aten.clone", "aten.contiguous"), _SELF),
-    **dict.fromkeys(("aten.alias", "aten.alias_copy", "aten.detach", "aten.detach_copy", "aten.lift"), _SELF),
-    **dict.fromkeys(("aten.lift_fresh", "aten.lift_fresh_copy", "aten.to", "aten._to_copy"), _SELF),
-    **dict.fromkeys(("aten.type_as", "aten.real", "aten.imag", "aten.conj", "aten._conj"), _SELF),
-    **dict.fromkeys(("aten._conj_physical", "aten.conj_physical", "aten.resolve_conj", "aten.resolve_neg"), _SELF),
-    **dict.fromkeys(("aten.deg2rad", "aten.rad2deg"), _SELF),
+    **dict.fromkeys((f"aten.{name}" for name in _LINEAR.split()), _SELF),
     "aten.fill": (("value",),),
     "aten.lerp": (("self", "end"),),
     "aten.masked_fill": (("self", "value"),),
@@ -78,35 +91,33 @@ def is_pointwise(op: Op) -> bool:
     return torch.Tag.pointwise in operator.tags or name in UNTAGGED
 
 
-def pointwise_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def pointwise_rule(it: OpView) -> Rule:
     """The rule of a pointwise op."""
-    shape = makes[0].sizes
-    dims = numbered_dims(shape)
+    dims = numbered_dims(it.result)
     inputs: list[Dims] = []
-    for position, tensor in enumerate(reads):
-        found = aligned(dims, shape, tensor.sizes)
-        if position == 1 and op.target in _BY_EXAMPLE:
-            found = dims if tensor.sizes == shape else tuple(map(fixed, tensor.sizes))
+    for position, tensor in enumerate(it.reads):
+        found = _lent(it, dims, tensor) if position == 1 and it.op.target in _BY_EXAMPLE else None
+        found = aligned(dims, it.result, tensor.sizes) if found is None else found
         if found is None:
-            raise RuleError(
-                f"{op.target}: an operand of shape {tensor.sizes} does not broadcast to {shape}",
-                place=op.place,
-                remedy="keep the op copied: plan.trans(op, copy(...))",
+            raise it.error(
+                f"{it.op.target}: an operand of shape {tensor.sizes} does not broadcast to {it.result}", COPY_IT
             )
         inputs.append(found)
-    return build(inputs, [dims] * len(makes), reads, makes, linear=_linear(op))
+    return it.rule(inputs, [dims] * len(it.makes), linear=_linear(it))
 
 
-def _linear(op: Op) -> list[list[int]]:
-    sets = LINEAR.get(family(op), ())
-    if not sets:
-        return []
-    values = arguments(op)
-    if values.get("rounding_mode") is not None:
+def _lent(it: OpView, dims: Dims, tensor: Tensor) -> Dims:
+    """Dims of an operand that only lends its dtype and device: the output's, if it has the output's shape."""
+    return dims if tensor.sizes == it.result else fixed_dims(tensor)[0]
+
+
+def _linear(it: OpView) -> list[list[int]]:
+    sets = LINEAR.get(family(it.op), ())
+    if not sets or it.args.get("rounding_mode") is not None:
         return []
     found = []
     for names in sets:
-        chosen = [values[name] for name in names if name in values]
+        chosen = [it.args[name] for name in names if name in it.args]
         if all(isinstance(value, Ref) or _is_zero(value) for value in chosen):
             found.append([position for value in chosen if (position := operand(value)) is not None])
     return found
@@ -116,45 +127,98 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float | complex) and value == 0
 
 
-def prelu_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def prelu_rule(it: OpView) -> Rule:
     """PReLU: the weight, if it has more than one element, belongs to dim 1."""
-    dims = numbered_dims(makes[0].sizes)
-    weight = reads[1].sizes
-    own = dims[1] if len(dims) > 1 else fixed(1)
-    weight_dims: Dims = (own if weight[0] > 1 else fixed(1),) if weight else ()
-    return build([dims, weight_dims], [dims], reads, makes)
+    dims, weight = numbered_dims(it.result), it.shapes[1]
+    own = dims[1] if len(dims) > 1 and weight and weight[0] > 1 else fixed(1)
+    return it.rule([dims, (own,) if weight else ()], [dims])
 
 
-def copy_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def copy_rule(it: OpView) -> Rule:
     """What became of `x.copy_(y)`: y in the shape and dtype of x. Torch's own functional form has no derivative."""
-    shape = makes[0].sizes
-    dims = numbered_dims(shape)
-    source = aligned(dims, shape, reads[1].sizes)
-    assert source is not None, f"{reads[1]} does not broadcast to {shape}"
-    dtype = reads[0].dtype
+    dims = numbered_dims(it.result)
+    dtype = it.reads[0].dtype
 
     def local(op: Op, cell: CellView) -> Call:
-        if reads[1].dtype == dtype:
-            return Call("aten.expand.default", (Ref("1"), cell.output_shape()))
-        if cell.whole_inputs[1] == shape:
-            return Call("aten.to.dtype", (Ref("1"), dtype))
-        return call_with(op, {})
+        if it.reads[1].dtype == dtype:
+            return call("aten.expand.default", Ref("1"), cell.output_shape())
+        if cell.whole_inputs[1] == it.result:
+            return call("aten.to.dtype", Ref("1"), dtype)
+        return call_with(op)
 
-    return build([dims, source], [dims], reads, makes, linear=[[1]], local=local)
+    return it.rule([dims, *broadcasting(dims, it.result, it.reads[1:])], [dims], linear=[[1]], local=local)
 
 
-def complex_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def complex_rule(it: OpView) -> Rule:
     """view_as_real and view_as_complex: the pair of numbers stays together."""
-    longer = max(reads[0].sizes, makes[0].sizes, key=len)
-    dims = (*numbered_dims(longer[:-1]), fixed(2))
-    sides = [dims if len(tensor.sizes) == len(longer) else dims[:-1] for tensor in (reads[0], makes[0])]
-    return build(sides[:1], sides[1:], reads, makes, linear=[[0]], source="view")
+    return it.text("d* -> d* _" if it.kind != "view_as_complex" else "d* _ -> d*", linear=[[0]], source="view")
 
 
-POINTWISE_LIKE: Mapping[str, RuleOf] = {
+def filled_rule(it: OpView) -> Rule:
+    """zeros, ones, full, empty, their new_ and _like forms: each cell makes its own part."""
+    dims = numbered_dims(it.result)
+    inputs = [_lent(it, dims, tensor) for tensor in it.reads]
+    # what is made like an operand is told no size
+    return it.rule(inputs, [dims], local=_local_filled if "size" in it.args else None)
+
+
+def _local_filled(op: Op, cell: CellView) -> Call:
+    return call_with(op, size=cell.output_shape())
+
+
+def counted_rule(it: OpView) -> Rule:
+    """arange, linspace, eye: position matters, so it is made whole."""
+    return it.rule(fixed_dims(*it.reads), fixed_dims(*it.makes))
+
+
+def triangle_rule(it: OpView) -> Rule:
+    """tril, triu: a part has a diagonal of its own."""
+    dims = numbered_dims(it.result)
+    diagonal = int(it.args["diagonal"])
+
+    def local(op: Op, cell: CellView) -> Call:
+        rows, columns = cell.inputs[0][-2:]
+        if len(rows) <= 1 and len(columns) <= 1:
+            down, right = (ranges[0][0] if ranges else 0 for ranges in (rows, columns))
+            return call_with(op, diagonal=diagonal + down - right)
+        return call("weft.triangle", Ref("0"), diagonal, rows=rows, columns=columns, upper=op.kind == "triu")
+
+    return it.rule([dims], [dims], linear=[[0]], local=local, source="view")
+
+
+def masked_scatter_rule(it: OpView) -> Rule:
+    """The n-th masked element takes the n-th of the source, which stays whole: cells tell each other where theirs
+    lie."""
+    dims = numbered_dims(it.result)
+    inputs = [*broadcasting(dims, it.result, it.reads[:2]), *fixed_dims(it.reads[2])]
+
+    def made(cell: CellView) -> Call:
+        refs = [Ref(str(i)) for i in range(3)]
+        return call("weft.masked_scatter", *refs, shape=it.result, at=cell.outputs[0])
+
+    exchanges = dict.fromkeys(names_of(dims), Exchange(forward=("all_gather",)))
+    return it.rule(inputs, [dims], linear=[[0, 2]], algorithms=exchanges, local=when_cut(exchanges, made))
+
+
+def expect_rule(it: OpView) -> Rule:
+    """`weft.expect`: the value as it comes, and truth values that every cell sees."""
+    dims = numbered_dims(it.shape)
+    return it.rule([dims, *fixed_dims(*it.reads[1:])], [dims], linear=[[0]])
+
+
+_FILLED = """
+zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
+"""
+_COUNTED = "arange linspace logspace eye scalar_tensor tril_indices triu_indices range hann_window hamming_window"
+
+RULES: Mapping[str, RuleOf] = {
     "aten.prelu": prelu_rule,
-    **dict.fromkeys(("aten.view_as_real", "aten.view_as_real_copy"), complex_rule),
-    "aten.view_as_complex": complex_rule,
+    **rules_of(complex_rule, "view_as_real view_as_real_copy view_as_complex"),
     "aten.copy": copy_rule,
+    **rules_of(filled_rule, _FILLED),
+    **rules_of(counted_rule, _COUNTED),
+    **rules_of(triangle_rule, "tril triu"),
+    "aten.masked_scatter": masked_scatter_rule,
+    "weft.expect": expect_rule,
 }
-"""Nearly pointwise operators, by family."""
+"""Rules by operator, of those that are not pointwise themselves."""

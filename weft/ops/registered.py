@@ -24,18 +24,12 @@ from weft.runtime.algorithms import OWN, REGISTRY, Algorithm
 from weft.runtime.custom import CustomOp, Stated
 
 
-def registered(op: Op) -> Algorithm | None:
-    """The algorithm that an op gets if a plan names none, if it is a user's."""
-    found = REGISTRY.find(family(op))
-    return found if found is not None and found.stated is not None else None
-
-
 def registered_rule(op: Op, graph: Graph, name: str = "") -> Rule:
     """The rule of an op as an algorithm cuts it."""
     found = REGISTRY.find(family(op), name)
     if found is None and name not in ("", OWN):
         raise unknown(name, family(op), op.place)
-    if found is None or found.stated is None:
+    if found is None:
         return rule_for(op, graph)
     rule = checked_rule(op, graph, found.stated)
     _refuse_other_talk(found, rule, op)
@@ -57,7 +51,7 @@ def told_by_user(graph: Graph) -> Iterator[str]:
             yield f"{op.target} {_content(said, getattr(op.function, 'cls', op.function))}"
         for name in REGISTRY.names(family(op)):
             found = REGISTRY.find(family(op), name)
-            if found is not None and found.stated is not None:
+            if found is not None:
                 yield f"{op.target} {name} {found.default} {found.exchanges} {_content(found.stated, found.stated.run)}"
 
 
@@ -73,9 +67,9 @@ def _content(said: Stated, function: Any) -> str:
 
 def unknown(name: str, operator: str = "", place: str = "") -> RuleError:
     """The error of one who asks for an algorithm that is not there."""
-    known = REGISTRY.names(operator)
+    known = (OWN, *REGISTRY.names(operator))
     near = difflib.get_close_matches(name, known, n=1)
-    listed = f"known: {', '.join(known)}" if known else "weft.register_algorithm adds one"
+    listed = f"known: {', '.join(known)}; weft.register_algorithm adds one"
     return RuleError(
         f"no algorithm{f' of {operator}' if operator else ''} is called {name!r}",
         place=place,

@@ -2,10 +2,11 @@
 
     text  := operand ("," operand)* "->" output ("," output)*
     operand := ["&"] dim*                "&": added to the result (a bias), not a factor
-    dim   := name ["+" | "^" | "!"] | "1" | number | "(" factor* ")" | name "*"
+    dim   := name ["+" | "^" | "!"] | "_" | "1" | number | "(" factor* ")" | (name | "_") "*"
     name+ : summed away; cutting it leaves addends.     name^ : nobody may cut it.
     name! : may be cut by the rule's algorithm only, which talks along the axis.
     name* : any number of dims (the same on every operand that has it; broadcast from the right).
+    _     : a dim of any size that nobody may cut; it may have another size on every operand.
     (a b) : one dim that holds b inside a, as after a reshape.
 
 `b* k+, n k+, &n -> b* n` is a linear layer. A Rule belongs to one op: names carry their sizes there, and dims of
@@ -15,17 +16,16 @@ cell's shape, a mean the whole count, a slice its own bounds).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from weft.ir.graph import Op, Tensor
 from weft.ir.ranges import Ranges, count, product, shift, whole
-from weft.runtime import algorithms
-
-Exchange = algorithms.Exchange
-"""What an algorithm does along the axes that cut a name."""
+from weft.runtime.algorithms import Exchange
 
 Factor = str | int
 """A name, or an anonymous size that nobody may cut."""
@@ -58,6 +58,11 @@ class Dim:
 def dim(*factors: Factor) -> Dim:
     """A dim of one product: `dim("h", "d")` is `(h d)`, `dim("n")` is `n`, `dim()` has size 1."""
     return Dim((tuple(factors),))
+
+
+def fixed(size: int) -> Dim:
+    """A dim that nobody may cut."""
+    return dim() if size == 1 else dim(size)
 
 
 Dims = tuple[Dim, ...]
@@ -196,5 +201,18 @@ def dim_ranges(one: Dim, names: Mapping[str, Ranges], sizes: Mapping[str, int]) 
     return tuple(out)
 
 
-RuleOf = Callable[[Op, tuple[Tensor, ...], tuple[Tensor, ...]], Rule]
-"""Computes the rule of one op from its arguments and the tensors it reads and makes."""
+Linear = Iterable[Iterable[int]]
+"""Sets of operands, by position."""
+
+
+def linear_sets(sets: Linear, reads: Sequence[Tensor], makes: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
+    """The sets whose operands, and the outputs, can hold addends: whole numbers and truth values are never cut so."""
+    if not all(map(floating, makes)):
+        return ()
+    found = (frozenset(one) for one in sets)
+    return tuple(dict.fromkeys(one for one in found if one and all(floating(reads[i]) for i in one)))
+
+
+def floating(tensor: Tensor | torch.Tensor) -> bool:
+    """True for a tensor of real or complex floats."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

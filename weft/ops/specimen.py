@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.ir.graph import Op, Size, Tensor
 from weft.ops.arguments import numbered
 from weft.ops.precision import LowerMode, widen_dtype
-from weft.ops.rule import Call
+from weft.ops.rule import Call, floating
 from weft.ops.trial import FAILURES, Specimen, Values, gradients_of, leaves_of, precision, run
 
 SMALL, LARGE, LARGER = 1 << 12, 1 << 18, 1 << 20
@@ -280,7 +280,7 @@ def specimen(form: Form, recipe: Recipe, seed: int = 0, lower: bool = True) -> S
     results = tuple(one.detach() for one in made)
     noise: tuple[float, ...] = ()
     if recipe in EXTREME:
-        moved = tuple(one * (1 + 1e-15 * torch.randn_like(one)) if floats(one) else one for one in values)
+        moved = tuple(one * (1 + 1e-15 * torch.randn_like(one)) if floating(one) else one for one in values)
         others, _, slopes = _whole(form, moved, seed, lower)
         pairs = zip((*results, *gradients), (*others, *slopes), strict=True)
         noise = tuple(0.0 if a is None or b is None else _gap(a, b.detach()) for a, b in pairs)
@@ -301,13 +301,13 @@ def _whole(
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     """How far two runs lie apart where both are finite."""
-    if not floats(a) or a.shape != b.shape or not a.numel():
+    if not floating(a) or a.shape != b.shape or not a.numel():
         return 0.0
     return float((a - b).abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if not floats(result):
+    if not floating(result):
         return result.detach()
     return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
 
@@ -317,10 +317,6 @@ def is_lowering(form: Form) -> bool:
     with LowerMode() as mode:
         specimen(form, RECIPES[form.recipe], lower=False)
     return bool(mode.met)
-
-
-def floats(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def with_recipe(form: Form) -> Form:
@@ -337,9 +333,15 @@ def with_recipe(form: Form) -> Form:
     raise failure
 
 
-def tells(it: Specimen) -> bool:
-    """True if the results are numbers at all."""
-    return all(not floats(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results)
+def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> Iterator[Specimen]:
+    """The form with every kind of values, of those given, that the op takes and makes numbers of."""
+    for recipe in recipes:
+        try:
+            it = specimen(form, recipe, seed, lower)
+        except FAILURES:
+            continue
+        if all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results):
+            yield it
 
 
 def impurity(form: Form) -> str:

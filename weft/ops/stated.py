@@ -19,11 +19,11 @@ from typing import Any
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Tensor, refs
 from weft.ir.oplayout import Cut, plain_cut
-from weft.ir.ranges import count
 from weft.ops.arguments import arguments, numbered, operand, overload
+from weft.ops.build import refuse_empty
 from weft.ops.discover import Question, answer, cuts_of, few_cuts, linear_sets_of, question_of
 from weft.ops.grammar import Template, instantiate, parse
-from weft.ops.rule import Call, CellView, Exchange, Group, Local, Rule
+from weft.ops.rule import Call, CellView, Group, Local, Rule
 from weft.ops.specimen import (
     EXTREME,
     RECIPES,
@@ -35,11 +35,12 @@ from weft.ops.specimen import (
     is_lowering,
     shrunk,
     specimen,
-    tells,
+    specimens,
     with_recipe,
 )
 from weft.ops.table import look_up
-from weft.ops.trial import FAILURES, Specimen, Talk, try_cut, undisturbed
+from weft.ops.trial import FAILURES, Specimen, Talk, first_line, try_cut, undisturbed
+from weft.runtime.algorithms import Exchange
 from weft.runtime.custom import CustomOp, Stated, stated_of
 
 EXCHANGES = tuple(Exchange(output, gradient) for output in ("copy", "partial") for gradient in ("partial", "copy"))
@@ -82,13 +83,7 @@ class _Fitted:
     never_empty: frozenset[str] = frozenset()
 
     def rule(self, reads: Sequence[Tensor], makes: Sequence[Tensor]) -> Rule:
-        made = instantiate(
-            self.template,
-            reads,
-            makes,
-            present=self.present,
-            algorithms=self.exchanges,
-        )
+        made = instantiate(self.template, reads, makes, present=self.present, algorithms=self.exchanges)
         told = self.said.comm or self.said.indices or self.said.sizes or self.never_empty
         local = _local(self.said, self.never_empty, made.sizes) if told else None
         return replace(made, source="user", local=local)
@@ -98,24 +93,23 @@ class _Check:
     """The check of one stated rule for one form of its op."""
 
     def __init__(self, question: Question, said: Stated) -> None:
-        self.question, self.said, self.op = question, said, question.op
+        self.question, self.said, self.it, self.op = question, said, question.it, question.it.op
         self.place = said.place or self.op.place
 
     def rule(self) -> Rule:
         fitted = self._fitted()
-        real = fitted.rule(self.question.reads, self.question.makes)
+        real = fitted.rule(self.it.reads, self.it.makes)
         try:
             specimens = self._specimens(fitted)
         except RuleError:
             raise
         except FAILURES as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            reason = f"as stated, not checked: it cannot be run with operands made for a trial: {lines[0]}"
+            reason = f"as stated, not checked: it cannot be run with operands made for a trial: {first_line(error)}"
             return replace(real, reason=reason)
         fitted = self._with_exchanges(fitted, specimens)
         self._refuse_wrong(fitted, specimens)
         fitted = replace(fitted, never_empty=self._never_empty(fitted, specimens))
-        made = fitted.rule(self.question.reads, self.question.makes)
+        made = fitted.rule(self.it.reads, self.it.makes)
         small = fitted.rule(specimens[0].reads, specimens[0].makes)
         return replace(made, linear=linear_sets_of(specimens, small))
 
@@ -136,7 +130,7 @@ class _Check:
         present = self._present(len(template.inputs))
         fitted = _Fitted(template, self.said, present, dict.fromkeys(sorted(marked), EXCHANGES[0]))
         try:
-            rule = fitted.rule(self.question.reads, self.question.makes)
+            rule = fitted.rule(self.it.reads, self.it.makes)
         except RuleError as error:
             raise RuleError(f"{self.op.kind}: {error.message}", place=self.place, remedy=error.remedy) from None
         if missing := [
@@ -151,7 +145,7 @@ class _Check:
 
     def _present(self, num_operands: int) -> tuple[int | None, ...]:
         """For each operand of the text its position among the op's tensors; None where it was left out."""
-        num_tensors = len(self.question.reads)
+        num_tensors = len(self.it.reads)
         if num_operands == num_tensors:
             return tuple(range(num_tensors))
         found = tuple(_possible(self.op))
@@ -166,7 +160,7 @@ class _Check:
 
     def _specimens(self, fitted: _Fitted) -> list[Specimen]:
         """The op with values, small and nearly as large as it is."""
-        real = form_of(self.op, self.question.reads)
+        real = form_of(self.op, self.it.reads)
         large = as_large_as_cheap(real)
         forms = [form for form in (shrunk(large, SMALL), large) if self._fits(fitted, form)] or [real]
         first = with_recipe(forms[0])
@@ -177,15 +171,11 @@ class _Check:
                 remedy="make it a function of its operands' values, and return new tensors",
             )
         lower = is_lowering(first)
-        found = []
         # an algorithm computes in its own way, which extreme values tell from the operator's
         recipes = [one for one in RECIPES if self.said.run is None or one not in EXTREME]
-        for recipe, form in [*((one, first) for one in recipes), *((RECIPES[first.recipe], one) for one in forms[1:])]:
-            try:
-                it = specimen(form, recipe, 3, lower)
-            except FAILURES:
-                continue
-            found += [it] if tells(it) else []
+        found = list(specimens(first, recipes, 3, lower))
+        for form in forms[1:]:
+            found += specimens(form, [RECIPES[first.recipe]], 3, lower)
         if not found:
             raise ValueError("it gives no numbers")
         return found
@@ -231,7 +221,7 @@ class _Check:
             for one in uses
         )
         shapes = ", ".join(str(one.sizes) for one in it.reads)
-        table = look_up(self.op, self.question.reads, self.question.makes)
+        table = look_up(self.it)
         other = table or answer(self.question)
         found = f"`{other}`" if other.cuttable else f"that nothing of it can be cut: {other.reason}"
         source = "running it showed" if table is None else "the table has"
@@ -278,13 +268,7 @@ def _local(said: Stated, never_empty: frozenset[str], sizes: Mapping[str, int]) 
     """The call of a cell: the op's own, with the communicators and indices that the function asks for."""
 
     def local(op: Op, cell: CellView) -> Call:
-        for name in cell.cut & never_empty:
-            if not count(cell.names[name]):
-                raise RuleError(
-                    f"{op.kind} does not run on a part that holds nothing of {name!r}",
-                    place=op.place,
-                    remedy="cut it into fewer parts",
-                )
+        refuse_empty(op, cell, cell.cut & never_empty)
         args, kwargs = numbered(op)
         more = dict(kwargs)
         if groups := tuple(Group(name) for name in said.comm if name in cell.cut):

@@ -25,7 +25,7 @@ from weft.ir.oplayout import Cut, OpLayout, Use
 from weft.ops.arguments import numbered, overload
 from weft.ops.derive import Operands, cell_view, operands
 from weft.ops.precision import Float64Mode
-from weft.ops.rule import Call, Group, Rule
+from weft.ops.rule import Call, Group, Rule, floating
 from weft.runtime.calls import resolve
 from weft.runtime.emulator import run_ranks
 from weft.runtime.transport import CollectiveMismatch, GroupComm, RankFailed, Transport
@@ -50,6 +50,12 @@ FAILURES = (
 """What an operator may raise on arguments that it does not take."""
 
 Values = tuple[torch.Tensor, ...]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ def run(op: Op, call: Call, values: Sequence[torch.Tensor], comms: Mapping[str, 
 def leaves_of(values: Sequence[torch.Tensor], reads: Sequence[Tensor]) -> list[torch.Tensor]:
     """Fresh leaves; those want a gradient that the graph gives one."""
     return [
-        value.detach().clone().requires_grad_(tensor.needs_grad and _floating(value))
+        value.detach().clone().requires_grad_(tensor.needs_grad and floating(value))
         for value, tensor in zip(values, reads, strict=True)
     ]
 
@@ -188,8 +194,7 @@ def try_cut(it: Specimen, rule: Rule, uses: Sequence[Use], talk: Talk | None = N
     except (RankFailed, CollectiveMismatch) as error:
         return str(error).strip().splitlines()[0]
     except FAILURES as error:
-        text = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {text[0] if text else ''}"
+        return first_line(error)
 
 
 Found = tuple[Values, tuple[torch.Tensor | None, ...]]
@@ -300,7 +305,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, addends: Values, noise: 
         return f"has the shape {tuple(found.shape)}, not {tuple(expected.shape)}"
     if torch.equal(found, expected):
         return ""
-    if not _floating(found):
+    if not floating(found):
         return "differs"
     # which of infinity and nonsense comes out depends on the order of a sum
     same = (found == expected) | ~(found.isfinite() | expected.isfinite())
@@ -322,13 +327,13 @@ def _addends(value: torch.Tensor, layout: Layout) -> dict[Cell, torch.Tensor]:
         return {(): value}
     shares = list(itertools.product(*(range(layout.grid.axes[i].size) for i in axes)))
     scale = _typical(value)
-    made = {s: torch.randn_like(value) * scale if _floating(value) else torch.zeros_like(value) for s in shares[1:]}
+    made = {s: torch.randn_like(value) * scale if floating(value) else torch.zeros_like(value) for s in shares[1:]}
     return {shares[0]: value - sum(made.values(), torch.zeros_like(value)), **made}
 
 
 def _typical(value: torch.Tensor) -> float:
     """The size of an ordinary number in a tensor."""
-    finite = value[value.isfinite()].abs() if _floating(value) else value[:0]
+    finite = value[value.isfinite()].abs() if floating(value) else value[:0]
     return float(finite.mean()) if finite.numel() else 1.0
 
 
@@ -349,7 +354,3 @@ def _index(ranges: Sequence[Any]) -> Any:
         flat = [i for start, stop in one for i in range(start, stop)]
         shaped.append(torch.tensor(flat, dtype=torch.long).reshape(shape))
     return tuple(shaped)
-
-
-def _floating(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

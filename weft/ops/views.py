@@ -1,4 +1,4 @@
-"""Views that move no data: reshape in all its forms, expand, permute.
+"""Views that move no data: reshape in all its forms, expand, permute, diagonals.
 
 In: an op and its shapes. Out: its rule, names after the output's dims. A reshape is read as common factors of the two
 shapes from outer to inner: `b s (h d) -> b s h d`. Where sizes do not nest (6 4 -> 4 6) the outermost and innermost
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.errors import RuleError
-from weft.ir.graph import Op, Ref, Tensor
-from weft.ops.arguments import arguments, call_with, operand, overload
-from weft.ops.build import aligned, build, fixed, numbered_dims
-from weft.ops.rule import Call, CellView, Dim, Dims, Product, Rule, RuleOf, dim
+from weft.ir.graph import Op, Ref
+from weft.ops.arguments import call, operand, overload, positive
+from weft.ops.build import OpView, RuleOf, broadcasting, fixed_dims, numbered_dims, rules_of
+from weft.ops.rule import Call, CellView, Dim, Dims, Product, Rule, dim, fixed
 
 
 @dataclass(frozen=True)
@@ -126,117 +125,115 @@ def _place(shape: Sequence[int], kept: list[int], pieces: list[list[Piece]], nam
 
 def local_reshape(op: Op, cell: CellView) -> Call:
     """The cell's own shape. `reshape`, because a part need not have the strides that allow a view."""
-    return Call("aten.reshape.default", (Ref("0"), cell.output_shape()))
+    return call("aten.reshape.default", Ref("0"), cell.output_shape())
 
 
-def reshape_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def reshape_rule(it: OpView) -> Rule:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze; a second operand only lends its shape."""
-    if op.target in ("aten.view.dtype", "aten.view_copy.dtype"):
-        return _reinterpret_rule(op, reads, makes)
-    if len(makes) != 1:
-        raise RuleError(f"{op.target} of several tensors at once has no rule", place=op.place)
-    source, target, sizes = common_factors(reads[0].sizes, makes[0].sizes)
-    inputs = [source, *(target for _ in reads[1:])]
-    return build(inputs, [target], reads, makes, sizes=sizes, linear=[[0]], local=local_reshape, source="view")
+    if it.op.target in ("aten.view.dtype", "aten.view_copy.dtype"):
+        # the same bytes as another dtype: the last dim may change its size
+        whole = () if it.shape == it.result else (len(it.shape) - 1,)
+        return it.rule([numbered_dims(it.shape, whole=whole)], [numbered_dims(it.result, whole=whole)], source="view")
+    if len(it.makes) != 1:
+        raise it.error(f"{it.op.target} of several tensors at once has no rule")
+    source, target, sizes = common_factors(it.shape, it.result)
+    inputs = [source, *(target for _ in it.reads[1:])]
+    return it.rule(inputs, [target], sizes=sizes, linear=[[0]], local=local_reshape, source="view")
 
 
-def _reinterpret_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """The same bytes as another dtype: the last dim may change its size."""
-    same = reads[0].sizes == makes[0].sizes
-    dims = numbered_dims(makes[0].sizes)
-    source = dims if same else (*dims[:-1], fixed(reads[0].sizes[-1]))
-    target = dims if same else (*dims[:-1], fixed(makes[0].sizes[-1]))
-    return build([source], [target], reads, makes, source="view")
-
-
-def expand_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def expand_rule(it: OpView) -> Rule:
     """expand, expand_as, broadcast_to: new or stretched dims may be cut too, each cell makes its own."""
-    shape = makes[0].sizes
-    dims = numbered_dims(shape)
-    source = aligned(dims, shape, reads[0].sizes)
-    assert source is not None, f"{reads[0]} expands to {shape}"
-    return build(
-        [source, *(dims for _ in reads[1:])], [dims], reads, makes, linear=[[0]], local=_local_expand, source="view"
-    )
+    dims = numbered_dims(it.result)
+    inputs = [*broadcasting(dims, it.result, it.reads[:1]), *(dims for _ in it.reads[1:])]
+    return it.rule(inputs, [dims], linear=[[0]], local=_local_expand, source="view")
 
 
 def _local_expand(op: Op, cell: CellView) -> Call:
-    return Call("aten.expand.default", (Ref("0"), cell.output_shape()))
+    return call("aten.expand.default", Ref("0"), cell.output_shape())
 
 
-def broadcast_tensors_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def broadcast_tensors_rule(it: OpView) -> Rule:
     """Each output is one input, expanded to the common shape."""
-    shape = makes[0].sizes
-    dims = numbered_dims(shape)
-    inputs = [aligned(dims, shape, tensor.sizes) or () for tensor in reads]
-    return build(inputs, [dims] * len(makes), reads, makes, linear=[range(len(reads))], source="view")
+    dims = numbered_dims(it.result)
+    inputs = broadcasting(dims, it.result, it.reads)
+    return it.rule(inputs, [dims] * len(inputs), linear=[range(len(inputs))], source="view")
 
 
-def permute_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def permute_rule(it: OpView) -> Rule:
     """permute, transpose, t, movedim: the order of dims is asked of torch, on a tensor that holds nothing."""
-    num_dims = len(reads[0].sizes)
-    operator = overload(op.target)
+    num_dims = len(it.shape)
+    operator = overload(it.op.target)
     assert operator is not None
-    values = arguments(op)
     probe = torch.empty(tuple(range(2, 2 + num_dims)), device="meta")
-    moved = operator(*(probe if operand(value) == 0 else value for value in values.values()))
-    order = [size - 2 for size in moved.shape]
-    target = numbered_dims(makes[0].sizes)
+    moved = operator(*(probe if operand(value) == 0 else value for value in it.args.values()))
+    target = numbered_dims(it.result)
     source = [dim()] * num_dims
-    for position, origin in enumerate(order):
-        source[origin] = target[position]
-    return build([tuple(source)], [target], reads, makes, linear=[[0]], source="view")
+    for one, size in zip(target, moved.shape, strict=True):
+        source[size - 2] = one
+    return it.rule([tuple(source)], [target], linear=[[0]], source="view")
 
 
-def unfold_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def unfold_rule(it: OpView) -> Rule:
     """Sliding windows along one dim, which nobody may cut; the window is a new last dim."""
-    values = arguments(op)
-    num_dims = len(reads[0].sizes)
-    at = int(values["dimension"]) % max(num_dims, 1)
-    dims = list(numbered_dims(makes[0].sizes[:-1]))
-    window = fixed(makes[0].sizes[-1])
-    if num_dims == 0:
-        return build([()], [(window,)], reads, makes, linear=[[0]], source="view")
-    source = [*dims]
-    source[at], dims[at] = fixed(reads[0].sizes[at]), fixed(makes[0].sizes[at])
-    return build([tuple(source)], [(*dims, window)], reads, makes, linear=[[0]], source="view")
+    whole = (positive(it.args["dimension"], len(it.shape)),)
+    *sizes, window = it.result
+    target = (*numbered_dims(sizes, whole=whole), fixed(window))
+    return it.rule([numbered_dims(it.shape, whole=whole)], [target], linear=[[0]], source="view")
 
 
-def diagonal_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def diagonal_rule(it: OpView) -> Rule:
     """The two dims of the diagonal may not be cut, the others may. The diagonal is the new last dim."""
-    values = arguments(op)
-    num_dims = len(reads[0].sizes)
-    names = ("dim1", "dim2")
-    pair = {int(values[name]) % num_dims for name in names}
-    target = (*numbered_dims(makes[0].sizes[:-1]), fixed(makes[0].sizes[-1]))
-    kept = iter(target)
-    source = tuple(fixed(reads[0].sizes[i]) if i in pair else next(kept) for i in range(num_dims))
-    return build([source], [target], reads, makes, linear=[[0]], source="view")
+    flat = (*numbered_dims(it.result[:-1]), fixed(it.result[-1]))
+    return it.rule([_around(it, flat, it.shape)], [flat], linear=[[0]], source="view")
 
 
-def whole_view_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """as_strided: strides and offsets speak of the whole tensor, so nothing may be cut."""
-    sides = [tuple(map(fixed, tensor.sizes)) for tensor in (*reads, *makes)]
-    return build(sides[: len(reads)], sides[len(reads) :], reads, makes, linear=[[0]], source="view")
+def diag_embed_rule(it: OpView) -> Rule:
+    """The last dim becomes the diagonal of two new ones."""
+    flat = (*numbered_dims(it.shape[:-1]), fixed(it.shape[-1]))
+    return it.rule([flat], [_around(it, flat, it.result)], linear=[[0]])
 
 
-def local_like(op: Op, cell: CellView) -> Call:
-    """The op's own call with `size` set to the cell's output shape."""
-    return call_with(op, {"size": cell.output_shape()})
+def diagonal_scatter_rule(it: OpView) -> Rule:
+    """Written to one diagonal, the last dim of what is written."""
+    *sizes, last = it.shapes[1]
+    flat = (*numbered_dims(sizes), fixed(last))
+    target = _around(it, flat, it.result)
+    return it.rule([target, flat], [target], linear=[[0, 1]])
 
 
-_RESHAPES = "view _unsafe_view view_copy _reshape_alias reshape reshape_as view_as flatten unflatten ravel squeeze"
-_SQUEEZES = "squeeze_copy unsqueeze unsqueeze_copy atleast_1d atleast_2d atleast_3d"
-_PERMUTES = "permute permute_copy transpose transpose_copy t t_copy numpy_T mT movedim moveaxis swapaxes swapdims"
+def _around(it: OpView, flat: Dims, sizes: Sequence[int]) -> Dims:
+    """The dims beside a diagonal, with the two of the diagonal put in their places."""
+    pair = {positive(it.args[name], len(sizes)) for name in ("dim1", "dim2")}
+    rest = iter(flat)
+    return tuple(fixed(size) if i in pair else next(rest) for i, size in enumerate(sizes))
 
-VIEWS: Mapping[str, RuleOf] = {
-    **{f"aten.{name}": reshape_rule for name in (*_RESHAPES.split(), *_SQUEEZES.split())},
-    **{f"aten.{name}": permute_rule for name in _PERMUTES.split()},
-    **dict.fromkeys(("aten.adjoint", "aten.mH", "aten.matrix_H"), permute_rule),
-    **dict.fromkeys(("aten.expand", "aten.expand_as", "aten.expand_copy", "aten.broadcast_to"), expand_rule),
+
+def _whole(source: str) -> RuleOf:
+    """Strides and offsets (as_strided), one diagonal (diag, trace) or blocks that share no dim speak of the whole:
+    nothing may be cut."""
+    return lambda it: it.rule(
+        fixed_dims(*it.reads), fixed_dims(*it.makes), linear=[range(len(it.reads))], source=source
+    )
+
+
+_RESHAPES = """
+view _unsafe_view view_copy _reshape_alias reshape reshape_as view_as flatten unflatten ravel squeeze squeeze_copy
+unsqueeze unsqueeze_copy atleast_1d atleast_2d atleast_3d
+"""
+_PERMUTES = """
+permute permute_copy transpose transpose_copy t t_copy numpy_T mT movedim moveaxis swapaxes swapdims adjoint mH matrix_H
+"""
+
+RULES: Mapping[str, RuleOf] = {
+    **rules_of(reshape_rule, _RESHAPES),
+    **rules_of(permute_rule, _PERMUTES),
+    **rules_of(expand_rule, "expand expand_as expand_copy broadcast_to"),
     "aten.broadcast_tensors": broadcast_tensors_rule,
-    **dict.fromkeys(("aten.unfold", "aten.unfold_copy"), unfold_rule),
-    **dict.fromkeys(("aten.diagonal", "aten.diagonal_copy", "aten.linalg_diagonal"), diagonal_rule),
-    **dict.fromkeys(("aten.as_strided", "aten.as_strided_copy"), whole_view_rule),
+    **rules_of(unfold_rule, "unfold unfold_copy"),
+    **rules_of(diagonal_rule, "diagonal diagonal_copy linalg_diagonal"),
+    "aten.diag_embed": diag_embed_rule,
+    "aten.diagonal_scatter": diagonal_scatter_rule,
+    **rules_of(_whole("view"), "as_strided as_strided_copy"),
+    **rules_of(_whole("table"), "diag diagflat trace block_diag cartesian_prod"),
 }
-"""Computed rules, by family."""
+"""Rules by operator."""

@@ -1,147 +1,127 @@
-"""Convolutions, pools and resampling: batch and channels may be cut, the dims a window slides over may not.
+"""Convolutions, pools, resampling, Fourier transforms, recurrent layers: what a window, a transform or a state runs
+along may not be cut, batch and channels may.
 
 In: an op and its shapes. Out: its rule. A convolution in g groups has channels `(g i)` and `(g o)`: groups, inputs
-(summed) and outputs may each be cut, and the local call has as many groups as the cell.
+(summed) and outputs may each be cut, and the local call has as many groups as the cell. Each step of a recurrent layer
+needs the whole hidden state and all gates, so only the batch may be cut (dropout between layers never comes here:
+capture takes such a layer apart). Torch's kernels refuse empty parts, and so do these rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from weft.errors import RuleError
-from weft.ir.graph import Op, Tensor
+from weft.ir.graph import Op
 from weft.ir.ranges import count
-from weft.ops.arguments import arguments, call_with, integers, operand
-from weft.ops.build import build, fixed, named, numbered_dims, product_dim
-from weft.ops.rule import Call, CellView, Dims, Rule, RuleOf
+from weft.ops.arguments import arguments, call_with, integers, operands_in, positive
+from weft.ops.build import OpView, RuleOf, never_empty, numbered_dims, refuse_empty, row, rules_of
+from weft.ops.rule import Call, CellView, Rule
 
 
-def convolution_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def convolution_rule(it: OpView) -> Rule:
     """conv1d, conv2d, conv3d, their transposes, and the general form."""
-    values = arguments(op)
-    groups = int(values["groups"])
-    transposed = bool(values.get("transposed", "transpose" in op.kind))
-    image, weight = reads[0].sizes, reads[1].sizes
-    num_spatial = len(weight) - 2
-    channels_in, channels_out = image[-num_spatial - 1], makes[0].sizes[-num_spatial - 1]
-    sizes = {"g": groups, "i": channels_in // groups, "o": channels_out // groups}
-    reads_in, reads_out = (product_dim("g", name, sizes=sizes) for name in "io")
-    batch = tuple(named("b", size) for size in image[: -num_spatial - 1])
-    source = (*batch, reads_in, *map(fixed, image[-num_spatial:]))
-    target = (*batch, reads_out, *map(fixed, makes[0].sizes[-num_spatial:]))
-    first, second = (
-        (reads_in, product_dim("o", sizes=sizes)) if transposed else (reads_out, product_dim("i", sizes=sizes))
-    )
-    kernel = (first, second, *map(fixed, weight[2:]))
-    bias = operand(values["bias"])
-    inputs: list[Dims] = [source, kernel]
-    if bias is not None:
-        inputs.append((reads_out,))
-    added = () if bias is None else (bias,)
-    linear = [[0, *added], [1, *added]]
-    return build(
-        inputs, [target], reads, makes, sizes=sizes, summed="i", added=added, linear=linear, local=_local_convolution
-    )
+    transposed = bool(it.args.get("transposed", "transpose" in it.kind))
+    plane = "_ " * (len(it.shapes[1]) - 2)
+    batch = "b " * (len(it.shape) - len(it.shapes[1]) + 1)
+    kernel = "(g i+) o" if transposed else "(g o) i+"
+    text = f"{batch} (g i+) {plane}, {kernel} {plane}, &(g o) -> {batch} (g o) {plane}"
+    return it.text(text, sizes={"g": int(it.args["groups"])}, linear=((0, 2), (1, 2)), local=local_groups)
 
 
-def local_window(op: Op, cell: CellView) -> Call:
-    """The op's own call. Torch's kernels refuse empty parts, or answer in the wrong shape."""
-    empty = [name for name, ranges in cell.names.items() if not count(ranges)]
-    if empty:
-        raise RuleError(
-            f"{op.kind} cannot run on a part that holds nothing of {empty[0]!r}",
-            place=op.place,
-            remedy="cut it into fewer parts, or give each part a share",
-        )
-    return call_with(op, {})
+def local_groups(op: Op, cell: CellView) -> Call:
+    """The op's own call with as many groups as the cell holds."""
+    refuse_empty(op, cell, cell.names)
+    return call_with(op, groups=count(cell.names["g"])) if "g" in cell.names else call_with(op)
 
 
-def _local_convolution(op: Op, cell: CellView) -> Call:
-    local_window(op, cell)
-    return call_with(op, {"groups": count(cell.names["g"])} if "g" in cell.names else {})
+def _plane(it: OpView) -> str:
+    """The dims of an operator's window, as rule text."""
+    found = next((int(word) for word in it.kind if word.isdigit()), 0)
+    assert found, f"{it.kind} does not say how many dims its window has"
+    return " ".join("_" * found)
 
 
-def window_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def window_rule(it: OpView) -> Rule:
     """Pools and resampling: every plane by itself, so all dims but the plane's may be cut."""
-    num_spatial = _num_spatial(op)
-    shape, result = reads[0].sizes, makes[0].sizes
-    lead = numbered_dims(shape[:-num_spatial])
-    source = (*lead, *map(fixed, shape[-num_spatial:]))
-    target = (*lead, *map(fixed, result[-num_spatial:]))
-    linear = [] if "max" in op.kind else [[0]]
-    return build([source], [target] * len(makes), reads, makes, linear=linear, local=local_window)
+    side = f"d* {_plane(it)}"
+    linear = () if "max" in it.kind else ((0,),)
+    return it.text(f"{side} -> {', '.join([side] * len(it.makes))}", linear=linear, local=never_empty)
 
 
-def _num_spatial(op: Op) -> int:
-    found = next((int(word) for word in op.kind if word.isdigit()), 0)
-    assert found, f"{op.kind} does not say how many dims its window has"
-    return found
-
-
-def unfold_image_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def unfold_image_rule(it: OpView) -> Rule:
     """im2col and col2im: a dim `(c w)` of channels, each with its window; channels may be cut."""
-    window = 1
-    for size in integers(arguments(op)["kernel_size"]):
-        window *= size
-    columns, image = (makes[0], reads[0]) if op.kind == "im2col" else (reads[0], makes[0])
-    if len(integers(arguments(op)["kernel_size"])) != 2:
-        raise RuleError(f"{op.target} needs two window sizes", place=op.place)
-    sizes = {"c": image.sizes[-3]}
-    lead = numbered_dims(image.sizes[:-3], "b")
-    channels = product_dim("c", sizes=sizes)
-    plain = (*lead, channels, *map(fixed, image.sizes[-2:]))
-    unfolded = (*lead, product_dim("c", window, sizes=sizes), fixed(columns.sizes[-1]))
-    sides = (plain, unfolded) if op.kind == "im2col" else (unfolded, plain)
-    return build(sides[:1], sides[1:], reads, makes, sizes=sizes, linear=[[0]], local=local_window)
-
-
-def grid_sample_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """Batch and channels of the image; batch and all positions of the grid."""
-    shape = makes[0].sizes
-    b, c = named("b", shape[0]), named("c", shape[1])
-    places = numbered_dims(shape[2:])
-    image = (b, c, *map(fixed, reads[0].sizes[2:]))
-    grid = (b, *places, fixed(reads[1].sizes[-1]))
-    return build([image, grid], [(b, c, *places)], reads, makes, linear=[[0]], local=local_window)
-
-
-def affine_grid_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """A grid of positions for each row's matrix; `size` says the whole batch."""
-    b = named("b", reads[0].sizes[0])
-    source, target = ((b, *map(fixed, tensor.sizes[1:])) for tensor in (reads[0], makes[0]))
-    return build([source], [target], reads, makes, linear=[[0]], local=_local_affine_grid)
+    window = integers(it.args["kernel_size"])
+    if len(window) != 2:
+        raise it.error(f"{it.op.target} needs two window sizes")
+    sides = ["b* c _ _", f"b* (c {math.prod(window)}) _"]
+    source, target = sides if it.kind == "im2col" else reversed(sides)
+    return it.text(f"{source} -> {target}", linear=((0,),), local=never_empty)
 
 
 def _local_affine_grid(op: Op, cell: CellView) -> Call:
+    """`size` says the whole batch."""
     size = integers(arguments(op)["size"])
-    return call_with(op, {"size": (cell.output_shape()[0], *size[1:])})
+    return call_with(op, size=(cell.output_shape()[0], *size[1:]))
 
 
-def unpool_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def unpool_rule(it: OpView) -> Rule:
     """max_unpool: values go back to where a pool found them, plane by plane; positions count within a plane."""
-    num_spatial = _num_spatial(op)
-    lead = numbered_dims(reads[0].sizes[:-num_spatial])
-    sides = [(*lead, *map(fixed, tensor.sizes[-num_spatial:])) for tensor in (*reads, *makes)]
-    return build(sides[:2], sides[2:], reads, makes, linear=[[0]], local=local_window)
+    side = f"d* {_plane(it)}"
+    return it.text(f"{side}, {side} -> {side}", linear=((0,),), local=never_empty)
 
 
-def fractional_pool_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
+def fractional_pool_rule(it: OpView) -> Rule:
     """Pools whose windows are drawn for each row and channel."""
-    num_spatial = _num_spatial(op)
-    lead = numbered_dims(reads[0].sizes[:-num_spatial])
-    source, *targets = ((*lead, *map(fixed, tensor.sizes[-num_spatial:])) for tensor in (reads[0], *makes))
-    samples = (*(lead if len(lead) == 2 else (fixed(1), *lead)), fixed(reads[1].sizes[-1]))
-    return build([source, samples], targets, reads, makes, local=local_window)
+    plane = _plane(it)
+    batched = len(it.shape) - plane.count("_") == 2
+    lead, samples = ("d0 d1", "d0 d1") if batched else ("d0", "1 d0")
+    side = f"{lead} {plane}"
+    return it.text(f"{side}, {samples} _ -> {', '.join([side] * len(it.makes))}", local=never_empty)
 
 
-def conv_tbc_rule(op: Op, reads: tuple[Tensor, ...], makes: tuple[Tensor, ...]) -> Rule:
-    """`t b i, w i o, o -> t b o`."""
-    image, weight = reads[0].sizes, reads[1].sizes
-    b, i, o = (named(name, size) for name, size in zip("bio", (image[1], *weight[1:]), strict=True))
-    inputs: list[Dims] = [(fixed(image[0]), b, i), (fixed(weight[0]), i, o), (o,)]
-    linear = [[0, 2], [1, 2]]
-    target = (fixed(makes[0].sizes[0]), b, o)
-    return build(inputs, [target], reads, makes, summed=i.names, added=[2], linear=linear, local=local_window)
+def fourier_rule(it: OpView) -> Rule:
+    """fft and its kin in one, two or n dims, and the shifts that go with them; linear in the signal."""
+    num_dims = len(it.shape)
+    # as many of the last dims as lengths are given, else all
+    first = num_dims - (len(integers(it.args.get("s"))) or num_dims)
+    moved = [positive(i, num_dims) for i in integers(it.args["dim"]) or range(first, num_dims)]
+    source, target = (numbered_dims(sizes, whole=moved) for sizes in (it.shape, it.result))
+    return it.rule([source], [target], linear=[[0]], local=never_empty)
+
+
+def frames_rule(it: OpView) -> Rule:
+    """stft and istft: signals of a batch by themselves; a window stays whole."""
+    signal = it.result if it.kind == "istft" else it.shape
+    side = "b _*" if len(signal) == 2 else "_*"
+    return it.text(f"{side}, _ -> {side}", linear=((0,),), local=never_empty)
+
+
+def layer_rule(it: OpView) -> Rule:
+    """lstm, gru, rnn: `s b i` (or `b s i`), states `l b h`, weights whole; without a batch dim, one sequence."""
+    if "batch_sizes" in it.args:
+        raise it.error(
+            f"{it.op.target} of packed sequences: how many rows each step has is not known before the run",
+            "give padded sequences, or keep the op copied: plan.trans(op, copy(...))",
+        )
+    batched = len(it.shape) == 3
+    state = "_ b _" if batched else "_*"
+    layer = "b _ _" if batched and it.args["batch_first"] else state
+    return _recurrent(it, layer, state)
+
+
+def cell_rule(it: OpView) -> Rule:
+    """lstm_cell, gru_cell, rnn_tanh_cell: one step of rows `b`."""
+    side = "b _" if len(it.shape) > 1 else "_*"
+    return _recurrent(it, side, side)
+
+
+def _recurrent(it: OpView, first: str, state: str) -> Rule:
+    """The input and the first output have the dims `first`, the states `state`."""
+    num_states = len(operands_in(it.args["hx"]))
+    weights = ["_*"] * (len(it.operands) - 1 - num_states)
+    inputs, outputs = [first, *[state] * num_states, *weights], [first, *[state] * (len(it.makes) - 1)]
+    return it.text(f"{', '.join(inputs)} -> {', '.join(outputs)}", local=never_empty)
 
 
 _CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"
@@ -153,15 +133,25 @@ upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact
 _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
 _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
+_TRANSFORMS = """
+fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2
+fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn fft_fftshift fft_ifftshift
+"""
 
-WINDOWS: Mapping[str, RuleOf] = {
-    **{f"aten.{name}": convolution_rule for name in _CONVOLUTIONS.split()},
-    **{f"aten.{name}": window_rule for name in _WINDOWS.split()},
-    **dict.fromkeys(("aten.im2col", "aten.col2im"), unfold_image_rule),
-    **dict.fromkeys(("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d"), grid_sample_rule),
-    "aten.affine_grid_generator": affine_grid_rule,
-    **dict.fromkeys(("aten.max_unpool2d", "aten.max_unpool3d"), unpool_rule),
-    **dict.fromkeys(("aten.fractional_max_pool2d", "aten.fractional_max_pool3d"), fractional_pool_rule),
-    "aten.conv_tbc": conv_tbc_rule,
+RULES: Mapping[str, RuleOf] = {
+    **rules_of(convolution_rule, _CONVOLUTIONS),
+    **rules_of(window_rule, _WINDOWS),
+    **rules_of(unfold_image_rule, "im2col col2im"),
+    **rules_of(
+        row("b c _*, b d* _ -> b c d*", (0,), local=never_empty), "grid_sampler grid_sampler_2d grid_sampler_3d"
+    ),
+    "aten.affine_grid_generator": row("b _* -> b _*", (0,), local=_local_affine_grid),
+    **rules_of(unpool_rule, "max_unpool2d max_unpool3d"),
+    **rules_of(fractional_pool_rule, "fractional_max_pool2d fractional_max_pool3d"),
+    "aten.conv_tbc": row("_ b i+, _ i+ o, &o -> _ b o", (0, 2), (1, 2), local=never_empty),
+    **rules_of(fourier_rule, _TRANSFORMS),
+    **rules_of(frames_rule, "stft istft"),
+    **rules_of(layer_rule, "lstm gru rnn_tanh rnn_relu"),
+    **rules_of(cell_rule, "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
 }
-"""Computed rules, by family."""
+"""Rules by operator."""

@@ -3,6 +3,7 @@
 In: an op, its rule, its graph. Out: floating-point operations and bytes read and written by one forward on one device.
 Contractions, convolutions and attention are counted exactly. Every other op that computes counts one operation an
 element, also one that nobody has a rule for: then it is a lower bound. A view costs nothing, a copy its bytes.
+Light ops (positions, masks) are cheaper to make again than to send: every piece of a pipeline makes them for itself.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op, Tensor
 from weft.ops.arguments import overload
-from weft.ops.rule import Rule
+from weft.ops.book import RuleBook
+from weft.ops.rule import Rule, floating
 
 LOOKUPS = ("embedding", "index", "gather", "index_select", "select", "slice", "narrow")
 """They read as much as they give, however large the table is."""
 TRAFFIC = 4.0
 """Floating-point operations that take as long as a byte of memory traffic."""
 ATTENTION = "scaled_dot_product_attention"
+LIGHT = 16
+"""Operations per element of its results up to which an op is made again rather than sent."""
 RECURRENT = frozenset(f"{name}{kind}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for kind in ("", "_cell"))
 
 
@@ -66,7 +70,7 @@ def is_alias(op: Op, graph: Graph) -> bool:
 
 
 def _flops(op: Op, rule: Rule, reads: list[Tensor], makes: list[Tensor]) -> int:
-    if not any(one.dtype.is_floating_point or one.dtype.is_complex for one in (*reads, *makes)):
+    if not any(map(floating, (*reads, *makes))):
         return 0
     if op.kind == ATTENTION:
         query, key, value = (one.sizes for one in reads[:3])
@@ -134,3 +138,27 @@ def _elements(tensor: Tensor) -> int:
 
 def _bytes(tensor: Tensor) -> int:
     return _elements(tensor) * tensor.dtype.itemsize
+
+
+def light_ops(graph: Graph, book: RuleBook) -> frozenset[str]:
+    """Names of ops that every piece may make for itself: no weight, no gradient, no draw, hardly any work."""
+    changed = {buffer.tensor for buffer in graph.buffers if buffer.update is not None}
+    kept = {name for name in graph.outputs if name is not None} | {buffer.update for buffer in graph.buffers}
+    light: set[str] = set()
+    made: set[str] = set()
+    for op in graph.ops:
+        readable = all(
+            name in made
+            or (name not in graph.producers and name not in graph.parameter_tensors and name not in changed)
+            for name in op.inputs
+        )
+        plain = op.draw is None and not any(graph.tensors[out].needs_grad or out in kept for out in op.outputs)
+        if readable and plain and _is_light(op, graph, book):
+            light.add(op.name)
+            made.update(op.outputs)
+    return frozenset(light)
+
+
+def _is_light(op: Op, graph: Graph, book: RuleBook) -> bool:
+    elements = sum(math.prod(graph.tensors[name].sizes) for name in op.outputs)
+    return work_of(op, book.rule(op), graph).flops <= LIGHT * max(1, elements)

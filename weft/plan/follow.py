@@ -22,8 +22,8 @@ from weft.ir.oplayout import Carried, Copied, Cut, OpLayout, Use, cut_table
 from weft.ir.ranges import Ranges, tidy
 from weft.ops.book import RuleBook
 from weft.ops.derive import require
-from weft.ops.light import light_ops
 from weft.ops.rule import Dim, Rule, dim_ranges
+from weft.ops.work import light_ops
 from weft.plan.plan import Decision, Plan
 
 REST = "rest"

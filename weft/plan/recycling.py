@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
-from weft.ops.light import light_ops
+from weft.ops.work import light_ops
 from weft.plan.plan import Plan
 from weft.plan.stages import balanced, begun_at
 

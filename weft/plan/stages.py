@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
-from weft.ops.light import light_ops
-from weft.ops.work import work_of
+from weft.ops.work import light_ops, work_of
 
 CROSSING = 40.0
 """Floating-point operations that take as long as a byte from stage to stage."""

@@ -1,11 +1,11 @@
-"""register_algorithm: a user's algorithm for an operator; and the registry of all algorithms, by operator and name.
+"""register_algorithm: a user's algorithm for an operator; and the registry of these, by operator and name.
 
 In: the name of an algorithm, the operator, a rule as text, and the function that each cell runs. Out: an Algorithm in
-the registry. The built-in ones stand in the same registry once the compiler is loaded; this module does not need it,
-for the ranks of a job import the module that registers, to call the function.
+the registry. This module does not need the compiler, for the ranks of a job import the module that registers, to call
+the function.
 
 An operator may have several algorithms. A plan names the one it wants, `weft.algorithm("ring", "s", 4)`; one that names
-none gets the last that was registered as the default, else the built-in one. One operator, one name: one algorithm; the
+none gets the last that was registered as the default, else weft's own rule. One operator, one name: one algorithm; the
 same name from the same line again (a file that is loaded twice) replaces the first.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.runtime.custom import CustomOp, Stated
+from weft.runtime.custom import CustomOp, Stated, names_in
 
 OWN = "default"
 """What the algorithm that a plan gets which names none can be called."""
@@ -54,18 +54,16 @@ class Algorithm:
     Args:
         operator: the target without its overload, `aten.softmax`.
         name: by which a plan chooses it.
-        rule: what it cuts and what each cell runs, as a function of the op; None where it was stated as text.
-        stated: the text, and the function that each cell runs.
+        stated: what it cuts, as text, and the function that each cell runs.
         exchanges: what is exchanged along each name it cuts; found by running it if not said.
         cost: None: estimated from what the op makes.
         default: what a plan gets which names none.
-        place: of its registration; "" for a built-in one.
+        place: of its registration.
     """
 
     operator: str
     name: str
-    rule: Callable[..., Any] | None = None
-    stated: Stated | None = None
+    stated: Stated
     exchanges: Mapping[str, Exchange] | None = None
     cost: Cost | None = None
     default: bool = False
@@ -93,12 +91,11 @@ class Registry:
         del self._found[operator][name]
 
     def find(self, operator: str, name: str = "") -> Algorithm | None:
-        """The algorithm of that name; the default, or built-in, one if none is given; None if there is none."""
+        """The algorithm of that name; if none is given the default; None for weft's own rule."""
         known = self._found.get(operator, {})
         if name not in ("", OWN):
             return known.get(name)
-        chosen = [one for one in known.values() if one.default] or [one for one in known.values() if not one.place]
-        return chosen[-1] if chosen else None
+        return next((one for one in reversed(known.values()) if one.default), None)
 
     def names(self, operator: str = "") -> tuple[str, ...]:
         """The names of an operator's algorithms; of all operators if none is given."""
@@ -106,14 +103,9 @@ class Registry:
             return tuple(self._found.get(operator, {}))
         return tuple(dict.fromkeys(name for known in self._found.values() for name in known))
 
-    def builtin(self) -> Mapping[str, Callable[..., Any]]:
-        """The rules of the built-in algorithms, by operator."""
-        found = [one for known in self._found.values() for one in known.values()]
-        return {one.operator: one.rule for one in found if one.rule is not None}
-
 
 REGISTRY = Registry()
-"""The one registry of a process: `register_algorithm` and the compiler's table add to it, rule books look into it."""
+"""The one registry of a process: `register_algorithm` adds to it, rule books look into it."""
 
 
 def register_algorithm(
@@ -161,8 +153,8 @@ def register_algorithm(
     talking = tuple(dict.fromkeys(word.strip("(),&!") for word in rule.split() if word.strip("(),&").endswith("!")))
 
     def register(run: Run) -> Run:
-        said = Stated(rule, talking, _names(indices), place, _names(sizes), run)
-        REGISTRY.add(Algorithm(operator, name, None, said, exchanges, cost, default, place))
+        said = Stated(rule, talking, names_in(indices), place, names_in(sizes), run)
+        REGISTRY.add(Algorithm(operator, name, said, exchanges, cost, default, place))
         return run
 
     return register
@@ -178,7 +170,3 @@ def _operator(op: Any) -> str:
     if len(words) < 2:
         raise TypeError(f'{op!r} is no operator: write op="aten.softmax", or torch.ops.aten.softmax')
     return ".".join(words[:2])
-
-
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
-    return tuple(given.split()) if isinstance(given, str) else tuple(given)

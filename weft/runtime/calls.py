@@ -7,81 +7,43 @@ callable. Which names of this runtime exist is written down here and nowhere els
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
 from weft.runtime import (
     attention,
-    bags,
     distances,
     embedding,
-    entropy,
-    expect,
     experts,
     losses,
     norms,
-    positions,
+    pointwise,
     random,
     reductions,
     sampling,
-    softmax,
 )
 
+_LIBRARIES: Mapping[ModuleType, str] = {
+    attention: "attention",
+    distances: "cosine distance vector_norm",
+    embedding: "embedding_bag embedding_bag_part embedding_part",
+    experts: "grouped_mm",
+    losses: "cross_entropy ctc_part entropy loss_part soft_cross_entropy",
+    norms: "batch_norm group_norm layer_norm native_layer_norm native_rms_norm rms_norm weight_norm",
+    pointwise: "expect masked_scatter triangle",
+    random: "alpha_dropout bernoulli dropout exponential native_dropout rand randint randn randperm rrelu",
+    reductions: (
+        "aminmax extreme extreme_and_index extreme_index logsumexp mean_part nanmean_part prod softmax truth "
+        "variance variance_only"
+    ),
+    sampling: "cauchy geometric log_normal multinomial poisson",
+}
+"""What programs may call, by the file in which it stands."""
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "alpha_dropout": random.alpha_dropout,
-        "aminmax": reductions.aminmax,
-        "attention": attention.attention,
-        "batch_norm": norms.batch_norm,
-        "bernoulli": random.bernoulli,
-        "cauchy": sampling.cauchy,
-        "cosine": distances.cosine,
-        "cross_entropy": losses.cross_entropy,
-        "ctc_part": losses.ctc_part,
-        "distance": distances.distance,
-        "dropout": random.dropout,
-        "embedding_bag": bags.embedding_bag,
-        "embedding_bag_part": bags.embedding_bag_part,
-        "embedding_part": embedding.embedding_part,
-        "entropy": entropy.entropy,
-        "expect": expect.expect,
-        "exponential": random.exponential,
-        "extreme": reductions.extreme,
-        "extreme_and_index": reductions.extreme_and_index,
-        "extreme_index": reductions.extreme_index,
-        "geometric": sampling.geometric,
-        "group_norm": norms.group_norm,
-        "grouped_mm": experts.grouped_mm,
-        "layer_norm": norms.layer_norm_out,
-        "log_normal": sampling.log_normal,
-        "logsumexp": softmax.logsumexp,
-        "loss_part": losses.loss_part,
-        "masked_scatter": positions.masked_scatter,
-        "mean_part": reductions.mean_part,
-        "multinomial": sampling.multinomial,
-        "nanmean_part": reductions.nanmean_part,
-        "native_dropout": random.native_dropout,
-        "native_layer_norm": norms.layer_norm,
-        "native_rms_norm": norms.rms_norm,
-        "poisson": sampling.poisson,
-        "prod": reductions.prod,
-        "rand": random.rand,
-        "randint": random.randint,
-        "randn": random.randn,
-        "randperm": random.randperm,
-        "rms_norm": norms.rms_norm_out,
-        "rrelu": random.rrelu,
-        "soft_cross_entropy": losses.soft_cross_entropy,
-        "softmax": softmax.softmax,
-        "triangle": positions.triangle,
-        "truth": reductions.truth,
-        "vector_norm": distances.vector_norm,
-        "variance": reductions.variance,
-        "variance_only": reductions.variance_only,
-        "weight_norm": norms.weight_norm,
-    }
+    {name: getattr(library, name) for library, names in _LIBRARIES.items() for name in names.split()}
 )
 """The functions behind `weft.NAME`."""
 

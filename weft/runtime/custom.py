@@ -109,7 +109,7 @@ def register_op(
     >>> twice(torch.ones(1, 2)).tolist()
     [[2.0, 2.0]]
     """
-    names = _names(comm), _names(indices)
+    names = names_in(comm), names_in(indices)
     if any(names) and not isinstance(rule, str):
         raise TypeError("comm and indices are names of a rule: state it")
     if callable(rule) and op is None:
@@ -204,7 +204,8 @@ def _is_function_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+def names_in(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of a rule, as a text or one by one."""
     return tuple(given.split()) if isinstance(given, str) else tuple(given)
 
 

@@ -7,7 +7,6 @@ complete gradient there. Empty parts take part with the neutral element. Where t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,10 +37,9 @@ class _VectorNorm(torch.autograd.Function):
 
 
 def vector_norm(
-    x: Tensor, order: float, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, *, order: float, dtype: torch.dtype | None = None, comms: Comms
 ) -> Tensor:
     """The norm of any order over dims some of which are cut."""
-    dims = tuple(d % x.ndim for d in dims)
     x = x if dtype is None else x.to(dtype)
     if math.isinf(order):
         return extreme(x.abs(), dims, keepdim, kind="max" if order > 0 else "min", comms=comms)
@@ -57,17 +55,17 @@ def vector_norm(
 
 
 def distance(
-    x: Tensor, y: Tensor, dims: Sequence[int], keepdim: bool, *, p: float = 2.0, eps: float = 0.0, comms: Comms
+    x: Tensor, y: Tensor, dims: tuple[int, ...], keepdim: bool, *, p: float = 2.0, eps: float = 0.0, comms: Comms
 ) -> Tensor:
     """The norm of `x - y + eps`."""
-    return vector_norm(x - y + eps, p, dims, keepdim, comms=comms)
+    return vector_norm(x - y + eps, dims, keepdim, order=p, comms=comms)
 
 
-def cosine(x: Tensor, y: Tensor, dims: Sequence[int], keepdim: bool, *, eps: float, comms: Comms) -> Tensor:
+def cosine(x: Tensor, y: Tensor, dims: tuple[int, ...], keepdim: bool, *, eps: float, comms: Comms) -> Tensor:
     """The cosine of the angle between x and y; `eps` bounds each length from below, without touching gradients."""
     dtype = torch.result_type(x, y)
     x, y = torch.broadcast_tensors(wide(x), wide(y))
-    sums = torch.stack([(a * b).sum(tuple(dims), keepdim=keepdim) for a, b in ((x, y), (x, x), (y, y))])
+    sums = torch.stack([(a * b).sum(dims, keepdim=keepdim) for a, b in ((x, y), (x, x), (y, y))])
     dot, *squares = sum_to_copy(sums, comms)
     lengths = [torch.where(square > 0, square, 1).sqrt() * (square > 0) for square in squares]
     bounded = [length + (length.detach().clamp(min=eps) - length.detach()) for length in lengths]

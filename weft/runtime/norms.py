@@ -51,7 +51,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def layer_norm(
+def native_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, num_dims: int, count: int, eps: float, comms: Comms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm over the last `num_dims` dims: the result, the mean and the reciprocal deviation."""
@@ -60,12 +60,12 @@ def layer_norm(
     return _affine(out, weight, bias).to(x.dtype), mean, rstd
 
 
-def layer_norm_out(x: Tensor, weight: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
     """Layer norm, the result alone."""
-    return layer_norm(x, weight, bias, **options)[0]
+    return native_layer_norm(x, weight, bias, **options)[0]
 
 
-def rms_norm(
+def native_rms_norm(
     x: Tensor, weight: Tensor | None, *, num_dims: int, count: int, eps: float | None, comms: Comms
 ) -> tuple[Tensor, Tensor]:
     """Root-mean-square norm over the last `num_dims` dims: the result and the reciprocal root."""
@@ -75,9 +75,9 @@ def rms_norm(
     return _affine(out, weight, None).to(x.dtype), rstd
 
 
-def rms_norm_out(x: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
     """Root-mean-square norm, the result alone."""
-    return rms_norm(x, weight, **options)[0]
+    return native_rms_norm(x, weight, **options)[0]
 
 
 def group_norm(

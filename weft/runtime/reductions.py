@@ -1,8 +1,9 @@
-"""Reductions over cut dims: mean, variance, extremes and their positions, products, truth values.
+"""Reductions over cut dims: mean, variance, extremes and their positions, products, truth values, softmax.
 
-In: the local part and the communicators along the cut reduced dims. `mean_part` leaves an addend and needs no
-communication; all others leave the complete result on every cell and take its complete gradient there. Empty
-parts take part with the neutral element. Ties share the gradient exactly as in torch.
+In: the local part, the reduced dims (counted from the left), the communicators along those that are cut. `mean_part`
+leaves an addend and needs no communication; softmax and log-softmax leave the local part of the result; all others
+leave the complete result on every cell and take its complete gradient there. Empty parts take part with the neutral
+element. Ties share the gradient exactly as in torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from weft.runtime.comm import Comm, Comms, reduce, sum_to_copy, wide
 from weft.runtime.indices import Intervals, linear_index
 
 
-def mean_part(x: Tensor, dims: Sequence[int], keepdim: bool, *, count: int, dtype: torch.dtype | None = None) -> Tensor:
+def mean_part(
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, *, count: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """The local part's share of a mean over `count` elements."""
-    return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype or x.dtype) / count
+    return x.sum(dims, keepdim=keepdim, dtype=dtype or x.dtype) / count
 
 
 class _Variance(torch.autograd.Function):
@@ -47,10 +50,9 @@ class _Variance(torch.autograd.Function):
 
 
 def variance(
-    x: Tensor, dims: Sequence[int], keepdim: bool, *, count: int, correction: float, root: bool, comms: Comms
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, *, count: int, correction: float, root: bool, comms: Comms
 ) -> tuple[Tensor, Tensor]:
     """Variance (its root if asked) and mean."""
-    dims = tuple(d % x.ndim for d in dims)
     values = wide(x)
     mean = sum_to_copy(values.sum(dims, keepdim=True), comms) / count
     # no elements to spare: torch divides by zero, and so do we
@@ -60,7 +62,7 @@ def variance(
     return pair if keepdim else (pair[0].squeeze(dims), pair[1].squeeze(dims))
 
 
-def variance_only(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
+def variance_only(x: Tensor, dims: tuple[int, ...], keepdim: bool, **options: Any) -> Tensor:
     """Variance, or its root, without the mean."""
     return variance(x, dims, keepdim, **options)[0]
 
@@ -103,9 +105,8 @@ class _Shared(torch.autograd.Function):
         return attains * (grad / number), None, None, None
 
 
-def extreme(x: Tensor, dims: Sequence[int], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
+def extreme(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
     """`amax` or `amin`."""
-    dims = tuple(d % x.ndim for d in dims)
     out: Tensor = _Shared.apply(x, dims, kind, comms)
     return out if keepdim else out.squeeze(dims)
 
@@ -134,7 +135,7 @@ class _First(torch.autograd.Function):
 
 def extreme_and_index(
     x: Tensor,
-    dims: Sequence[int],
+    dims: tuple[int, ...],
     keepdim: bool,
     *,
     kind: str,
@@ -143,26 +144,24 @@ def extreme_and_index(
     comms: Comms,
 ) -> tuple[Tensor, Tensor]:
     """`max.dim` or `min.dim`; `shape` and `at` are the reduced dims' whole sizes and the intervals held here."""
-    dims = tuple(d % x.ndim for d in dims)
     index = linear_index(shape, at, x.device)
     index = index.view([x.shape[d] if d in dims else 1 for d in range(x.ndim)])
     out, where = _First.apply(x, index, dims, kind, comms)
     return (out, where) if keepdim else (out.squeeze(dims), where.squeeze(dims))
 
 
-def extreme_index(x: Tensor, dims: Sequence[int], keepdim: bool, **options: Any) -> Tensor:
+def extreme_index(x: Tensor, dims: tuple[int, ...], keepdim: bool, **options: Any) -> Tensor:
     """`argmax` or `argmin`."""
     return extreme_and_index(x.detach(), dims, keepdim, **options)[1]
 
 
-def truth(x: Tensor, dims: Sequence[int], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
+def truth(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
     """`any` (the `max` of truth values) or `all` (the `min`)."""
-    dims = tuple(d % x.ndim for d in dims)
     out = _extreme((x != 0).to(torch.uint8), dims, kind, comms)
     return (out if keepdim else out.squeeze(dims)).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
 
-def aminmax(x: Tensor, dims: Sequence[int], keepdim: bool, *, comms: Comms) -> tuple[Tensor, Tensor]:
+def aminmax(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, comms: Comms) -> tuple[Tensor, Tensor]:
     """Both extremes."""
     low, high = (extreme(x, dims, keepdim, kind=kind, comms=comms) for kind in ("min", "max"))
     return low, high
@@ -184,11 +183,10 @@ class _Product(torch.autograd.Function):
         return grad * others.conj(), None
 
 
-def prod(x: Tensor, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms) -> Tensor:
+def prod(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms) -> Tensor:
     """The product over dims some of which are cut."""
-    dims = sorted(d % x.ndim for d in dims)
     out = x if dtype is None else x.to(dtype)
-    for d in reversed(dims):
+    for d in sorted(dims, reverse=True):
         out = out.prod(d, keepdim=keepdim)
     for comm in comms:
         out = _Product.apply(out, comm)
@@ -196,9 +194,65 @@ def prod(x: Tensor, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | 
 
 
 def nanmean_part(
-    x: Tensor, dims: Sequence[int], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
+    x: Tensor, dims: tuple[int, ...], keepdim: bool, *, dtype: torch.dtype | None = None, comms: Comms
 ) -> Tensor:
     """The local part's share of a mean over all elements that are numbers."""
-    dims = tuple(dims)
     count = reduce((~x.isnan()).sum(dims, keepdim=keepdim), comms)
     return x.nansum(dims, keepdim=keepdim, dtype=dtype) / count
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, log: bool, comms: Comms) -> Tensor:
+        shifted = x - _extreme(x, (dim,), "max", comms)
+        exp = shifted.exp()
+        total = reduce(exp.sum(dim, keepdim=True), comms)
+        out = shifted - total.log() if log else exp / total
+        ctx.save_for_backward(out)
+        ctx.dim, ctx.log, ctx.comms = dim, log, comms
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (out,) = ctx.saved_tensors
+        addend = grad if ctx.log else grad * out
+        total = reduce(addend.sum(ctx.dim, keepdim=True), ctx.comms)
+        return (grad - out.exp() * total if ctx.log else addend - out * total), None, None, None
+
+
+def softmax(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, log: bool = False, comms: Comms = ()) -> Tensor:
+    """Softmax (or its logarithm) along a cut dim."""
+    kept = dtype or x.dtype
+    x = x if dtype is None else x.to(dtype)
+    return _Softmax.apply(wide(x), dim, log, comms).to(kept)  # type: ignore[no-any-return]
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, top: Tensor, dims: tuple[int, ...], comms: Comms) -> Tensor:
+        out = reduce((x - top).exp().sum(dims, keepdim=True), comms).log() + top
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, out = ctx.saved_tensors
+        return grad * (x - out).exp(), None, None, None
+
+
+def logsumexp(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, comms: Comms) -> Tensor:
+    """Log of the sum of exponentials over dims some of which are cut: complete on every cell."""
+    values = wide(x)
+    top = _extreme(values, dims, "max", comms)
+    out: Tensor = _LogSumExp.apply(values, top.masked_fill(top.abs() == torch.inf, 0), dims, comms)
+    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
+
+
+def scores_and_total(x: Tensor, dim: int, comms: Comms) -> tuple[Tensor, Tensor]:
+    """x shifted to a largest value of 0 along `dim`, and the log of the sum of its exponentials, complete."""
+    # a shift that is constant along `dim` cancels in every difference, and so carries no gradient
+    scores = x - _extreme(x, (dim,), "max", comms)
+    total: Tensor = _LogSumExp.apply(scores, scores.new_zeros(()), (dim,), comms)
+    return scores, total.squeeze(dim)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from weft.runtime.attention import attention
 from weft.runtime.cuts import Cut
-from weft.runtime.entropy import entropy
+from weft.runtime.losses import entropy
 from weft.runtime.module import Container, ParallelModule, Part
 from weft.runtime.moves import first
 from weft.runtime.products import embedding, linear

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.runtime.attention import attention
-from weft.runtime.entropy import entropy
+from weft.runtime.losses import entropy
 from weft.runtime.module import ParallelModule, Part
 from weft.runtime.products import linear
 from weft.runtime.random import dropout

@@ -1,6 +1,8 @@
-"""Positions that count over a whole tensor: triangles and masked scatters of parts.
+"""What is done element by element, where a part must know more than itself: triangles, masked scatters, expectations.
 
-In: local parts and the global indices they hold. Out: local parts of the result.
+In: local parts and the global indices they hold. Out: local parts of the result. `expect` gives a value on, and raises
+in a step in which a branch of the model's forward goes another way than when the model was captured: the program holds
+one branch only.
 """
 
 from __future__ import annotations
@@ -33,3 +35,13 @@ def masked_scatter(
         everywhere = torch.cat(comm.all_gather(everywhere))
     number = torch.searchsorted(everywhere.sort()[0], own)
     return x.masked_scatter(mask, source.flatten()[number])
+
+
+def expect(value: Tensor, predicates: Sequence[Tensor], *, expected: Sequence[bool], places: Sequence[str]) -> Tensor:
+    """The value, if every predicate is what is expected of it."""
+    for predicate, wanted, place in zip(predicates, expected, places, strict=True):
+        torch._assert_async(
+            (predicate.detach().bool() == wanted).reshape(()),
+            f"{place}: the program was made for a forward in which this is {wanted}; it is {not wanted} in this step",
+        )
+    return value.clone()
