@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.order.cases import changed
+from tests.order.shapes import chain, interlaced_chain
 from weft.errors import PlanError
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import check_schedule, make_schedule, simulate
-from weft.order.shapes import chain, interlaced_chain
 
 PIPELINE = chain(2, 3)
 SCHEDULE = make_schedule("1f1b", PIPELINE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.order.shapes import chain, interlaced_chain
 from weft.order import Span, draw, make_schedule, simulate, table
-from weft.order.shapes import chain, interlaced_chain
 
 EXPECTED = """\
 0  F0 F1  .  . B0--- F2 B1---  . B2---

@@ -88,6 +88,10 @@ class Segment:
     trains: bool = True
     splits: bool = False
 
+    def has(self, phase: str) -> bool:
+        """Whether it may have events of a phase."""
+        return phase == "f" or (self.trains and (phase == "b" or self.splits))
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -162,6 +166,11 @@ class Schedule:
     def rows(self) -> tuple[tuple[Event, ...], ...]:
         """The sequences, those that devices have in common once (as far as they are one and the same tuple)."""
         return tuple({id(self.events[device]): self.events[device] for device in sorted(self.events)}.values())
+
+    @cached_property
+    def divided(self) -> frozenset[tuple[str, int | Micro]]:
+        """The backwards whose weight gradients are put off: segment and micro-batch."""
+        return frozenset((event.segment, event.micro) for event in self.every() if event.phase == "w")
 
     def every(self) -> tuple[Event, ...]:
         """Every event once."""

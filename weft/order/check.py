@@ -17,7 +17,7 @@ from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Event, Pipeline, Schedule, Segment
 from weft.order.draw import window
 from weft.order.joint import joint
-from weft.order.live import Limits, limit_of, peaks
+from weft.order.timing import Limits, limit_of, peaks
 
 
 def check_schedule(
@@ -37,13 +37,12 @@ def check_schedule(
 
 def expected(pipeline: Pipeline, schedule: Schedule) -> Iterator[Event]:
     """The events that a schedule must hold: forward, backward of what trains, and a `w` where any device has one."""
-    divided = {(event.segment, event.micro) for event in schedule.every() if event.phase == "w"}
     for segment in pipeline.segments:
         for micro in range(pipeline.microbatches):
             yield Event("f", segment.name, micro)
             if segment.trains:
                 yield Event("b", segment.name, micro)
-            if (segment.name, micro) in divided:
+            if (segment.name, micro) in schedule.divided:
                 yield Event("w", segment.name, micro)
 
 

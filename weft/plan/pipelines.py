@@ -10,16 +10,11 @@ from collections.abc import Sequence
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
-from weft.order.names import NAMES
+from weft.order.names import named
 from weft.plan.interlace import cut_vocabulary
 from weft.plan.plan import Plan
 from weft.plan.recycling import recycled_stages
 from weft.plan.stages import balanced, begun_at
-
-LOOPS = {"interleaved": 2}
-"""Stages that a device runs by default under these schedules."""
-ALONE = ("interlaced", "nf1b")
-"""Schedules with one stage on each set of devices (nf1b: in each pass)."""
 
 
 def pp(
@@ -38,22 +33,21 @@ def pp(
         virtual: stages on each set; 1 means as many as the schedule needs.
         begins: modules at which the stages after the first begin; balanced by weight if not given.
     """
-    if schedule not in NAMES:
-        raise PlanError(f"no schedule is called {schedule!r}", remedy=f"schedules: {', '.join(NAMES)}")
-    turns = 2 if schedule == "zb-v" else virtual if virtual > 1 else LOOPS.get(schedule, 1)
+    wanted = named(schedule).stages
+    turns = 2 if wanted == "vee" else virtual if virtual > 1 else wanted if isinstance(wanted, int) else 1
     count = stages * turns
     if begins and len(begins) != count - 1:
         raise PlanError(
             f"{len(begins)} modules begin stages after the first, but {count} stages have {count - 1} such",
             remedy=f"name {count - 1} modules: stages=a+b+...",
         )
-    if schedule in ALONE and virtual > 1:
+    if wanted in ("shared", "passes") and virtual > 1:
         raise PlanError(f"{schedule} has one stage on each set of devices", remedy="leave out virtual=")
     everywhere: frozenset[str] = frozenset()
-    if schedule == "interlaced":
+    if wanted == "shared":
         plan, everywhere = cut_vocabulary(plan, stages)
     size = plan.devices // stages
-    if schedule == "nf1b":
+    if wanted == "passes":
         for one in recycled_stages(plan, stages, begins):
             plan = _stage(plan, one.name, one.ops, one.place, size)
         return plan.cut_batch(microbatches).order(schedule)
@@ -64,7 +58,7 @@ def pp(
     for number, ops in enumerate(parts):
         turn, place = divmod(number, stages)
         # a V: the second half of the stages runs back over the devices
-        home = stages - 1 - place if schedule == "zb-v" and turn % 2 else place
+        home = stages - 1 - place if wanted == "vee" and turn % 2 else place
         plan = _stage(plan, str(number), ops, home, size)
     return plan.cut_batch(microbatches).order(schedule)
 
