@@ -7,6 +7,7 @@ operator sends by itself (a softmax over cut classes) is not in the Program and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from weft.cost.reshard import measure
 from weft.ir.oplayout import Cut
-from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use
+from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, walk
 from weft.ir.routes import Routing
 from weft.lower.script import script
 from weft.plan.select import fold
@@ -71,7 +72,7 @@ def module_rows(program: Program) -> list[Row]:
         return rows.setdefault(folded, Row(folded))
 
     inside = _ops_that_talk(program)
-    for step in _computes(program.steps):
+    for step in _computes(program):
         op = program.graph.by_name[step.op]
         found = row(op.path)
         found.operators += 1
@@ -116,12 +117,8 @@ def devices_text(devices: Sequence[int]) -> str:
     return " ".join(map(str, found))
 
 
-def _computes(steps: Sequence[Step]) -> Iterator[Compute]:
-    for step in steps:
-        if isinstance(step, Compute):
-            yield step
-        elif isinstance(step, Chunks | Recompute):
-            yield from _computes(step.body)
+def _computes(program: Program) -> Iterator[Compute]:
+    return (step for step in walk(program.steps) if isinstance(step, Compute))
 
 
 def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]:
@@ -159,15 +156,8 @@ def _bytes(move: Move, itemsize: int) -> float:
     if move.kind != "all_reduce":
         return measure(routing, itemsize).moved
     members = len(routing.group(move.source.grid.devices[0]))
-    local = max(_elements(part.shape) for part in move.source.parts())
+    local = max(math.prod(part.shape) for part in move.source.parts())
     return 2 * (members - 1) / members * local * itemsize
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _ops_that_talk(program: Program) -> set[str]:
@@ -198,7 +188,7 @@ def axis_sizes(program: Program) -> dict[str, int]:
     """Axes that cut something, and their sizes."""
     return {
         axis.name: axis.size
-        for step in _computes(program.steps)
+        for step in _computes(program)
         for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True)
         if isinstance(use, Cut)
     }

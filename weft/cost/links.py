@@ -45,15 +45,7 @@ class Links:
     @property
     def rates(self) -> dict[str, float]:
         """Seconds per byte for each kind."""
-        return {
-            "all_reduce": self.all_reduce,
-            "all_gather": self.all_gather,
-            "reduce_scatter": self.reduce_scatter,
-            "all_to_all": self.all_to_all,
-            "broadcast": self.broadcast,
-            "exchange": self.exchange,
-            "local": self.local,
-        }
+        return {kind: getattr(self, kind) for kind in KINDS}
 
     def seconds(self, kind: str, group_size: int, bytes: float) -> float:
         """Time of one member in a collective.

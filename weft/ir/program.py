@@ -13,7 +13,7 @@ step works on the slot of the current chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -125,6 +125,14 @@ class Sync:
 
 
 Step = Use | Compute | Take | Give | Reshard | Chunks | Recompute | Sync
+
+
+def walk(steps: Iterable[Step]) -> Iterator[Step]:
+    """Every step, each before those of its body."""
+    for step in steps:
+        yield step
+        if isinstance(step, Chunks | Recompute):
+            yield from walk(step.body)
 
 
 def values_read(step: Step) -> list[str]:

@@ -150,6 +150,21 @@ class Pipeline:
         trained = (("b", reader) for reader in self.readers[name] if self.by_name[reader].trains)
         return (("f", name), *trained)
 
+    def fault(self, event: Event) -> tuple[str, str] | None:
+        """An event that the pipeline does not have, with the reason and what to do; None if it has it."""
+        segment, count = self.by_name.get(event.segment), self.microbatches
+        if segment is None:
+            return f"{event}, and no segment is called {event.segment!r}", f"segments: {', '.join(self.by_name)}"
+        if isinstance(event.micro, int) and not 0 <= event.micro < count:
+            fact = f"there are {count} micro-batches (0 to {count - 1})"
+            return f"{event}, and {fact}", "run more micro-batches, or leave the event out"
+        if event.phase != "f" and not segment.trains:
+            return f"{event}, and {segment.name!r} has no gradient", "such a segment has only its forward"
+        if event.phase == "w" and not segment.splits:
+            fact = f"the backward of {segment.name!r} cannot be divided"
+            return f"{event}, and {fact}", "leave it out: the backward computes the weight gradients too"
+        return None
+
     def before(self, event: Event) -> Iterator[Event]:
         """The events whose end an event waits for."""
         for phase, name in self.needs(event.phase, event.segment):

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op
-from weft.ir.program import Compute, Program
+from weft.ir.program import Compute, Program, walk
 from weft.ir.ranges import Ranges, whole
-from weft.lower.collectives import walk
 from weft.lower.held import FaultError, Tracked, Where
 from weft.lower.terms import Content, Term, Universe, ascending, incomplete, volume
 from weft.ops.book import RuleBook

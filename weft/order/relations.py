@@ -28,26 +28,9 @@ def expand(pipeline: Pipeline, relations: Iterable[Before]) -> tuple[Pair, ...]:
 def verify_relation(pipeline: Pipeline, relation: Before) -> None:
     """A relation speaks of segments, phases and micro-batches that the pipeline has."""
     for event in (relation.first, relation.second):
-        segment = pipeline.by_name.get(event.segment)
-        if segment is None:
-            names = ", ".join(pipeline.by_name)
-            raise PlanError(f"no segment is called {event.segment!r}", place=str(relation), remedy=f"segments: {names}")
-        if event.phase != "f" and not segment.trains:
-            raise PlanError(
-                f"{event}: {event.segment!r} has no gradient", place=str(relation), remedy="relate its forward only"
-            )
-        if event.phase == "w" and not segment.splits:
-            raise PlanError(
-                f"{event}: the backward of {event.segment!r} cannot be divided",
-                place=str(relation),
-                remedy="relate its backward",
-            )
-        if isinstance(event.micro, int) and event.micro >= pipeline.microbatches:
-            raise PlanError(
-                f"{event}: there are {pipeline.microbatches} micro-batches (0 to {pipeline.microbatches - 1})",
-                place=str(relation),
-                remedy="run more micro-batches, or leave the relation out",
-            )
+        fault = pipeline.fault(event)
+        if fault:
+            raise PlanError(f"it speaks of {fault[0]}", place=str(relation), remedy=fault[1])
 
 
 def check_relations(pipeline: Pipeline, relations: Sequence[Before]) -> None:

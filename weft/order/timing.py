@@ -104,13 +104,9 @@ def _work(span: Span, trains: bool) -> float:
     return span.f + (span.b + span.w if trains else 0)
 
 
-def peaks(pipeline: Pipeline, schedule: Schedule, weights: Mapping[str, float] | None = None) -> dict[int, float]:
-    """The most that is live at once on each device.
-
-    Args:
-        weights: what one micro-batch of a segment keeps, 1 if it is not told.
-    """
-    found = {id(row): _peak(pipeline, schedule, row, weights or {}) for row in schedule.rows}
+def peaks(pipeline: Pipeline, schedule: Schedule) -> dict[int, int]:
+    """The most micro-batches that are live at once on each device."""
+    found = {id(row): _peak(pipeline, schedule, row) for row in schedule.rows}
     return {device: found[id(row)] for device, row in sorted(schedule.events.items())}
 
 
@@ -132,13 +128,12 @@ def verify_limits(limits: Limits, pipeline: Pipeline) -> None:
             )
 
 
-def _peak(pipeline: Pipeline, schedule: Schedule, events: tuple[Event, ...], weights: Mapping[str, float]) -> float:
-    now = most = 0.0
-    for event in events:
-        weight = weights.get(event.segment, 1)
+def _peak(pipeline: Pipeline, schedule: Schedule, row: tuple[Event, ...]) -> int:
+    now = most = 0
+    for event in row:
         if event.phase == "f" and pipeline.by_name[event.segment].trains:
-            now += weight
+            now += 1
             most = max(most, now)
         elif event.phase == "w" or (event.phase == "b" and (event.segment, event.micro) not in schedule.divided):
-            now -= weight
+            now -= 1
     return most

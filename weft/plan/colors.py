@@ -8,7 +8,7 @@ heads of one layer, the vocabulary. A color has `units`; each member says how th
 A name meets a tensor dim where a rule has it as the outermost factor there. The link is made if both sides can be
 described by the same groups, one of them refined if need be, and at least `parts` units remain; otherwise there
 is none, and a reshard will stand there. Ops may have a color under a name that cannot be cut, or under two names (rows
-and columns of attention): of those one may be cut, chosen by `Color.member`.
+and columns of attention): of those one may be cut, chosen by `Color.members`.
 """
 
 from __future__ import annotations
@@ -78,15 +78,11 @@ class Color:
     nodes: Mapping[Node, Groups]
     names: Mapping[str, tuple[Member, ...]]
 
-    def member(self, op: str) -> Member | None:
-        """The name to cut in an op: the only one, or the one found in its outputs. None if the op lacks the color."""
-        members = self.names.get(op, ())
-        return members[0] if members else None
-
     @cached_property
-    def ops(self) -> tuple[str, ...]:
-        """The ops that may be cut by it, in execution order."""
-        return tuple(op for op, members in self.names.items() if members[0].cuttable)
+    def members(self) -> Mapping[str, Member]:
+        """The ops that may be cut by it, in execution order, each with the name to cut: the only one, or the one found
+        in its outputs."""
+        return {op: members[0] for op, members in self.names.items() if members[0].cuttable}
 
     @cached_property
     def dims(self) -> Mapping[str, tuple[int, ...]]:
@@ -96,6 +92,11 @@ class Color:
             if isinstance(node, TensorDim):
                 found[node.tensor] = (*found.get(node.tensor, ()), node.dim)
         return found
+
+
+def is_of_inputs(graph: Graph, color: Color) -> bool:
+    """Whether an input has the color."""
+    return any(one.tensor in color.dims for one in graph.inputs)
 
 
 @dataclass(frozen=True)

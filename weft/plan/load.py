@@ -15,10 +15,10 @@ from typing import Any
 
 from weft.errors import PlanError, WeftError
 from weft.ir.graph import Graph
+from weft.plan.batch import BatchDims
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan
 from weft.plan.recipe_string import check_devices, parse_recipe
-from weft.plan.recipes import BatchDims
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -10,30 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Concatenate, ParamSpec
 
 from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph, Op
-from weft.ir.schedule import Schedule
+from weft.ir.schedule import Relation, Schedule
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
+from weft.plan.apply import Context, apply
 from weft.plan.lines import (
     AssignLine,
+    BatchLine,
     BlockLine,
-    Context,
     Decision,
     Line,
     OrderLine,
+    ScheduleLike,
+    ScheduleLine,
+    Stage,
+    StageLine,
     State,
     Store,
     StoreLine,
     TransLine,
-    apply,
+    plan_table,
 )
-from weft.plan.order import Relation
 from weft.plan.primitives import AxisUse, RecomputeMark, Transform, is_count, with_axis
 from weft.plan.select import ParametersLike, Selection, match, match_parameters, parse, refuse_empty, select
-from weft.plan.show import plan_table
-from weft.plan.staging import BatchLine, ScheduleLike, ScheduleLine, Stage, StageLine
 
 __all__ = ["AxisUse", "Decision", "Plan", "Store", "Verdict"]
 
@@ -51,6 +54,22 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+Given = ParamSpec("Given")
+
+
+def _asking(primitive: Callable[Concatenate[Plan, Given], Plan]) -> Callable[Concatenate[Plan, Given], Verdict]:
+    """Whether a primitive would be accepted, and why not."""
+
+    def can(plan: Plan, /, *args: Given.args, **kwargs: Given.kwargs) -> Verdict:
+        try:
+            primitive(plan, *args, **kwargs)
+        except (PlanError, RuleError) as error:
+            return Verdict(False, str(error))
+        return Verdict(True)
+
+    return can
 
 
 @dataclass(frozen=True)
@@ -247,26 +266,20 @@ class Plan:
             grad: where gradients are added up over micro-batches: with the state if given, else as they arise.
             on: whole on these devices alone (counted from 0 inside the stage, where there are stages).
         """
+        states, grads = _several(state), _several(grad)
+        found = match_parameters(self.graph, parameters)
         if on is not None:
-            devices = (on,) if isinstance(on, int) else tuple(on)
-            given = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
-            return self._with(StoreLine(match_parameters(self.graph, parameters), transforms, given, devices))
-        if not transforms and state is None:
+            return self._with(StoreLine(found, transforms, states, (on,) if isinstance(on, int) else tuple(on)))
+        if not transforms and states is None:
             raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp'), on= or state=")
-        states = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
-        if grad is not None and (tuple(grad) if isinstance(grad, Sequence) else (grad,)) != states:
+        if grads is not None and grads != states:
             raise PlanError(
                 "gradients are added up where the optimizer's state lies, or as they arise",
                 remedy="give grad= what state= says, or leave it out",
             )
         named = self._named((*transforms, *(states or ())))
-        line = StoreLine(
-            match_parameters(self.graph, parameters),
-            named[: len(transforms)],
-            None if states is None else named[len(transforms) :],
-            reduced=grad is not None,
-        )
-        return self._with(line)
+        held = None if states is None else named[len(transforms) :]
+        return self._with(StoreLine(found, named[: len(transforms)], held, reduced=grads is not None))
 
     def block(self, name: str, ops: OpsLike) -> Plan:
         """Name a set of ops, so as to order it as one thing.
@@ -277,32 +290,11 @@ class Plan:
 
     # --- ask first ----------------------------------------------------------------------------------------------
 
-    def can_trans(self, ops: OpsLike, *transforms: Transform) -> Verdict:
-        """Whether `trans` would be accepted, and why not."""
-        return _ask(lambda: self.trans(ops, *transforms))
-
-    def can_assign(self, ops: OpsLike, devices: Devices) -> Verdict:
-        """Whether `assign` would be accepted, and why not."""
-        return _ask(lambda: self.assign(ops, devices))
-
-    def can_order(self, *relations: Relation) -> Verdict:
-        """Whether `order` would be accepted, and why not."""
-        return _ask(lambda: self.order(*relations))
-
-    def can_store(
-        self,
-        parameters: ParametersLike,
-        *transforms: Transform,
-        grad: Transform | Sequence[Transform] | None = None,
-        state: Transform | Sequence[Transform] | None = None,
-        on: int | Sequence[int] | None = None,
-    ) -> Verdict:
-        """Whether `store` would be accepted, and why not."""
-        return _ask(lambda: self.store(parameters, *transforms, grad=grad, state=state, on=on))
-
-    def can_block(self, name: str, ops: OpsLike) -> Verdict:
-        """Whether `block` would be accepted, and why not."""
-        return _ask(lambda: self.block(name, ops))
+    can_trans = _asking(trans)
+    can_assign = _asking(assign)
+    can_order = _asking(order)
+    can_store = _asking(store)
+    can_block = _asking(block)
 
     def _named(self, transforms: Sequence[Transform]) -> tuple[Transform, ...]:
         """The transforms with names made up for axes that have none: a0, a1, ..."""
@@ -323,12 +315,8 @@ class Plan:
         return plan_table(self.graph, self.devices, self._state)
 
 
-def _ask(primitive: Callable[[], Plan]) -> Verdict:
-    try:
-        primitive()
-    except (PlanError, RuleError) as error:
-        return Verdict(False, str(error))
-    return Verdict(True)
+def _several(given: Transform | Sequence[Transform] | None) -> tuple[Transform, ...] | None:
+    return None if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def _flatten(devices: Devices) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -34,7 +34,7 @@ from torch import nn
 from weft.cache import DEFAULT
 from weft.capture.precision import chosen_precision
 from weft.errors import PlanError, RunError
-from weft.plan.recipes import BatchDims
+from weft.plan.batch import BatchDims
 from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched

@@ -24,7 +24,7 @@ from torch import nn
 from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
 from weft.errors import ModelFileError, WeftError
-from weft.plan.recipes import BatchDims
+from weft.plan.batch import BatchDims
 from weft.runtime.custom import keep, kept_name
 from weft.runtime.initialise import Start, begin
 from weft.runtime.precision import Mixed, Precision
