@@ -21,6 +21,7 @@ from types import TracebackType
 from rich.console import Console
 
 from weft import __version__
+from weft.commands.aside import plain_console
 from weft.commands.options import COMMANDS
 from weft.errors import WeftError
 
@@ -83,7 +84,7 @@ class _Told:
 
     json: bool = False
     code: int = FAILED
-    console: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
+    console: Console = field(default_factory=lambda: plain_console(stderr=True))
 
     def __enter__(self) -> _Told:
         return self
@@ -91,23 +92,24 @@ class _Told:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, WeftError):
-            self.code = error.exit_code
-            self.console.print(f"error: {error}", markup=False, style="red")
-            self._tell_json(error.message, error.place, error.remedy)
-            return True
-        if isinstance(error, Exception):
-            remedy = "this is a fault in Weft: please report it with the trace that --debug shows"
-            self.console.print(f"error: {type(error).__name__}: {error}", markup=False, style="red")
-            self.console.print(f"  {remedy}", markup=False)
-            self._tell_json(f"{type(error).__name__}: {error}", "", remedy)
-            return True
-        if isinstance(error, KeyboardInterrupt):
-            self.code = INTERRUPTED
-            self.console.print("interrupted", markup=False)
-            self._tell_json("interrupted", "", "")
-            return True
-        return False
+        match error:
+            case WeftError():
+                self.code = error.exit_code
+                self.console.print(f"error: {error}", style="red")
+                self._tell_json(error.message, error.place, error.remedy)
+            case Exception():
+                what = f"{type(error).__name__}: {error}"
+                remedy = "this is a fault in Weft: please report it with the trace that --debug shows"
+                self.console.print(f"error: {what}", style="red")
+                self.console.print(f"  {remedy}")
+                self._tell_json(what, "", remedy)
+            case KeyboardInterrupt():
+                self.code = INTERRUPTED
+                self.console.print("interrupted")
+                self._tell_json("interrupted", "", "")
+            case _:
+                return False
+        return True
 
     def _tell_json(self, error: str, place: str, remedy: str) -> None:
         if self.json:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.collectives import collectives
 from weft.cost.links import default_links
 from weft.ir.graph import Graph
 from weft.lower import lower
+from weft.lower.collectives import collectives
 from weft.plan.load import load_plan
 from weft.verify import verify
 from weft.verify.door import capture_subject, make_subject

@@ -9,10 +9,10 @@ import pytest
 from tests.order.cases import random_pipeline, random_schedule
 from tests.order.shapes import chain, interlaced_chain
 from weft.errors import PlanError
-from weft.ir.schedule import Pipeline, Schedule, Segment
+from weft.ir.schedule import Pipeline, Rows, Schedule, Segment
 from weft.order import make_schedule
 from weft.order.joint import joint
-from weft.order.stage_names import Rows, said_schedule
+from weft.order.stage_names import said_schedule
 from weft.order.steps import project
 
 PIPELINE = chain(2, 3)

@@ -84,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
 def tell_memory(memory: Memory, compiled: Compiled, options: argparse.Namespace) -> int:
     """The bytes of each rank."""
     if options.json:
-        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
-        print(json.dumps({**said, **memory.as_json()}))
+        print(json.dumps({**_asked(compiled, options), **memory.as_json()}))
     else:
         show_memory(memory, f"{options.file} under {options.plan}")
     return 0
@@ -99,13 +98,17 @@ def show_pieces(compiled: Compiled, made: InPieces, options: argparse.Namespace)
     elif options.program:
         print("\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in made.sizes[0].parts))
     elif options.json:
-        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
-        print(json.dumps({**said, **pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}))
+        shown = {**pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}
+        print(json.dumps(_asked(compiled, options) | shown))
     elif options.schedule:
         pieces.show_schedule(made, title)
     else:
         pieces.show_pieces(made, title)
     return 0
+
+
+def _asked(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
+    return {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
 
 
 def code_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -128,9 +131,7 @@ def show_code(files: Mapping[str, bytes]) -> None:
 def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -> dict[str, Any]:
     """All that there is to show, as plain values."""
     return {
-        "file": str(options.file),
-        "plan": str(options.plan),
-        "devices": compiled.devices,
+        **_asked(compiled, options),
         "axes": axis_sizes(program),
         "modules": [row.as_json() for row in module_rows(program)],
         "proven": str(compiled.report),

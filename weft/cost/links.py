@@ -125,12 +125,7 @@ DEFAULTS: Mapping[str, Links] = MappingProxyType(
             name="nccl",
             latency=1e-5,
             peer_latency=1.5e-6,
-            all_reduce=5e-12,
-            all_gather=5e-12,
-            reduce_scatter=5e-12,
-            all_to_all=5e-12,
-            broadcast=5e-12,
-            exchange=5e-12,
+            **dict.fromkeys(KINDS[:-1], 5e-12),
             local=1e-12,
         ),
     }

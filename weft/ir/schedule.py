@@ -17,7 +17,7 @@ only `f`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -194,6 +194,12 @@ class Schedule:
     def __str__(self) -> str:
         """One line per device: `0: F0 F1 B0 ...`, with the segment's name where a device has several."""
         return "\n".join(f"{device}: {row(self.events[device])}" for device in sorted(self.events))
+
+
+Rows = Mapping[int, str | Sequence[Event]]
+"""For each device its events, or a row such as `F0 F1 B0` (`F0(a)` where it holds several stages)."""
+ScheduleLike = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
+"""A name of `weft.order.NAMES`, the events of every device by stage, or a function that makes them."""
 
 
 def row(events: tuple[Event, ...]) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weft.errors import PlanError
-from weft.ir.schedule import Before, Event, Pipeline, Schedule
+from weft.ir.schedule import Before, Event, Pipeline, Rows, Schedule, ScheduleLike
 from weft.order.check import check_schedule
 from weft.order.names import make_schedule
 from weft.order.relations import check_relations, expand
@@ -20,16 +20,13 @@ from weft.order.search import complete
 
 Stages = Mapping[str, tuple[str, ...]]
 """The segments of each stage, along the data."""
-Rows = Mapping[int, str | Sequence[Event]]
-Said = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
-
 WORD = re.compile(r"([FBWfbw])(\d+)(?:\((.+)\))?")
 SECONDS = 30.0
 """How long the solver may take to complete relations."""
 
 
 def said_schedule(
-    pipeline: Pipeline, said: Said, relations: Sequence[Before], stages: Stages, *, seconds: float = SECONDS
+    pipeline: Pipeline, said: ScheduleLike, relations: Sequence[Before], stages: Stages, *, seconds: float = SECONDS
 ) -> Schedule:
     """The schedule that a plan says: by name, as rows, as a function, by relations; 1F1B if it says nothing."""
     wanted = segment_relations(pipeline, relations, stages)

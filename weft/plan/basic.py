@@ -13,13 +13,13 @@ what is said when there is nothing to cut.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.errors import PlanError
 from weft.ir.layout import Grid
 from weft.plan import primitives
 from weft.plan.batch import BatchDims, told_batch, where_of
-from weft.plan.chains import choose_chains
+from weft.plan.chains import Chain, choose_chains
 from weft.plan.colors import find_colors
 from weft.plan.follow import default_grid
 from weft.plan.plan import Plan
@@ -74,9 +74,7 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     """
     check_count("tp", parts)
     chains = choose_chains(plan, parts)
-    if not chains:
-        raise no_chain(plan, f"{axis}={parts}", parts)
-    cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
+    cuts = _cuts_of(plan, chains, parts, axis, f"{axis}={parts}")
     ends = dict.fromkeys(op for chain in chains for op in chain.ends if op not in cuts)
     plan = cut_all(plan, cuts)
     return plan.trans(list(ends), primitives.copy(parts, axis)) if ends else plan
@@ -90,10 +88,8 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     """
     check_count("coshard", parts)
     chains = choose_chains(plan, parts, talking=False)
-    if not chains:
-        raise no_chain(plan, f"coshard={parts}", parts)
+    cuts = _cuts_of(plan, chains, parts, axis, f"coshard={parts}")
     mesh = default_grid(plan)
-    cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
     for one in mesh.axes:
         missing = [op for op in cuts if plan.decision(op).axis(one.name) is None]
         if missing:
@@ -107,6 +103,13 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     for chain in chains:
         plan = _recompute_together(plan, plan.select(chain.members))
     return plan
+
+
+def _cuts_of(plan: Plan, chains: Sequence[Chain], parts: int, axis: str, what: str) -> dict[str, CutBy]:
+    """The cut of every op of the chains, which there must be."""
+    if not chains:
+        raise no_chain(plan, what, parts)
+    return {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
 
 
 def _repeated(plan: Plan, op: str, mesh: Grid) -> tuple[int, ...]:

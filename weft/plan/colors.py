@@ -101,10 +101,9 @@ def is_of_inputs(graph: Graph, color: Color) -> bool:
 
 @dataclass(frozen=True)
 class Colors:
-    """All colors of a graph that can be cut into at least `parts`."""
+    """All colors of a graph that can be cut into so many parts as were asked for."""
 
     all: tuple[Color, ...]
-    parts: int
 
     def __iter__(self) -> Iterator[Color]:
         return iter(self.all)
@@ -150,7 +149,7 @@ def find_inner_colors(graph: Graph, rules: RuleBook, parts: int) -> Colors:
     )
     if hidden or parts != 2:
         union = _united(graph, rules, parts, (), apart)
-    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)))
 
 
 def _inner(op: Op, one: Dim, rule: Rule, apart: frozenset[OpName]) -> str | None:
@@ -175,7 +174,7 @@ def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[Tensor
         same: dims that are known to be one (the batch dims of all inputs).
     """
     union = _united(graph, rules, parts, same, frozenset())
-    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)))
 
 
 def _united(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim], apart: frozenset[OpName]) -> _Union:

@@ -10,18 +10,13 @@ Lines are written by primitives, recipes and plan files; what each means and wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.ir.graph import Graph
-from weft.ir.schedule import Event, Pipeline, Relation, Schedule
+from weft.ir.schedule import Relation, ScheduleLike
 from weft.plan.primitives import AxisUse, Transform
 from weft.plan.select import ParameterSelection, Selection, fold
-
-Rows = Mapping[int, str | Sequence[Event]]
-"""For each device its events, or a row such as `F0 F1 B0` (`F0(a)` where it holds several stages)."""
-ScheduleLike = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
-"""A name of `weft.order.NAMES`, the events of every device by stage, or a function that makes them."""
 
 
 @dataclass(frozen=True)

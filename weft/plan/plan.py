@@ -7,6 +7,7 @@ one as it was; its `can_*` twin answers with the reason instead. Plans with equa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Concatenate, ParamSpec
 
 from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph, Op
-from weft.ir.schedule import Relation, Schedule
+from weft.ir.schedule import Relation, Schedule, ScheduleLike
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.plan.apply import Context, apply
@@ -25,7 +26,6 @@ from weft.plan.lines import (
     Decision,
     Line,
     OrderLine,
-    ScheduleLike,
     ScheduleLine,
     Stage,
     StageLine,
@@ -319,27 +319,15 @@ def _several(given: Transform | Sequence[Transform] | None) -> tuple[Transform, 
     return None if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def _flatten(devices: Devices) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The device numbers row-major, and the shape of the nesting."""
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        return (devices,), ()
+def _flatten(devices: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The device numbers row-major, and the shape of the nesting; arrays and scalars of other libraries count too."""
+    if hasattr(devices, "__index__") and not isinstance(devices, bool) and not getattr(devices, "shape", ()):
+        return (operator.index(devices),), ()
     if isinstance(devices, str | bool) or not isinstance(devices, Iterable):
         raise PlanError(f"{devices!r} is no device", remedy="give device numbers, nested like the grid's axes")
-    parts = [_flatten(_plain(item)) for item in devices]
+    parts = [_flatten(item) for item in devices]
     shapes = {shape for _, shape in parts}
     if len(shapes) > 1:
         raise PlanError(f"the devices {devices} do not form a grid", remedy="give rows of equal length")
     inner = shapes.pop() if shapes else ()
     return tuple(number for flat, _ in parts for number in flat), (len(parts), *inner)
-
-
-def _plain(item: object) -> Devices:
-    """A scalar of an array library as a number."""
-    if isinstance(item, int | Sequence):
-        return item
-    if isinstance(item, Iterable) and not hasattr(item, "__index__"):
-        return list(item)
-    if hasattr(item, "__index__"):
-        shape = getattr(item, "shape", ())
-        return list(item) if shape else int(item.__index__())  # type: ignore[call-overload]
-    raise PlanError(f"{item!r} is no device", remedy="give device numbers, nested like the grid's axes")

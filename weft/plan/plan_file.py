@@ -20,15 +20,13 @@ import yaml
 
 from weft.errors import PlanError
 from weft.ir.graph import Graph
-from weft.ir.schedule import PHASES, Before, Event, Micro, Schedule
+from weft.ir.schedule import PHASES, Before, Event, Micro, Rows, Schedule, ScheduleLike
 from weft.plan.lines import (
     AssignLine,
     BatchLine,
     BlockLine,
     Line,
     OrderLine,
-    Rows,
-    ScheduleLike,
     ScheduleLine,
     StageLine,
     StoreLine,
