@@ -18,14 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.order.shapes import chain, interlaced_chain, recycled
+from tests.order.shapes import chain, interlaced_chain, nf1b_relations, one_f_one_b_relations, recycled
 from weft.errors import PlanError
 from weft.ir.schedule import Before, Pipeline
 from weft.order import Span, make_schedule, peaks, simulate
-from weft.order.model import lower_bound
-from weft.order.pattern import kinds
-from weft.order.relations import nf1b_relations, one_f_one_b_relations
 from weft.order.search import Found, complete
+from weft.order.task import kinds, lower_bound
 from weft.order.timing import Spans
 
 

@@ -20,10 +20,9 @@ from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Micro, Pipeline, Schedule
 from weft.order.names import make_schedule
-from weft.plan.order import b, before, f
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan, save_plan
-from weft.plan.primitives import cut
+from weft.plan.primitives import b, before, cut, f
 from weft.plan.recycling import repeated
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync

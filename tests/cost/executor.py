@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.ir.layout import Layout
 from weft.ir.program import Move
-from weft.ir.routes import Index, adds, routes
+from weft.ir.routes import Index, Routing, adds
 from weft.lower.transfer import Transfers
 from weft.runtime.script import Transfer
 
@@ -64,7 +64,7 @@ def run_routes(move: Move, parts: Parts) -> Parts:
     """What a move makes of the parts, by its routes."""
     result = {(part.device, part.slot): np.zeros(part.shape) for part in move.target.parts()}
     add = adds(move.source, move.target)
-    for route in routes(move.source, move.target):
+    for route in Routing(move.source, move.target).all:
         assert move.kind != "local" or route.source_device == route.target_device, f"{move} is not local: {route}"
         piece = parts[route.source_device, route.source_slot][box(route.source_index)]
         into = result[route.target_device, route.target_slot]

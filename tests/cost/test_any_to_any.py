@@ -18,7 +18,7 @@ from weft.cost.refine import coalesce, common, same_parts
 from weft.cost.reshard import Resharder
 from weft.ir.layout import COPY, PARTIAL, Layout, split, verify_layout
 from weft.ir.program import Move
-from weft.ir.routes import routes
+from weft.ir.routes import Routing
 
 LAYOUTS = everything()
 WHOLE = whole_tensor(SHAPE)
@@ -102,7 +102,7 @@ def test_grid_moves_stay_on_the_fibers_of_the_axes_they_change() -> None:
             sorted_dims = [dim for dim, table in enumerate(move.source.ranges) if table != move.target.ranges[dim]]
             axes = changed or {axis for dim in sorted_dims for axis in move.source.axes_of[dim]}
             cells = move.source.grid.cells_on
-            for route in routes(move.source, move.target):
+            for route in Routing(move.source, move.target).all:
                 (here,), (there,) = cells[route.source_device], cells[route.target_device]
                 assert all(a == b for i, (a, b) in enumerate(zip(here, there, strict=True)) if i not in axes), move
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cost.layouts import grid, layout
 from weft.cost.links import DEFAULTS, Links, default_links
 from weft.cost.refine import coalesce, common, express, same_parts
-from weft.cost.reshard import Resharder, cheapest
+from weft.cost.reshard import Resharder
 from weft.ir.layout import COPY, PARTIAL, Axis, Grid, Layout, Role, split
 
 ROWS, COLUMNS = split(0), split(1)
@@ -19,7 +19,7 @@ TWO, FOUR, SQUARE, OTHERS = grid((2,)), grid((4,)), grid((2, 2)), grid((4,), (4,
 
 
 def kinds(source: Layout, target: Layout, links: Links = GLOO) -> list[str]:
-    return [move.kind for move in cheapest(source, target, 4, links)]
+    return [move.kind for move in Resharder(links).path(source, target, 4)]
 
 
 def on(where: Grid, *roles: Role, shape: tuple[int, ...] = LARGE, style: str = "even") -> Layout:
@@ -68,7 +68,7 @@ def test_two_axes_scatter_before_they_sum_if_bytes_count() -> None:
 
 
 def test_one_axis_of_two_moves_along_its_fiber_only() -> None:
-    (move,) = cheapest(on(SQUARE, ROWS, PARTIAL), on(SQUARE, ROWS, COPY), 4, NCCL)
+    (move,) = Resharder(NCCL).path(on(SQUARE, ROWS, PARTIAL), on(SQUARE, ROWS, COPY), 4)
     assert (move.kind, move.source.grid, move.target.roles) == ("all_reduce", SQUARE, (ROWS, COPY))
     assert kinds(on(SQUARE, ROWS, PARTIAL), on(FOUR, ROWS), NCCL) == ["reduce_scatter"]
     assert kinds(on(FOUR, ROWS), on(SQUARE, ROWS, COLUMNS), NCCL) == ["all_to_all"]
@@ -96,7 +96,7 @@ def test_copies_on_other_devices_are_completed_there() -> None:
 
 def test_chunks_are_united_before_a_large_sum() -> None:
     chunks = grid((2, 4), (0, 0, 0, 0, 1, 1, 1, 1))
-    found = cheapest(on(chunks, PARTIAL, COLUMNS), on(chunks, COPY, COLUMNS), 4, NCCL)
+    found = Resharder(NCCL).path(on(chunks, PARTIAL, COLUMNS), on(chunks, COPY, COLUMNS), 4)
     assert [move.kind for move in found] == ["local", "all_reduce", "local"]
     assert same_parts(found[-1].target, on(chunks, COPY, COLUMNS))
 

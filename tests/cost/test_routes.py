@@ -11,7 +11,7 @@ import pytest
 from tests.cost.layouts import everything, grid, layout
 from weft.ir.layout import COPY, PARTIAL, Layout, split
 from weft.ir.program import Move
-from weft.ir.routes import Routing, adds, group_of, routes, routes_of
+from weft.ir.routes import Routing, adds
 from weft.lower.transfer import Transfers, transfer
 
 ROWS, COLUMNS = split(0), split(1)
@@ -19,7 +19,7 @@ WIDE = (2048, 1024)
 
 
 def ends(source: Layout, target: Layout) -> list[tuple[int, int]]:
-    return [(route.source_device, route.target_device) for route in routes(source, target)]
+    return [(route.source_device, route.target_device) for route in Routing(source, target).all]
 
 
 def test_routes_of_a_device_are_those_of_all_that_touch_it() -> None:
@@ -98,7 +98,7 @@ def test_a_scalar_has_routes_and_an_empty_tensor_none() -> None:
 
 def test_a_sum_over_a_fiber_is_an_all_reduce_and_one_over_slots_is_not() -> None:
     plain = Move("all_reduce", layout(grid((2, 2)), (PARTIAL, COPY)), layout(grid((2, 2)), (COPY, COPY)))
-    assert group_of(plain, 3) == (1, 3)
+    assert Routing(plain.source, plain.target).group(3) == (1, 3)
     made = transfer(plain, 3)
     assert made is not None
     assert (made.kind, made.group, made.sends, made.receives) == ("all_reduce", (1, 3), (), ())
@@ -129,7 +129,7 @@ def test_a_device_of_a_large_grid_sees_only_its_fiber(before: tuple, after: tupl
     large = grid((128, 8))
     source, target = layout(large, before, shape=WIDE), layout(large, after, shape=WIDE)
     start = time.process_time()
-    found = routes_of(source, target, 517)
+    found = Routing(source, target).of(517)
     made = Transfers().of(Move("all_to_all", source, target), 517)
     assert time.process_time() - start < 1.5
     assert len(found) == links - 1  # the one that stays is both into and out of the device

@@ -102,6 +102,6 @@ def test_error_shows_the_neighbourhood(graph: Graph) -> None:
     with pytest.raises(CheckError) as caught:
         verify_graph(with_op(graph, 2, args=(Ref("nothing"),)))
     lines = caught.value.message.split("\n")
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert [line for line in lines if line.startswith(">")] == [lines[3]] and "%down/linear" in lines[3]
     assert f"tests/models.py:{LINE}" in caught.value.place

@@ -7,7 +7,9 @@ import pytest
 from tests.order.shapes import chain, interlaced_chain, vee
 from weft.ir.schedule import Pipeline, Segment
 from weft.order import Span, check_schedule, make_schedule, simulate
-from weft.order.pattern import find_pattern, make_task, place
+from weft.order.model import make_solver
+from weft.order.pattern import best_pattern, edges, find_pattern
+from weft.order.task import make_task
 
 
 def spans(stages: int) -> dict[str, Span]:
@@ -65,9 +67,10 @@ def test_patterns_of_other_shapes(pipeline: Pipeline) -> None:
 
 
 def test_a_period_shorter_than_the_work_has_no_pattern() -> None:
-    task = make_task(interlaced_chain(2, 1), spans(2))
+    pipeline = interlaced_chain(2, 1)
+    task = make_task(pipeline, spans(2))
     assert task.least_period == 8
-    assert place(task, 7, tries=2000) is None
+    assert best_pattern(pipeline, task, edges(task), None, period=7, solver=make_solver()) is None
 
 
 def test_copies_of_a_pattern_never_meet() -> None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from tests.order.cases import random_pipeline, random_schedule
-from tests.order.shapes import chain, interlaced_chain, recycled, vee
+from tests.order.shapes import chain, interlaced_chain, nf1b_relations, one_f_one_b_relations, recycled, vee
 from weft.errors import PlanError
 from weft.ir.schedule import Before, Event, Micro, Pipeline, Schedule, Segment
 from weft.order import Span, check_schedule, make_schedule, peaks, simulate
-from weft.order.relations import check_relations, expand, nf1b_relations, one_f_one_b_relations
+from weft.order.relations import check_relations, expand
 from weft.order.search import Found, complete
 
 M = Micro()

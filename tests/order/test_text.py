@@ -1,4 +1,4 @@
-"""Schedules that users write, one order of everything, and times between devices."""
+"""Schedules that users write, and one order of everything."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import pytest
 from tests.order.cases import random_pipeline, random_schedule
 from tests.order.shapes import chain, interlaced_chain
 from weft.errors import PlanError
-from weft.ir.schedule import Event, Pipeline, Segment
-from weft.order import make_schedule, simulate
-from weft.order.joint import global_order
+from weft.ir.schedule import Pipeline, Rows, Schedule, Segment
+from weft.order import make_schedule
+from weft.order.joint import joint
+from weft.order.stage_names import said_schedule
 from weft.order.steps import project
-from weft.order.text import read_schedule
 
 PIPELINE = chain(2, 3)
+
+
+def read_schedule(pipeline: Pipeline, rows: Rows) -> Schedule:
+    return said_schedule(pipeline, rows, (), {})
 
 
 def test_rows_are_read() -> None:
@@ -54,7 +58,7 @@ def test_words_that_are_no_events(rows: dict[int, str], message: str) -> None:
 
 
 def test_a_device_with_several_segments_names_them() -> None:
-    with pytest.raises(PlanError, match="does not say which segment it runs; device 0 holds embed, s0, head") as caught:
+    with pytest.raises(PlanError, match="does not say which stage it runs; device 0 holds embed, s0, head") as caught:
         read_schedule(interlaced_chain(2, 1), {0: "F0"})
     assert caught.value.place == "device 0, event 0"
 
@@ -64,16 +68,8 @@ def test_one_order_of_everything() -> None:
         draw = random.Random(seed)
         pipeline = random_pipeline(draw)
         schedule = random_schedule(pipeline, draw)
-        order = global_order(pipeline, schedule)
+        graph = joint(pipeline, schedule)
+        order = [graph.events[number] for number in graph.order()]
         assert project(pipeline, order) == schedule
         places = {event: place for place, event in enumerate(order)}
         assert all(places[need] < places[event] for event in order for need in pipeline.before(event))
-
-
-def test_values_take_time_between_devices() -> None:
-    pipeline = chain(2, 1)
-    schedule = make_schedule("1f1b", pipeline)
-    assert simulate(pipeline, schedule).makespan == 6
-    late = simulate(pipeline, schedule, hop=0.5)
-    assert late.makespan == 7
-    assert late.starts[Event("b", "s1", 0)] == late.ends[Event("f", "s1", 0)]

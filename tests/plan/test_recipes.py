@@ -13,7 +13,7 @@ from weft.ir.oplayout import Copied, Cut
 from weft.ops.book import RuleBook
 from weft.ops.work import multiplications
 from weft.plan import Plan, copy, coshard, dp, tp
-from weft.plan.recipes import recompute
+from weft.plan.basic import recompute
 from weft.plan.weigh import weigh
 
 

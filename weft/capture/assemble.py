@@ -7,7 +7,7 @@ operator repeats, so that they stay when other modules change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,24 @@ from torch import nn
 from weft.capture.builder import Builder
 from weft.capture.causal import with_plain_masks
 from weft.capture.example import Example, Output
-from weft.capture.names import Names
 from weft.capture.state import Constant, State, Stored
 from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Size, map_refs
+
+
+@dataclass
+class Names:
+    """Unique names: the first taker gets the plain one, later ones `_1`, `_2` ..."""
+
+    taken: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def take(self, wanted: str) -> str:
+        name = wanted
+        while name in self.taken:
+            self.counts[wanted] = self.counts.get(wanted, 0) + 1
+            name = f"{wanted}_{self.counts[wanted]}"
+        self.taken.add(name)
+        return name
 
 
 def assemble(

@@ -1,19 +1,26 @@
 """Ops, one by one, each tried on fake tensors.
 
 Enters: operators with arguments (`Ref`s, sizes, plain values) and the context they ran in. Leaves: Ops and Tensors
-under working names (`names.py` gives the final ones). Every op is run once on fake tensors in its own grad mode and
+under working names (`assemble.py` gives the final ones). Every op is run once on fake tensors in its own grad mode and
 autocast, so shape, dtype and whether a gradient flows are what torch itself says, for rewritten operators too.
+
+While `known_shapes()` is entered, fake tensors pass through two operators that torch knows for fewer arguments than it
+computes: `_grouped_mm` in any float dtype (its kernels take float32 too, torch's own shape function bfloat16 alone),
+and `_ctc_loss` with lengths that are tensors, for which torch has no shape function at all. What was registered before
+is put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -21,6 +28,9 @@ from weft.capture.sizes import Sizes
 from weft.errors import CaptureError
 from weft.ir.graph import NOWHERE, Autocast, Op, Ref, Source, Tensor
 from weft.ops.trial import FAILURES
+
+GROUPED = torch.ops.aten._grouped_mm.default
+CTC = torch.ops.aten._ctc_loss.Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,25 @@ class Context:
     @property
     def place(self) -> str:
         return str(self.source) if self.source.line else self.path
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator. Arguments are what the trace has (handles), or `Ref`s to their present values."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: Context
+
+    @property
+    def name(self) -> str:
+        return name_of(self.target)
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """All arguments by the names of the schema, defaults filled in."""
+        return bound(self.target, self.args, self.kwargs)
 
 
 @dataclass
@@ -70,11 +99,15 @@ class Builder:
             args, kwargs = pytree.tree_map(lambda leaf: self._detached(leaf, context), (args, dict(kwargs or {})))
         return self._append(str(target), target, args, kwargs or {}, context, draw=draw)
 
-    def returns_itself(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
-    ) -> bool:
+    def ref(self, target: OpOverload, *args: Any, context: Context, **kwargs: Any) -> Ref:
+        """Append a call that makes one tensor; what it makes, as an argument of the next."""
+        return Ref(self.emit(target, args, kwargs, context=context)[0])
+
+    def returns_itself(self, call: Call) -> bool:
         """Whether the call gives back the very tensor that is its first argument (`.to` of its own dtype)."""
-        return may_alias(target) and self._run(target, args, kwargs, context)[0] is self.fakes[args[0].name]
+        if not may_alias(call.target):
+            return False
+        return self._run(call.target, call.args, call.kwargs, call.context)[0] is self.fakes[call.args[0].name]
 
     def emit_function(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], context: Context
@@ -180,8 +213,7 @@ class Builder:
             stack.enter_context(self.mode)
             stack.enter_context(torch.set_grad_enabled(context.grad))
             if context.autocast is not None:
-                cast = context.autocast
-                stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled, cache_enabled=False))
+                stack.enter_context(context.autocast.around())
             return stack.pop_all()
 
     def _try(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Context) -> Any:
@@ -195,6 +227,71 @@ class Builder:
             ) from error
 
 
+def name_of(target: OpOverload) -> str:
+    """`dropout` of `aten.dropout.default`, `add_` of `aten.add_.Tensor`; `my::op` of a library of the user's."""
+    library, name, _ = str(target).split(".")
+    return name if library == "aten" else f"{library}::{name}"
+
+
+def bound(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the schema, defaults filled in."""
+    found: dict[str, Any] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(args) and not argument.kwarg_only:
+            found[argument.name] = args[position]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        else:
+            found[argument.name] = argument.default_value if argument.has_default_value() else None
+    return found
+
+
 def may_alias(target: OpOverload) -> bool:
     """Whether an operator may return a view of its argument, or the argument itself."""
     return any(result.alias_info is not None for result in target._schema.returns)
+
+
+@contextmanager
+def known_shapes() -> Iterator[None]:
+    """While this is entered, fake tensors know more shapes."""
+    held = fake_impls.op_implementations_dict
+    added = {one: fake for one, fake in ((GROUPED, fake_grouped_mm), (CTC, fake_ctc_loss)) if one not in held}
+    held.update(added)
+    try:
+        yield
+    finally:
+        for one in added:
+            del held[one]
+
+
+def fake_ctc_loss(
+    mode: FakeTensorMode,
+    _operator: torch._ops.OpOverload,
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    *_rest: object,
+    **_named: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss for each row; and the sums over alignments, whose length only the run knows, for backward alone."""
+    with mode:
+        rows = list(scores.shape[1:2])
+        return scores.new_empty(rows), scores.new_empty([*rows, scores.shape[0], 2 * targets.shape[-1] + 1])
+
+
+def fake_grouped_mm(
+    mode: FakeTensorMode,
+    _operator: torch._ops.OpOverload,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An empty result: groups divide the rows of `a`, the columns of `b`, or what is contracted."""
+    if (offs is None) != (a.ndim == b.ndim == 3):
+        raise RuntimeError("offs tells the groups of 2-d matrices, and batches of matrices have none")
+    if (a.ndim == 3 or b.ndim == 3) and a.shape[-1] != b.shape[-2]:
+        raise RuntimeError(f"matrices of widths {a.shape[-1]} and {b.shape[-2]} cannot be multiplied")
+    batch = list(a.shape[:1]) if offs is None else list(offs.shape) if a.ndim == b.ndim == 2 else []
+    with mode:
+        return a.new_empty([*batch, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)

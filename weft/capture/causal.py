@@ -122,9 +122,7 @@ def _run(op: Op, values: Mapping[str, torch.Tensor], tensors: Mapping[str, Tenso
     args, kwargs = pytree.tree_map(
         lambda leaf: read[leaf.name] if isinstance(leaf, Ref) else leaf, (op.args, dict(op.kwargs))
     )
-    cast = op.autocast
-    around = torch.autocast(cast.device, cast.dtype, cast.enabled, cache_enabled=False) if cast else nullcontext()
-    with torch.no_grad(), around:
+    with torch.no_grad(), op.autocast.around() if op.autocast else nullcontext():
         found = pytree.tree_leaves(operator(*args, **kwargs))
     return [found[0].expand(made[0].sizes)] if folded else found
 

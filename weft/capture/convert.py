@@ -19,9 +19,8 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from weft.capture.bags import emit_bag, is_bag
-from weft.capture.builder import Builder, Context
-from weft.capture.draws import bound, drops_nothing, is_random, name_of
+from weft.capture.builder import Builder, Call, Context, may_alias
+from weft.capture.draws import drops_nothing, is_random
 from weft.capture.expect import EXPECT, Expectation
 from weft.capture.functional import (
     RESHAPING,
@@ -34,17 +33,26 @@ from weft.capture.functional import (
     unwritable,
     write,
 )
-from weft.capture.grouped import with_repeated_heads
 from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
 from weft.capture.refuse import NUMBER, NUMBER_REMEDY
-from weft.capture.running import update_statistics, updates_statistics
-from weft.capture.selected import Selected, refuse_selected, selection, targets_as_rows
+from weft.capture.rewritten import (
+    Selected,
+    emit_bag,
+    is_bag,
+    refuse_selected,
+    selection,
+    targets_as_rows,
+    update_statistics,
+    updates_statistics,
+    with_repeated_heads,
+)
 from weft.capture.sizes import is_data_dependent
 from weft.capture.source import source_of_trace
 from weft.capture.views import Step
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Ref
 
+aten = torch.ops.aten
 ROOT = "module"
 """The name under which the traced wrapper holds the user's module."""
 
@@ -114,7 +122,7 @@ class Converter:
             if target._schema.is_mutable:
                 raise unwritable(target, context)
             return None
-        return self.operator(target, tuple(args), dict(kwargs), node, context)
+        return self.operator(Call(target, tuple(args), dict(kwargs), context), node)
 
     def region(self, target: HigherOrderOperator, args: tuple[Any, ...], context: Context) -> Any:
         """A grad-mode or autocast region, flattened."""
@@ -167,86 +175,65 @@ class Converter:
         names = self.builder.emit_function(applied.name, applied, tuple(applied.arguments(tensors)), context)
         return [fresh(name, value) for name, value in zip(names, node.meta["val"], strict=True)]
 
-    def operator(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
-    ) -> Any:
+    def operator(self, call: Call, node: fx.Node) -> Any:
         """An ATen operator, or a user's from a torch library."""
-        other = self.stand_in(target, args, kwargs, node, context)
+        value, context = node.meta["val"], call.context
+        other = self.stand_in(call, node)
         if other is not None:
             return other
-        if is_data_dependent(node.meta["val"]):
+        if is_data_dependent(value):
             raise CaptureError(
-                f"the shape that {target} returns depends on the values in a tensor",
+                f"the shape that {call.target} returns depends on the values in a tensor",
                 place=context.place,
                 remedy="keep the shape and mask instead (torch.where, masked_fill, multiplication by the mask)",
             )
-        if is_identity(target, args, kwargs, node.meta["val"]):
-            return args[0]
-        if name_of(target) == "broadcast_tensors":
-            return [
-                self.expand(handle, value.shape, context)
-                for handle, value in zip(args[0], node.meta["val"], strict=True)
-            ]
-        random = is_random(target, args, kwargs, context.place)
+        if is_identity(call, value):
+            return call.args[0]
+        random = is_random(call)
         draw = self.draws if random else None
         self.draws += random
-        if str(target) == "aten.cat.default":
-            args = (self.without_empty(args[0], context), *args[1:])
-        if name_of(target) in ("lift_fresh_copy", "lift_fresh") or is_cat_of_one(target, args):
-            source = args[0][0] if isinstance(args[0], list) else args[0]
-            return fresh(
-                read(source, self.builder, context),
-                node.meta["val"],
-                "op" if is_cat_of_one(target, args) else "constant",
-            )
-        refs, named = self.resolve(args, context), self.resolve(kwargs, context)
-        refs, named = with_repeated_heads(target, refs, named, self.builder, context)
-        is_viewing = not context.grad and not target._schema.is_mutable and args and isinstance(args[0], Handle)
-        if is_viewing and self.builder.returns_itself(target, refs, named, context):
-            return args[0]
-        if updates_statistics(target, refs, named):
-            values = bound(target, args, kwargs)
-            handles = [values["running_mean"], values["running_var"]]
-            name, means = update_statistics(target, refs, named, self.builder, context)
-            for handle, value in zip(handles, means, strict=True):
-                write(handle, value, self.builder, context)
-            return fresh(name, node.meta["val"])
-        if target._schema.is_mutable:
-            return self.mutate(target, args, kwargs, node, context, draw)
-        names = self.builder.emit(target, refs, named, context=context, draw=draw)
-        return handles_of(target, args, refs, named, names, node)
+        if str(call.target) == "aten.cat.default":
+            call = replace(call, args=(self.without_empty(call.args[0], context), *call.args[1:]))
+            if len(call.args[0]) == 1:
+                return fresh(read(call.args[0][0], self.builder, context), value)
+        if call.name in ("lift_fresh_copy", "lift_fresh"):
+            return fresh(read(call.args[0], self.builder, context), value, "constant")
+        made = with_repeated_heads(self.resolved(call), self.builder)
+        is_viewing = not context.grad and not call.target._schema.is_mutable
+        if is_viewing and call.args and isinstance(call.args[0], Handle) and self.builder.returns_itself(made):
+            return call.args[0]
+        if updates_statistics(made):
+            name, means = update_statistics(made, self.builder)
+            for key, mean in zip(("running_mean", "running_var"), means, strict=True):
+                write(call.values[key], mean, self.builder, context)
+            return fresh(name, value)
+        if call.target._schema.is_mutable:
+            return self.mutate(call, draw)
+        names = self.builder.emit(call.target, made.args, made.kwargs, context=context, draw=draw)
+        return handles_of(made, call.args, names, value)
 
-    def stand_in(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
-    ) -> Any:
+    def stand_in(self, call: Call, node: fx.Node) -> Any:
         """What takes the place of a call that no op can be as it stands; None for all others."""
-        refuse_selected(target, args, kwargs)
-        if any(isinstance(arg, Selected) for arg in (*args, *kwargs.values())):
-            return self.ctc_loss(target, args, kwargs, node, context)
-        if is_bag(target, args, kwargs, node):
-            refs, named = self.resolve(args, context), self.resolve(kwargs, context)
-            name = emit_bag(target, refs, named, self.builder, context)
-            return [fresh(name, node.meta["val"][0]), None, None, None]
-        return selection(target, args, self.builder, context)
-
-    def ctc_loss(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, context: Context
-    ) -> Handle:
-        """A ctc loss whose targets a mask selects."""
-        values, expected = targets_as_rows(target, args, kwargs, self.builder, context)
-        self.expected.append(expected)
-        (name,) = self.builder.emit(target, tuple(self.resolve(values, context).values()), context=context)
-        return fresh(name, node.meta["val"])
+        refuse_selected(call)
+        if any(isinstance(arg, Selected) for arg in (*call.args, *call.kwargs.values())):
+            # a ctc loss whose targets a mask selects
+            values, expected = targets_as_rows(call, self.builder)
+            self.expected.append(expected)
+            given = self.resolve(values, call.context)
+            return fresh(self.builder.ref(call.target, *given.values(), context=call.context).name, node.meta["val"])
+        if is_bag(call, node):
+            return [fresh(emit_bag(self.resolved(call), self.builder), node.meta["val"][0]), None, None, None]
+        if call.name == "broadcast_tensors":
+            pairs = zip(call.args[0], node.meta["val"], strict=True)
+            return [self.expand(handle, value.shape, call.context) for handle, value in pairs]
+        return selection(call, self.builder)
 
     def expand(self, handle: Handle, shape: Sequence[Any], context: Context) -> Handle:
         """A handle seen in a larger shape; itself where the shape is its own."""
         name = read(handle, self.builder, context)
         if self.builder.fakes[name].shape == shape:
             return handle
-        step = Step(torch.ops.aten.expand.default, (list(shape),), {}, None)
-        view = replace(handle, parent=handle, step=step, version=-1)
-        read(view, self.builder, context)
-        return view
+        return self.viewed(handle, Step(aten.expand.default, (list(shape),), {}, None), context)
 
     def without_empty(self, handles: Sequence[Handle], context: Context) -> list[Handle]:
         """`cat` lets a tensor of shape (0,) stand beside tensors of any rank: it adds nothing and has no dim to cut."""
@@ -261,57 +248,52 @@ class Converter:
             lambda leaf: Ref(read(leaf, self.builder, context)) if isinstance(leaf, Handle) else leaf, tree
         )
 
-    def mutate(
-        self,
-        target: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        node: fx.Node,
-        context: Context,
-        draw: int | None,
-    ) -> Any:
+    def resolved(self, call: Call) -> Call:
+        """The call on present values."""
+        return replace(call, args=self.resolve(call.args, call.context), kwargs=self.resolve(call.kwargs, call.context))
+
+    def mutate(self, call: Call, draw: int | None) -> Any:
         """An operator that writes into an argument."""
-        if name_of(target) in RESHAPING:
-            return self.reshape_in_place(target, args, node, context)
-        if "out" in kwargs:
-            return self.write_out(target, args, kwargs, context, draw)
-        if name_of(target) == "embedding_renorm_":
+        if call.name in RESHAPING:
+            return self.reshape_in_place(call)
+        if "out" in call.kwargs:
+            return self.write_out(call, draw)
+        if call.name == "embedding_renorm_":
             raise CaptureError(
-                f"an embedding with max_norm changes its weight {args[0].cell.label} in forward",
-                place=context.place,
+                f"an embedding with max_norm changes its weight {call.args[0].cell.label} in forward",
+                place=call.context.place,
                 remedy="leave out max_norm; shrink the rows that are too long outside forward, after the "
                 "optimizer's step, or divide the looked-up rows by their norm",
             )
-        check_writable(args[0], self.builder, context)
-        refs, named = self.resolve(args, context), self.resolve(kwargs, context)
-        value = result_of(target, refs, named, self.builder, context, draw)
-        write(args[0], value, self.builder, context)
-        return args[0]
+        check_writable(call.args[0], self.builder, call.context)
+        value = result_of(self.resolved(call), self.builder, draw)
+        write(call.args[0], value, self.builder, call.context)
+        return call.args[0]
 
-    def reshape_in_place(self, target: OpOverload, args: tuple[Any, ...], node: fx.Node, context: Context) -> Handle:
+    def reshape_in_place(self, call: Call) -> Handle:
         """`x.unsqueeze_(0)`: from here on x is the view."""
-        handle: Handle = args[0]
-        step = Step(twin_of(target, context), args[1:], {}, None)
-        view = replace(handle, parent=handle, step=step, version=-1)
-        read(view, self.builder, context)
+        handle: Handle = call.args[0]
+        view = self.viewed(handle, Step(twin_of(call.target, call.context), call.args[1:], {}, None), call.context)
         for other, value in self.environment.items():
             if value is handle:
                 self.environment[other] = view
         return view
 
-    def write_out(
-        self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, draw: int | None
-    ) -> Handle:
+    def viewed(self, handle: Handle, step: Step, context: Context) -> Handle:
+        """A view of a handle, made."""
+        view = replace(handle, parent=handle, step=step, version=-1)
+        read(view, self.builder, context)
+        return view
+
+    def write_out(self, call: Call, draw: int | None) -> Handle:
         """`torch.add(a, b, out=c)`: the functional overload, then written into c."""
-        out: Handle = kwargs["out"]
-        given = {key: value for key, value in kwargs.items() if key != "out"}
-        twin = twin_of(target, context)
-        refs, named = self.resolve(args, context), self.resolve(given, context)
-        name = self.builder.emit(twin, refs, named, context=context, draw=draw)[0]
-        copy = (Ref(read(out, self.builder, context)), Ref(name))
-        write(
-            out, result_of(torch.ops.aten.copy_.default, copy, {}, self.builder, context, None), self.builder, context
-        )
+        context = call.context
+        out: Handle = call.kwargs["out"]
+        given = self.resolved(replace(call, kwargs={key: one for key, one in call.kwargs.items() if key != "out"}))
+        twin = twin_of(call.target, context)
+        name = self.builder.emit(twin, given.args, given.kwargs, context=context, draw=draw)[0]
+        copied = Call(aten.copy_.default, (Ref(read(out, self.builder, context)), Ref(name)), {}, context)
+        write(out, result_of(copied, self.builder), self.builder, context)
         return out
 
 
@@ -357,16 +339,11 @@ def is_assertion(node: fx.Node) -> bool:
     return is_number(node.meta.get("val")) and bool(node.users) and all(map(is_assertion, node.users))
 
 
-def is_identity(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> bool:
+def is_identity(call: Call, value: Any) -> bool:
     """Operators whose output is their input, in a functional program."""
-    if name_of(target) == "detach_":
-        return args[0].cell.kind == "constant"  # type: ignore[no-any-return]
-    is_empty = isinstance(value, torch.Tensor) and 0 in value.shape
-    return drops_nothing(target, args, kwargs, is_empty=is_empty)
-
-
-def is_cat_of_one(target: OpOverload, args: tuple[Any, ...]) -> bool:
-    return str(target) == "aten.cat.default" and len(args[0]) == 1
+    if call.name == "detach_":
+        return call.args[0].cell.kind == "constant"  # type: ignore[no-any-return]
+    return drops_nothing(call, is_empty=isinstance(value, torch.Tensor) and 0 in value.shape)
 
 
 def storage_of(value: torch.Tensor) -> int:
@@ -378,23 +355,14 @@ def fresh(name: str, value: torch.Tensor, kind: str = "op", label: str = "") -> 
     return Handle(Cell(kind, label), name, 0, storage_of(value))
 
 
-def handles_of(
-    target: OpOverload,
-    args: tuple[Any, ...],
-    refs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: list[str],
-    node: fx.Node,
-) -> Any:
+def handles_of(made: Call, args: tuple[Any, ...], names: list[str], values: Any) -> Any:
     """Handles for the outputs of an operator: views of its first argument where memory is shared."""
-    values = node.meta["val"]
     is_list = isinstance(values, tuple | list)
-    may_alias = any(result.alias_info is not None for result in target._schema.returns) or is_list
     handles = []
     for index, (name, value) in enumerate(zip(names, values if is_list else [values], strict=True)):
         source = args[0] if args and isinstance(args[0], Handle) else None
-        if source is not None and may_alias and source.storage == storage_of(value):
-            step = Step(target, refs[1:], kwargs, index if is_list else None)
+        if source is not None and (may_alias(made.target) or is_list) and source.storage == storage_of(value):
+            step = Step(made.target, made.args[1:], made.kwargs, index if is_list else None)
             handles.append(Handle(source.cell, name, source.cell.version, source.storage, source, step))
         else:
             handles.append(fresh(name, value))

@@ -10,16 +10,14 @@ import torch
 from torch import nn
 
 from weft.capture.assemble import assemble
-from weft.capture.builder import Builder, Context
+from weft.capture.builder import Builder, Context, known_shapes
 from weft.capture.convert import Converter
 from weft.capture.example import Example, flatten_example, marked
 from weft.capture.expect import emit_expectations
-from weft.capture.fakes import known_shapes
 from weft.capture.functional import read
-from weft.capture.guards import guards_of
 from weft.capture.modules import refuse_modules
 from weft.capture.precision import chosen_precision
-from weft.capture.sizes import Sizes
+from weft.capture.sizes import Sizes, guards_of
 from weft.capture.state import bind_state
 from weft.capture.trace import Trace, trace
 from weft.capture.watch import Watch

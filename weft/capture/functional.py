@@ -12,13 +12,11 @@ inputs, parameters and tensor attributes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from weft.capture.builder import Builder, Context
-from weft.capture.draws import bound, name_of
+from weft.capture.builder import Builder, Call, Context, name_of
 from weft.capture.views import Step, put_back
 from weft.errors import CaptureError
 from weft.ir.graph import Ref
@@ -135,28 +133,21 @@ def signature(target: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name if i else "", str(argument.type)) for i, argument in enumerate(arguments)]
 
 
-def result_of(
-    target: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    builder: Builder,
-    context: Context,
-    draw: int | None,
-) -> str:
+def result_of(call: Call, builder: Builder, draw: int | None = None) -> str:
     """The new value that the in-place operator gives its first argument."""
-    name = name_of(target)
-    old = builder.fakes[args[0].name]
-    if name == "copy_" or str(target) == "aten.fill_.Tensor":
-        value: str = args[1].name
-    elif name == "zero_":
-        value = builder.emit(aten.fill.Scalar, (args[0], 0), context=context)[0]
+    context = call.context
+    old = builder.fakes[call.args[0].name]
+    if call.name == "copy_" or str(call.target) == "aten.fill_.Tensor":
+        value: Ref = call.args[1]
+    elif call.name == "zero_":
+        value = builder.ref(aten.fill.Scalar, call.args[0], 0, context=context)
     else:
-        given = tuple(bound(target, args, kwargs).values()) if str(target) in TWINS else args
-        positional = sum(not argument.kwarg_only for argument in target._schema.arguments)
-        twin = twin_of(target, context)
-        value = builder.emit(twin, given[:positional], kwargs, context=context, draw=draw)[0]
-    if builder.fakes[value].dtype != old.dtype:
-        value = builder.emit(aten.to.dtype, (Ref(value), old.dtype), context=context)[0]
-    if builder.fakes[value].shape != old.shape:
-        value = builder.emit(aten.expand.default, (Ref(value), list(old.shape)), context=context)[0]
-    return value
+        given = tuple(call.values.values()) if str(call.target) in TWINS else call.args
+        positional = sum(not argument.kwarg_only for argument in call.target._schema.arguments)
+        twin = twin_of(call.target, context)
+        value = Ref(builder.emit(twin, given[:positional], call.kwargs, context=context, draw=draw)[0])
+    if builder.fakes[value.name].dtype != old.dtype:
+        value = builder.ref(aten.to.dtype, value, old.dtype, context=context)
+    if builder.fakes[value.name].shape != old.shape:
+        value = builder.ref(aten.expand.default, value, list(old.shape), context=context)
+    return value.name

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.capture.expect import define, expected_here
 from weft.capture.opaque import Opaque, applied, called, is_nested, original_apply
-from weft.capture.refuse import READS, Looping, Reading
+from weft.capture.refuse import TOLD, telling
 from weft.capture.source import place_here
 from weft.capture.stable import stable_form
 from weft.errors import CaptureError
@@ -162,7 +162,7 @@ class Listener(TorchFunctionMode):
         stable = stable_form(func, args, kwargs)
         if stable is not None:
             return stable()
-        with Reading() if func in READS else Looping() if func is torch.Tensor.unbind else nullcontext():
+        with telling(*TOLD[func]) if func in TOLD else nullcontext():
             result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)

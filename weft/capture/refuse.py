@@ -7,7 +7,10 @@ change. Interrupts pass through.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +48,11 @@ READS = (
     torch.Tensor.__format__,
 )
 """What takes Python numbers out of a tensor."""
+TOLD: Mapping[Any, tuple[str, str]] = {
+    **dict.fromkeys(READS, (NUMBER, NUMBER_REMEDY)),
+    torch.Tensor.unbind: (LOOP, LOOP_REMEDY),
+}
+"""What is said where these need to know values."""
 OPERATOR = re.compile(r"aten\.(?!_local_scalar_dense)\w+\.\w+")
 DEVICE = re.compile(r"same device, but found|support for \w+ devices|not compiled with|No HIP GPUs|Found no NVIDIA")
 
@@ -63,26 +71,16 @@ class Translating:
             raise translate(error, self.module) from error
 
 
-class Reading:
-    """While this is entered, a number is taken out of a tensor: errors leave as a `CaptureError` that says so."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, RuntimeError) and (is_data_dependent(error) or ".numpy()" in str(error)):
-            raise CaptureError(NUMBER, place=place_here(), remedy=NUMBER_REMEDY) from error
-
-
-class Looping:
-    """While this is entered, a tensor is taken apart along its first dim: the same for a length that nobody knows."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and is_data_dependent(error):
-            raise CaptureError(LOOP, place=place_here(), remedy=LOOP_REMEDY) from error
+@contextmanager
+def telling(message: str, remedy: str) -> Iterator[None]:
+    """While this is entered, forward needs what only the run knows (a number out of a tensor, how long it is): errors
+    leave as a `CaptureError` that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_data_dependent(error) or ".numpy()" in str(error):
+            raise CaptureError(message, place=place_here(), remedy=remedy) from error
+        raise
 
 
 def translate(error: Exception, module: nn.Module) -> CaptureError:

@@ -71,10 +71,7 @@ def source_of_trace(stack_trace: str | None) -> Source:
 
 def source_of_error(trace: TracebackType | None) -> Source:
     """The line where an exception was raised."""
-    frame = users_frame(traceback.extract_tb(trace))
-    if frame is None or frame.lineno is None:
-        return NOWHERE
-    return Source(relative(frame.filename), frame.lineno, (frame.line or "").strip())
+    return _source(users_frame(traceback.extract_tb(trace)))
 
 
 def place_of_frame(frame: FrameType) -> str:
@@ -96,6 +93,11 @@ def place_of_call() -> str:
 
 
 def _place(frame: traceback.FrameSummary | None) -> str:
+    source = _source(frame)
+    return str(source) if source.line else ""
+
+
+def _source(frame: traceback.FrameSummary | None) -> Source:
     if frame is None or frame.lineno is None:
-        return ""
-    return str(Source(relative(frame.filename), frame.lineno, (frame.line or "").strip()))
+        return NOWHERE
+    return Source(relative(frame.filename), frame.lineno, (frame.line or "").strip())

@@ -8,7 +8,7 @@ not divide), the op is named instead of giving a wrong Graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,10 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.capture.fakes import known_shapes
+from weft.capture.builder import known_shapes
 from weft.errors import CaptureError
 from weft.ir.graph import Graph, Op, Ref, Size, Tensor
+from weft.ops.arguments import overload
 from weft.runtime.calls import FUNCTIONS
 
 
@@ -98,16 +99,9 @@ def try_op(op: Op, graph: Graph) -> list[torch.Tensor]:
             return torch.empty(tensor.sizes, dtype=tensor.dtype)
         return [live(item) for item in arg] if isinstance(arg, tuple) else arg
 
-    call: Any = op.function
-    if call is None:
-        call = FUNCTIONS.get(op.target.removeprefix("weft."), torch.ops)
-        for part in op.target.split(".") if call is torch.ops else ():
-            call = getattr(call, part)
+    call: Any = op.function or FUNCTIONS.get(op.target.removeprefix("weft.")) or overload(op.target)
     args, kwargs = [live(arg) for arg in op.args], {key: live(value) for key, value in op.kwargs}
-    with ExitStack() as stack:
-        if op.autocast is not None:
-            cast = op.autocast
-            stack.enter_context(torch.autocast(cast.device, cast.dtype, cast.enabled))
+    with op.autocast.around() if op.autocast else nullcontext():
         try:
             result = call(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:

@@ -9,31 +9,41 @@ set it is to change x unseen, which is refused.
 `torch.bincount(x, minlength=n)` is longer than n only if some value is n or more. Whoever gives a length wants that
 length: counts are added into n places, and a value beyond them raises. Without a length the call is refused.
 
-Recurrent layers with dropout between them are called one by one (`recurrent.py`).
+Recurrent layers with dropout between them are called one by one, with a dropout between two of them, so that each draw
+of random numbers is an op of its own. Torch runs the steps of a sequence in its first dim, whatever `batch_first` says,
+and drops there: so do the calls made here, or other numbers would be drawn.
+
+A batch norm without momentum averages over all batches so far. torch reads their number out of its buffer, which a
+trace cannot; `forward_of_batch_norm` stands in for it with the same arithmetic on tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.capture.recurrent import by_layers, drops_between
 from weft.capture.source import place_here
 from weft.errors import CaptureError
 
 GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+LAYERS: Mapping[Any, bool] = {getattr(torch, name): name == "lstm" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+"""Functions of whole stacks of layers, and whether their state is a pair."""
+NUM_ARGUMENTS = 9
+torchs_forward = _BatchNorm.forward
 
 
 def stable_form(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """What to call instead of `func(*args, **kwargs)`; None for itself."""
     if func in (torch.bincount, torch.Tensor.bincount):
         return lambda: _bincount(*args, **kwargs)
-    if drops_between(func, args, kwargs):
-        return lambda: by_layers(func, args)
+    if _drops_between(func, args, kwargs):
+        return lambda: _by_layers(func, args)
     if func == GET_DATA:
         return args[0].detach  # type: ignore[no-any-return]
     if func == SET_DATA:
@@ -69,3 +79,49 @@ def _unknown(name: str, what: str, remedy: str) -> CaptureError:
         place=place_here(),
         remedy=remedy,
     )
+
+
+def _drops_between(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws between its layers. Packed sequences are not meant: what they hold is not known."""
+    if func not in LAYERS or kwargs or len(args) != NUM_ARGUMENTS or isinstance(args[1], Tensor) != (not LAYERS[func]):
+        return False
+    _, _, weights, _, num_layers, dropout, train, _, _ = args
+    return bool(not isinstance(weights, Tensor) and train and dropout > 0 and num_layers > 1)
+
+
+def _by_layers(func: Callable[..., Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What the call gives."""
+    x, state, weights, biases, num_layers, dropout, train, both, batch_first = args
+    states = tuple(state) if LAYERS[func] else (state,)
+    ways = 2 if both else 1
+    each = len(weights) // num_layers
+    batched = x.dim() == 3
+    x = x.transpose(0, 1) if batch_first and batched else x
+    ends: list[tuple[Tensor, ...]] = []
+    for layer in range(num_layers):
+        own = tuple(one[layer * ways : (layer + 1) * ways] for one in states)
+        part = weights[layer * each : (layer + 1) * each]
+        start = own if LAYERS[func] else own[0]
+        x, *end = func(x, start, part, biases, 1, 0.0, train, both, False)
+        ends.append(tuple(end))
+        if layer < num_layers - 1:
+            x = torch.dropout(x, dropout, train)
+    x = x.transpose(0, 1) if batch_first and batched else x
+    return x, *(torch.cat(one) for one in zip(*ends, strict=True))
+
+
+def forward_of_batch_norm(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """Stands in for the forward of torch's batch norm while tracing."""
+    count = self.num_batches_tracked
+    averages = self.momentum is None and self.training and self.track_running_stats
+    if not averages or count is None or self.running_mean is None or self.running_var is None:
+        return torchs_forward(self, input)
+    self._check_input_dim(input)
+    count.add_(1)
+    with torch.no_grad():
+        x = input.to(self.running_mean.dtype)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        share = 1.0 / count.to(self.running_mean.dtype)
+        self.running_mean.lerp_(x.mean(dims), share)
+        self.running_var.lerp_(x.var(dims), share)
+    return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)

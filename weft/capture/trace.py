@@ -24,12 +24,12 @@ from torch.fx.proxy import TracerBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
-from weft.capture.guards import refuse_fixed
 from weft.capture.intercept import Interception, Listener, intercept, patched
 from weft.capture.modules import to_where_it_is
 from weft.capture.refuse import Translating
-from weft.capture.running import forward_of_batch_norm
+from weft.capture.sizes import refuse_fixed
 from weft.capture.source import is_users, keep_users_frame
+from weft.capture.stable import forward_of_batch_norm
 from weft.capture.watch import Watch
 from weft.runtime.precision import Precision, Rules
 

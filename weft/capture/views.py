@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from weft.capture.builder import Builder, Context
-from weft.capture.draws import bound, name_of
+from weft.capture.builder import Builder, Context, bound, name_of
 from weft.errors import CaptureError
 from weft.ir.graph import Ref
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.codegen.reads import Stack, makes_of, reads_of
 from weft.codegen.sheet import Sheet
-from weft.ir.program import Chunks, Compute, Give, Recompute, Reshard, Step, Take, Use, every_step
+from weft.ir.program import Chunks, Compute, Give, Recompute, Reshard, Step, Take, Use, walk
 
 _NUMBERED = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|/|$)")
 
@@ -51,7 +51,7 @@ class Folder:
     def __init__(self, sheet: Sheet) -> None:
         self._sheet, self._program = sheet, sheet.program
         self._readers: dict[str, Step] = {}
-        for step in every_step(self._program.steps):
+        for step in walk(self._program.steps):
             if isinstance(step, Compute):
                 for name in step.inputs:
                     self._readers.setdefault(name, step)
@@ -85,7 +85,7 @@ class Folder:
             case Reshard(_, target):
                 return self._layer_of_reader(target)
             case Chunks() | Recompute():
-                inner = next(one for one in every_step(step.body) if isinstance(one, Compute))
+                inner = next(one for one in walk(step.body) if isinstance(one, Compute))
                 return self._layer(inner)
             case _:
                 return None
@@ -156,7 +156,7 @@ class Folder:
             return None
         length = starts[1] - at
         layers = [tuple(steps[begin : begin + length]) for begin in starts]
-        keys = [tuple(self._key(step) for step in every_step(layer)) for layer in layers]
+        keys = [tuple(self._key(step) for step in walk(layer)) for layer in layers]
         alike = 1
         while alike < len(layers) and keys[alike] == keys[0] and starts[alike] == at + alike * length:
             alike += 1
@@ -206,7 +206,7 @@ class Folder:
 
     def _flow(self, layers: Sequence[tuple[Step, ...]], first: Numbered) -> Stack | None:
         makers = [_spots(layer) for layer in layers]
-        places = [[self._places(step, makers, k) for step in every_step(layer)] for k, layer in enumerate(layers)]
+        places = [[self._places(step, makers, k) for step in walk(layer)] for k, layer in enumerate(layers)]
         if any(one != places[1] for one in places[2:]):
             return None
         carried = _carried(places[0], places[1])
@@ -250,7 +250,7 @@ class Folder:
     def _names_fit(self, layers: Sequence[tuple[Step, ...]], first: Numbered) -> bool:
         """True if stored tensors of layer k bear its number, and ops too."""
         for k, layer in enumerate(layers):
-            for step in every_step(layer):
+            for step in walk(layer):
                 if isinstance(step, Use):
                     tensor = self._program.values[step.value].tensor
                     found = numbered(self._name(tensor))
@@ -264,7 +264,7 @@ class Folder:
         return min(self._draws(layer), default=0)
 
     def _draws(self, layer: Sequence[Step]) -> list[int]:
-        ops = (self._program.graph.by_name[step.op] for step in every_step(layer) if isinstance(step, Compute))
+        ops = (self._program.graph.by_name[step.op] for step in walk(layer) if isinstance(step, Compute))
         return [op.draw for op in ops if op.draw is not None]
 
     def _stride(self, layers: Sequence[tuple[Step, ...]]) -> int | None:
@@ -278,10 +278,10 @@ class Folder:
 
     def _left(self, layers: Sequence[tuple[Step, ...]], makers: Sequence[dict[str, Spot]]) -> list[Spot] | None:
         """What the last layer leaves for others; None if an earlier one does."""
-        inside = {id(step) for layer in layers for step in every_step(layer)}
+        inside = {id(step) for layer in layers for step in walk(layer)}
         program = self._program
         readers: set[str] = set(program.ends)
-        for step in every_step(program.steps):
+        for step in walk(program.steps):
             if id(step) not in inside and not isinstance(step, Chunks | Recompute):
                 readers.update(reads_of(step, program))
         if any(name in readers for one in makers[:-1] for name in one):
@@ -292,7 +292,7 @@ class Folder:
         """Values from before the stack that every layer reads."""
         own = set(_spots(layer))
         found: dict[str, None] = {}
-        for step in every_step(layer):
+        for step in walk(layer):
             if not isinstance(step, Chunks | Recompute):
                 found.update((name, None) for name in reads_of(step, self._program) if name not in own | initial)
         return tuple(found)
@@ -301,7 +301,7 @@ class Folder:
 def _spots(layer: Sequence[Step]) -> dict[str, Spot]:
     """Where in a layer each value is made."""
     found: dict[str, Spot] = {}
-    for position, step in enumerate(every_step(layer)):
+    for position, step in enumerate(walk(layer)):
         if not isinstance(step, Chunks | Recompute):
             found.update((name, (position, i)) for i, name in enumerate(makes_of(step)))
     return found

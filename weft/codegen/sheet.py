@@ -40,8 +40,8 @@ from weft.ir.program import (
     Step,
     Take,
     Use,
-    every_step,
     outputs_of,
+    walk,
 )
 from weft.ir.ranges import count
 from weft.lower.chunks import Chunk, given, taken
@@ -306,7 +306,7 @@ class Sheet:
 
     def _path(self, steps: Sequence[Step]) -> str:
         """The module that all ops of some steps have in common, by its last name."""
-        paths = [self.graph.by_name[step.op].path.split(".") for step in every_step(steps) if isinstance(step, Compute)]
+        paths = [self.graph.by_name[step.op].path.split(".") for step in walk(steps) if isinstance(step, Compute)]
         common = [words[0] for words in zip(*paths, strict=False) if len(set(words)) == 1]
         named = [word for word in common if word and not word.isdigit()]
         return named[-1] if named else ""
@@ -315,7 +315,7 @@ class Sheet:
 def _direct(program: Program) -> set[str]:
     """Values that are stored tensors themselves. Of several uses of a parameter whose gradients go home by different
     ways only one can be, and of many only the first: gradients are added in the order of the uses."""
-    unmoved = {step.value for step in every_step(program.steps) if isinstance(step, Use) and not step.moves}
+    unmoved = {step.value for step in walk(program.steps) if isinstance(step, Use) and not step.moves}
     others: set[str] = set()
     for sync in program.syncs:
         found = [source for source in sync.sources if source in unmoved]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.ir.layout import PARTIAL, Grid, Layout
-from weft.ir.program import Compute, Program, every_step
+from weft.ir.program import Compute, Program, walk
 from weft.ir.ranges import Ranges, count
 from weft.runtime.cuts import Cut, Place
 
@@ -41,7 +41,7 @@ def main_grid(program: Program) -> GridOf:
     """The grid that most ops lie on, if it has every device once, in order; else one axis over all devices."""
     every = tuple(range(program.devices))
     votes: Counter[GridOf] = Counter()
-    for step in every_step(program.steps):
+    for step in walk(program.steps):
         if isinstance(step, Compute) and step.layout.grid.devices == every:
             axes = tuple((axis.name, axis.size) for axis in step.layout.grid.axes)
             names = [name for name, _ in axes]
@@ -71,7 +71,7 @@ def teams(program: Program) -> tuple[Team, ...]:
         grids[value.layout.grid] = None
     for layout in program.stored.values():
         grids[layout.grid] = None
-    for step in every_step(program.steps):
+    for step in walk(program.steps):
         if isinstance(step, Compute):
             grids[step.layout.grid] = None
     counts = [{rank: len(cells) for rank, cells in grid.cells_on.items()} for grid in grids]

@@ -7,6 +7,7 @@ option there is. In bash and zsh one function looks at the command and the word 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +40,13 @@ class Option:
     help: str
     values: tuple[str, ...]
     takes_value: bool
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command."""
+    text = script(options.shell, options.parser)
+    print(json.dumps({"shell": options.shell, "script": text}) if options.json else text, end="\n" * options.json)
+    return 0
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from weft.commands.aside import headed, wide_console
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
@@ -27,7 +25,6 @@ from weft.train.measured import measure
 
 Say = Callable[[str], None]
 
-WIDE = 200
 HEADS = {
     "parameters": "parameters",
     "kept": "kept weights",
@@ -105,16 +102,11 @@ def _needed(groups: Sequence[Sequence[int]], expected: Sequence[Bytes | None], s
 
 def show_memory(memory: Memory, title: str) -> None:
     """The table, for people."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)
-    console.print(f"{title}: bytes of a rank", markup=False, soft_wrap=True)
+    console = wide_console()
+    console.print(f"{title}: bytes of a rank", soft_wrap=True)
     kinds = [kind for kind in (*KINDS, "peak") if any(_size(one, kind) for row in memory.rows for one in _both(row))]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    table.add_column("")
-    for kind in kinds:
-        table.add_column(HEADS[kind], justify="right")
+    heads = [HEADS[kind] for kind in kinds]
+    table = headed(("rank", "", *heads), right=heads)
     for row in memory.rows:
         lines = [("expected", row.expected), ("measured", row.measured)]
         for number, (name, one) in enumerate((name, one) for name, one in lines if one is not None):
@@ -122,7 +114,7 @@ def show_memory(memory: Memory, title: str) -> None:
             table.add_row(Text("" if number else devices_text(row.ranks)), Text(name), *cells)
     console.print(table)
     for note in memory.notes:
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
     console.print("tensors only: the interpreter, torch and its threads come on top of them in every process")
 
 

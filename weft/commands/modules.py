@@ -7,6 +7,7 @@ operator sends by itself (a softmax over cut classes) is not in the Program and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 from weft.codegen.cells import Cells
 from weft.cost.reshard import measure
 from weft.ir.oplayout import Cut
-from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, every_step
+from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, walk
 from weft.ir.routes import Routing
 from weft.ops.book import RuleBook
 from weft.ops.rule import Group
@@ -117,7 +118,7 @@ def devices_text(devices: Sequence[int]) -> str:
 
 
 def _computes(steps: Sequence[Step]) -> Iterator[Compute]:
-    return (step for step in every_step(steps) if isinstance(step, Compute))
+    return (step for step in walk(steps) if isinstance(step, Compute))
 
 
 def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]:
@@ -155,15 +156,8 @@ def _bytes(move: Move, itemsize: int) -> float:
     if move.kind != "all_reduce":
         return measure(routing, itemsize).moved
     members = len(routing.group(move.source.grid.devices[0]))
-    local = max(_elements(part.shape) for part in move.source.parts())
+    local = max(math.prod(part.shape) for part in move.source.parts())
     return 2 * (members - 1) / members * local * itemsize
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _ops_that_talk(program: Program) -> set[str]:

@@ -13,12 +13,11 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from weft.capture.specialise import at_example
+from weft.commands.aside import headed, wide_console
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.subject import capture_subject, make_plan
 from weft.errors import PlanError
@@ -29,7 +28,6 @@ from weft.plan.load import SUFFIXES
 from weft.plan.recipe_string import parse_recipe
 
 HEADS = ("operator", "count", "flops", "bytes", "rule", "from", "means")
-WIDE = 200
 MAX_REST = 8
 """So many rows of what is not divided are shown to people."""
 
@@ -99,30 +97,22 @@ def as_json(found: Coverage, under: Under, file: str) -> dict[str, object]:
 
 def show(found: Coverage, under: Under, title: str) -> None:
     """The table, for people."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # piped text is not squeezed into 80 columns
-        console = Console(highlight=False, width=WIDE)
-    console.print(f"{title}: {found.operators} operators of {len(found.kinds)} kinds", markup=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEADS:
-        table.add_column(
-            head, no_wrap=head == HEADS[0], justify="right" if head in ("count", "flops", "bytes") else "left"
-        )
+    console = wide_console()
+    console.print(f"{title}: {found.operators} operators of {len(found.kinds)} kinds", soft_wrap=True)
+    table = headed(HEADS, right=("count", "flops", "bytes"))
     for kind in found.kinds:
         table.add_row(*map(Text, _cells(kind)), style="yellow" if kind.source == NONE else "")
     console.print(table)
     console.print(
         "name+: cutting it leaves addends. name!: cut by an algorithm whose parts talk. name^: nobody may cut it.\n"
         "flops, bytes: share of the floating-point work and of the memory traffic of one forward.",
-        markup=False,
         soft_wrap=True,
     )
-    console.print(str(found), markup=False, soft_wrap=True, style="green" if found.ruled == found.operators else "")
+    console.print(str(found), soft_wrap=True, style="green" if found.ruled == found.operators else "")
     for text in unruled_warnings(found.kinds):
-        console.print(f"warning: {text}", markup=False, soft_wrap=True, style="yellow")
+        console.print(f"warning: {text}", soft_wrap=True, style="yellow")
     for text in _divided_lines(under):
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 def _divided_lines(under: Under) -> list[str]:

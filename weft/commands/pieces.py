@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from weft.commands.aside import headed, wide_console
 from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces
-from weft.ir.graph import Graph
 from weft.lower.pipeline import Part, Pipelined
 from weft.lower.spans import spans_of
 from weft.ops.work import work_of
@@ -29,7 +26,6 @@ from weft.plan.plan import Plan
 HEADS = ("piece", "modules", "devices", "ops", "time", "weights", "gives, per micro-batch")
 SOME = 4
 """Modules that a row names."""
-WIDE = 200
 LIVE = "live: for how many micro-batches a device keeps values at a time"
 WHOLE = f"F forward, B backward, twice as long; {LIVE}"
 DIVIDED = f"F forward, B backward, W weight gradients, each as long; {LIVE}"
@@ -71,7 +67,7 @@ def piece_rows(made: InPieces) -> list[PieceRow]:
             operators=len(part.program.graph.ops),
             work=count / total,
             time=times[part.piece.segment.name] / step,
-            stored=sum(_bytes(first.graph, one.tensor) for one in part.program.graph.parameters),
+            stored=sum(first.graph.tensors[one.tensor].num_bytes for one in part.program.graph.parameters),
             gives=_gives(part.piece.segment.name, first),
         )
         for part, count in zip(first.parts, flops, strict=True)
@@ -116,16 +112,8 @@ def _gives(name: str, pipelined: Pipelined) -> dict[str, int]:
     found: dict[str, int] = {}
     for one in pipelined.crossings:
         if one.source == name:
-            found[one.target] = found.get(one.target, 0) + _bytes(pipelined.graph, one.tensor)
+            found[one.target] = found.get(one.target, 0) + pipelined.graph.tensors[one.tensor].num_bytes
     return found
-
-
-def _bytes(graph: Graph, name: str) -> int:
-    tensor = graph.tensors[name]
-    count = tensor.dtype.itemsize
-    for size in tensor.sizes:
-        count *= int(size)
-    return count
 
 
 def timeline_of(made: InPieces) -> Timeline:
@@ -153,12 +141,10 @@ def as_json(made: InPieces) -> dict[str, Any]:
 
 def show_pieces(made: InPieces, title: str) -> None:
     """The table of pieces."""
-    console = _console()
+    console = wide_console()
     devices = "1 device" if made.plan.devices == 1 else f"{made.plan.devices} devices"
-    console.print(f"{title}: {devices}, {_counts(made)}", markup=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEADS:
-        table.add_column(head, no_wrap=head == HEADS[0])
+    console.print(f"{title}: {devices}, {_counts(made)}", soft_wrap=True)
+    table = headed(HEADS)
     for row in piece_rows(made):
         some = ", ".join(row.modules[:SOME]) + (", ..." if len(row.modules) > SOME else "")
         gives = ", ".join(f"{show_bytes(count)} to {name}" for name, count in row.gives.items())
@@ -168,26 +154,20 @@ def show_pieces(made: InPieces, title: str) -> None:
     console.print(table)
     for one in made.sizes[0].ties:
         name = made.sizes[0].graph.parameter_tensors[one.parameter].names[0]
-        console.print(f"tied: {name} in {', '.join(one.holders)}; gradients are added up", markup=False)
-    console.print(f"{idle_words(idle_shares(made))}; --schedule draws the order of events", markup=False)
+        console.print(f"tied: {name} in {', '.join(one.holders)}; gradients are added up")
+    console.print(f"{idle_words(idle_shares(made))}; --schedule draws the order of events")
 
 
 def show_schedule(made: InPieces, title: str) -> None:
     """The time table, coloured by micro-batch."""
-    console = _console()
-    console.print(f"{title}: {_counts(made)}", markup=False, soft_wrap=True)
+    console = wide_console()
+    console.print(f"{title}: {_counts(made)}", soft_wrap=True)
     console.print(draw(made.pipeline, timeline_of(made), width=console.width - len(" ...")), soft_wrap=True)
     divided = any(event.phase == "w" for event in made.schedule.every())
-    console.print(DIVIDED if divided else WHOLE, markup=False)
-    console.print(f"{idle_words(idle_shares(made))}", markup=False)
+    console.print(DIVIDED if divided else WHOLE)
+    console.print(f"{idle_words(idle_shares(made))}")
 
 
 def _counts(made: InPieces) -> str:
     pieces, parts = len(made.pipeline.segments), made.plan.microbatches
     return f"{pieces} piece{'s' * (pieces > 1)}, {parts} micro-batch{'es' * (parts > 1)}"
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # piped text is not squeezed into 80 columns
-    return console if console.is_terminal else Console(highlight=False, width=WIDE)

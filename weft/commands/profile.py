@@ -11,7 +11,7 @@ import json
 from rich.console import Console
 from rich.progress import Progress
 
-from weft.commands.aside import table
+from weft.commands.aside import plain_console, table
 from weft.cost.measure import measure_links
 
 
@@ -26,9 +26,9 @@ def run(options: argparse.Namespace) -> int:
         )
         links.save(options.output)
     rows = [(kind, f"{links.seconds(kind, options.processes, 16 << 20):.4f}") for kind in links.rates]
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table(("collective", "seconds for 16 MiB"), rows), markup=False)
-    console.print(f"written to {options.output}", markup=False)
+    console = plain_console()
+    console.print(table(("collective", "seconds for 16 MiB"), rows))
+    console.print(f"written to {options.output}")
     if options.json:
         print(json.dumps(json.loads(links.to_json())))
     return 0

@@ -15,13 +15,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text
 
 from weft.commands import pieces
+from weft.commands.aside import headed, plain_console, wide_console
 from weft.commands.memory import Memory, memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject
@@ -35,7 +34,6 @@ from weft.ir.show_program import show_program
 from weft.runtime.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
-WIDE = 200
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         memory = memory_of(compiled, subject, say=status.update) if options.memory else None
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"written to {options.out}", markup=False)
+        plain_console(stderr=True).print(f"written to {options.out}")
     if memory is not None:
         return tell_memory(memory, compiled, options)
     if compiled.pieces is not None:
@@ -84,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
 def tell_memory(memory: Memory, compiled: Compiled, options: argparse.Namespace) -> int:
     """The bytes of each rank."""
     if options.json:
-        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
-        print(json.dumps({**said, **memory.as_json()}))
+        print(json.dumps({**_asked(compiled, options), **memory.as_json()}))
     else:
         show_memory(memory, f"{options.file} under {options.plan}")
     return 0
@@ -99,13 +96,17 @@ def show_pieces(compiled: Compiled, made: InPieces, options: argparse.Namespace)
     elif options.program:
         print("\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in made.sizes[0].parts))
     elif options.json:
-        said = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
-        print(json.dumps({**said, **pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}))
+        shown = {**pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}
+        print(json.dumps(_asked(compiled, options) | shown))
     elif options.schedule:
         pieces.show_schedule(made, title)
     else:
         pieces.show_pieces(made, title)
     return 0
+
+
+def _asked(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
+    return {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
 
 
 def code_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -128,9 +129,7 @@ def show_code(files: Mapping[str, bytes]) -> None:
 def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -> dict[str, Any]:
     """All that there is to show, as plain values."""
     return {
-        "file": str(options.file),
-        "plan": str(options.plan),
-        "devices": compiled.devices,
+        **_asked(compiled, options),
         "axes": axis_sizes(program),
         "modules": [row.as_json() for row in module_rows(program)],
         "proven": str(compiled.report),
@@ -142,27 +141,22 @@ def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -
 
 def show_table(compiled: Compiled, program: Program, title: str) -> None:
     """The plan by module, for people."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # piped text is not squeezed into 80 columns
-        console = Console(highlight=False, width=WIDE)
+    console = wide_console()
     axes = ", ".join(f"{name}={size}" for name, size in axis_sizes(program).items())
     devices = "1 device" if compiled.devices == 1 else f"{compiled.devices} devices"
-    console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", markup=False, soft_wrap=True)
+    console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", soft_wrap=True)
     rows = module_rows(program)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEADS:
-        table.add_column(head, no_wrap=head == HEADS[0])
+    table = headed(HEADS)
     for row in rows:
         cells = (row.module + (f"  x{row.layers}" if row.layers > 1 else ""), str(row.operators), _cuts(row))
         sent = ", ".join(f"{count} {kind}" for kind, count in row.collectives.items())
         table.add_row(*map(Text, (*cells, ", ".join(row.devices), sent, show_bytes(row.moved))))
     total = sum(row.moved for row in rows)
     console.print(table)
-    console.print(f"a device sends {show_bytes(total) or 'nothing'} in a step", markup=False)
+    console.print(f"a device sends {show_bytes(total) or 'nothing'} in a step")
     if any("inside" in row.collectives for row in rows):
-        console.print("inside: operators whose parts talk to each other; their bytes are not counted", markup=False)
-    console.print(f"proven: {compiled.report}", markup=False, soft_wrap=True)
+        console.print("inside: operators whose parts talk to each other; their bytes are not counted")
+    console.print(f"proven: {compiled.report}", soft_wrap=True)
 
 
 def _cuts(row: Row) -> str:

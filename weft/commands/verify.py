@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.commands.aside import aside, table
+from weft.commands.aside import aside, plain_console, table
 from weft.errors import WeftError
 from weft.verify import Result, verify, verify_program
 from weft.verify.compare import Processes, shortened, show
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
                 processes=options.processes,
                 precision=options.precision,
                 say=status.update,
-                tell=Console(highlight=False, soft_wrap=True, markup=False).print,
+                tell=plain_console().print,
             )
     under = options.plan if options.program is None else f"the program in {options.program}"
     show_result(result, title=f"{options.file} under {under}")
@@ -61,34 +61,34 @@ def run(options: argparse.Namespace) -> int:
 
 def show_result(result: Result, *, title: str) -> None:
     """Print a verdict for people."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(title, markup=False)
+    console = plain_console()
+    console.print(title)
     summary = result.summary
     axes = summary.get("axes", {})
-    console.print(f"{summary.get('operators', 0)} operators on {result.devices} devices", markup=False)
+    console.print(f"{summary.get('operators', 0)} operators on {result.devices} devices")
     for name, axis in axes.items():
         kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
-        console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}", markup=False)
+        console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}")
     if "pieces" in summary:
         _show_pieces(console, result)
     else:
         _show_whole(console, result)
     if proven := summary.get("proven"):
-        console.print(f"proven before running: {proven}", markup=False)
+        console.print(f"proven before running: {proven}")
     rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
-    console.print(table(("compared", "largest difference", "in"), rows), markup=False)
+    console.print(table(("compared", "largest difference", "in"), rows))
     for one in result.sizes:
-        console.print(f"the same program {one}", markup=False)
+        console.print(f"the same program {one}")
     if result.silenced:
         some = "1 element" if result.silenced == 1 else f"{result.silenced} elements"
-        console.print(f"taken as zero in the updates: {some} of gradients that are rounding only", markup=False)
+        console.print(f"taken as zero in the updates: {some} of gradients that are rounding only")
     if result.rounded is not None:
-        console.print(str(result.rounded), markup=False)
+        console.print(str(result.rounded))
     elif result.rounding:
         rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
-        console.print(f"rounding in the model's own precision, not judged: {rounding}", markup=False)
+        console.print(f"rounding in the model's own precision, not judged: {rounding}")
     if result.processes is not None:
-        console.print(_compared_with_emulator(result.processes), markup=False)
+        console.print(_compared_with_emulator(result.processes))
     _show_verdict(console, result)
 
 
@@ -98,16 +98,15 @@ def _show_pieces(console: Console, result: Result) -> None:
     pieces, parts = summary["pieces"], summary["microbatches"]
     for piece in pieces:
         where = ", ".join(map(str, piece["devices"]))
-        console.print(f"  {piece['name']} on device{'s' * (len(piece['devices']) > 1)} {where}", markup=False)
+        console.print(f"  {piece['name']} on device{'s' * (len(piece['devices']) > 1)} {where}")
     alone = f"{len(pieces)} piece{'s' * (len(pieces) > 1)}"
     console.print(
         f"{alone}, {parts} micro-batch{'es' * (parts > 1)} a step, {idle_words(summary)}; the order:",
-        markup=False,
     )
     for device, text in summary["schedule"].items():
-        console.print(f"  {device}: {_shortened(text)}", markup=False)
+        console.print(f"  {device}: {_shortened(text)}")
     for text in summary.get("warnings", ()):
-        console.print(f"warning: {text}", style="yellow", markup=False)
+        console.print(f"warning: {text}", style="yellow")
 
 
 def idle_words(found: Mapping[str, Any]) -> str:
@@ -128,10 +127,9 @@ def _show_whole(console: Console, result: Result) -> None:
         console.print(
             f"warning: this plan cuts nothing: all {result.devices} devices do the same work",
             style="yellow",
-            markup=False,
         )
     for text in result.summary.get("warnings", ()):
-        console.print(f"warning: {text}", style="yellow", markup=False)
+        console.print(f"warning: {text}", style="yellow")
     told = {text.split(" ")[0] for text in result.summary.get("warnings", ())}
     whole = [group for group in whole if not (group["reason"] and group["kind"] in told)]
     lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
@@ -139,13 +137,13 @@ def _show_whole(console: Console, result: Result) -> None:
         some = ", ".join(light[:MAX_LINES])
         lines.append(some + (f" and {len(light) - MAX_LINES} more kinds" if len(light) > MAX_LINES else ""))
     if len(lines) == 1:
-        console.print(f"runs whole on every device: {lines[0]}", markup=False)
+        console.print(f"runs whole on every device: {lines[0]}")
     elif lines:
-        console.print("runs whole on every device:", markup=False)
+        console.print("runs whole on every device:")
         hidden = len(lines) - MAX_LINES
         lines = [*lines[: MAX_LINES - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
         for line in lines:
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {line}")
 
 
 def _describe(group: Mapping[str, Any]) -> str:
@@ -173,15 +171,15 @@ def _show_verdict(console: Console, result: Result) -> None:
         return
     console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
     for text in shortened(result.disagreements):
-        console.print(f"  copies differ: {text}", markup=False)
+        console.print(f"  copies differ: {text}")
     first = result.first_difference
     if first is not None:
-        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}", markup=False)
+        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}")
         if first.op:
-            console.print(f"  operator: {first.op}", markup=False)
+            console.print(f"  operator: {first.op}")
         if first.source:
-            console.print(f"  at: {first.source}", markup=False)
+            console.print(f"  at: {first.source}")
         if first.note:
-            console.print(f"  {first.note}", markup=False)
+            console.print(f"  {first.note}")
         if first.remedy:
-            console.print(f"  try: {first.remedy}", markup=False)
+            console.print(f"  try: {first.remedy}")

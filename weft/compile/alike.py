@@ -15,10 +15,9 @@ from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.lower.pipeline import Pipelined, lower_pieces
-from weft.plan.lines import Line, TransLine
+from weft.plan.lines import Line, StageLine, TransLine
 from weft.plan.plan import Plan
 from weft.plan.primitives import CopyOver, CutBy
-from weft.plan.staging import StageLine
 
 Make = Callable[[Graph], Plan]
 

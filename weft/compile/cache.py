@@ -24,8 +24,8 @@ from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
+from weft.plan.lines import ScheduleLine
 from weft.plan.plan import Plan
-from weft.plan.staging import ScheduleLine
 from weft.runtime.files import ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")

@@ -25,7 +25,7 @@ from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError
-from weft.plan.recipes import BatchDims
+from weft.plan.batch import BatchDims
 from weft.runtime.custom import keep, kept_name
 from weft.runtime.initialise import Start, begin
 from weft.runtime.precision import Mixed, Precision

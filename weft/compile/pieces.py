@@ -31,8 +31,8 @@ from weft.ops.book import RuleBook
 from weft.order import Span
 from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
+from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
-from weft.plan.staging import StageLine
 from weft.runtime.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
 
 

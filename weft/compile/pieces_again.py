@@ -26,9 +26,9 @@ from weft.ir.schedule import Pipeline
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined
 from weft.order import make_schedule
+from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.plan.staging import StageLine
 from weft.runtime.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
 
 LOSS = -1

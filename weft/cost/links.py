@@ -45,15 +45,7 @@ class Links:
     @property
     def rates(self) -> dict[str, float]:
         """Seconds per byte for each kind."""
-        return {
-            "all_reduce": self.all_reduce,
-            "all_gather": self.all_gather,
-            "reduce_scatter": self.reduce_scatter,
-            "all_to_all": self.all_to_all,
-            "broadcast": self.broadcast,
-            "exchange": self.exchange,
-            "local": self.local,
-        }
+        return {kind: getattr(self, kind) for kind in KINDS}
 
     def seconds(self, kind: str, group_size: int, bytes: float) -> float:
         """Time of one member in a collective.
@@ -133,12 +125,7 @@ DEFAULTS: Mapping[str, Links] = MappingProxyType(
             name="nccl",
             latency=1e-5,
             peer_latency=1.5e-6,
-            all_reduce=5e-12,
-            all_gather=5e-12,
-            reduce_scatter=5e-12,
-            all_to_all=5e-12,
-            broadcast=5e-12,
-            exchange=5e-12,
+            **dict.fromkeys(KINDS[:-1], 5e-12),
             local=1e-12,
         ),
     }

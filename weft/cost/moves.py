@@ -57,12 +57,12 @@ class GridMoves:
     def _sums(self, now: Layout) -> Iterator[Priced]:
         for axes in _subsets(self._summed(now)):
             seconds = self.links.seconds("all_reduce", _size(now, axes), self._bytes(now))
-            yield Move("all_reduce", now, _with(now, axes, COPY, {})), seconds
+            yield Move("all_reduce", now, now.with_role(axes, COPY, {})), seconds
 
     def _scatters(self, now: Layout) -> Iterator[Priced]:
         for dim in self._open_dims(now):
             for axes in _subsets(self._axes(now, PARTIAL, split(dim))):
-                there = _with(now, axes, split(dim), {dim: self._table(now, dim, axes)})
+                there = now.with_role(axes, split(dim), {dim: self._table(now, dim, axes)})
                 bytes = self._bytes(now)
                 yield self._price("reduce_scatter", now, there, axes, bytes)
                 yield self._price("all_to_all", now, there, axes, bytes)
@@ -70,7 +70,7 @@ class GridMoves:
     def _gathers(self, now: Layout) -> Iterator[Priced]:
         for dim, cut in enumerate(now.axes_of):
             for axes in _subsets(cut):
-                there = _with(now, axes, COPY, {dim: self._united(now, dim, axes)})
+                there = now.with_role(axes, COPY, {dim: self._united(now, dim, axes)})
                 bytes = self._bytes(there)
                 yield self._price("all_gather", now, there, axes, bytes)
                 yield self._price("all_to_all", now, there, axes, bytes)
@@ -81,7 +81,7 @@ class GridMoves:
                 continue
             for axes in _subsets(self._axes(now, split(dim), split(new))):
                 tables = {dim: self._united(now, dim, axes), new: self._table(now, new, axes)}
-                there = _with(now, axes, split(new), tables)
+                there = now.with_role(axes, split(new), tables)
                 bytes = self._bytes(now)
                 yield self._price("all_to_all", now, there, axes, bytes)
 
@@ -93,7 +93,7 @@ class GridMoves:
             table, as_sets = self._marginal(dim, axes)
             if table == now.ranges[dim]:
                 continue
-            there = _with(now, (), COPY, {dim: table})
+            there = now.with_role((), COPY, {dim: table})
             bytes = max(self._bytes(now), self._bytes(there))
             if as_sets == united(now.ranges[dim]):
                 yield self._local(now, there)
@@ -103,9 +103,9 @@ class GridMoves:
     def _slices(self, now: Layout) -> Iterator[Priced]:
         for dim in self._open_dims(now):
             for axes in _subsets(self._axes(now, COPY, split(dim))):
-                yield self._local(now, _with(now, axes, split(dim), {dim: self._table(now, dim, axes)}))
+                yield self._local(now, now.with_role(axes, split(dim), {dim: self._table(now, dim, axes)}))
         for axes in _subsets(self._axes(now, COPY, PARTIAL)):
-            yield self._local(now, _with(now, axes, PARTIAL, {}))
+            yield self._local(now, now.with_role(axes, PARTIAL, {}))
 
     def _axes(self, now: Layout, role: Role, wanted: Role) -> tuple[int, ...]:
         return tuple(i for i, old in enumerate(now.roles) if old == role and self.target.roles[i] == wanted)
@@ -167,9 +167,3 @@ def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _size(layout: Layout, axes: Sequence[int]) -> int:
     return math.prod(layout.grid.axes[axis].size for axis in axes)
-
-
-def _with(layout: Layout, axes: Sequence[int], role: Role, tables: dict[int, Table]) -> Layout:
-    roles = tuple(role if axis in axes else old for axis, old in enumerate(layout.roles))
-    ranges = tuple(tables.get(dim, table) for dim, table in enumerate(layout.ranges))
-    return Layout(layout.shape, layout.grid, roles, ranges)

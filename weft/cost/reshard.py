@@ -28,18 +28,13 @@ from weft.ir.layout import COPY, Layout, even, split
 from weft.ir.program import Move
 from weft.ir.routes import Route, Routing
 
-__all__ = ["Load", "Resharder", "Search", "cheapest", "measure", "same_parts"]
+__all__ = ["Load", "Resharder", "Search", "measure", "same_parts"]
 
 MOST_DEVICES = 64
 """The cost of a straight move among more devices is estimated from a sample of them."""
 
 SAMPLE = 16
 """Devices in such a sample."""
-
-
-def cheapest(source: Layout, target: Layout, itemsize: int, links: Links) -> tuple[Move, ...]:
-    """The moves that bring a tensor from one layout to another at least cost."""
-    return Resharder(links).path(source, target, itemsize)
 
 
 class Resharder:

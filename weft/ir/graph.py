@@ -12,6 +12,7 @@ dead. A multi-output operator (split, unbind, max.dim) lists all of its outputs;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,11 @@ class Tensor:
         """The shape with symbolic sizes at their example's value."""
         return tuple(int(dim.hint) if isinstance(dim, Size) else dim for dim in self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor, at the example's sizes."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
     def __str__(self) -> str:
         dims = " ".join(map(str, self.shape))
         return f"%{self.name}: {str(self.dtype).removeprefix('torch.')}[{dims}]{' grad' if self.needs_grad else ''}"
@@ -89,6 +95,10 @@ class Autocast:
     device: str
     dtype: torch.dtype
     enabled: bool
+
+    def around(self) -> torch.autocast:
+        """The context manager; casts are made anew each time, as those of a graph are."""
+        return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)

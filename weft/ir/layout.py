@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -221,9 +221,10 @@ class Layout:
             found.setdefault(part.device, []).append(part)
         return {device: tuple(parts) for device, parts in found.items()}
 
-    def with_role(self, axis: int, role: Role, tables: dict[int, tuple[Ranges, ...] | None]) -> Layout:
-        """The same layout with another role on one axis and new range tables for the named dims."""
-        roles = tuple(role if i == axis else old for i, old in enumerate(self.roles))
+    def with_role(self, axes: int | Sequence[int], role: Role, tables: dict[int, tuple[Ranges, ...] | None]) -> Layout:
+        """The same layout with another role on an axis, or on several, and new range tables for the named dims."""
+        changed = (axes,) if isinstance(axes, int) else axes
+        roles = tuple(role if i in changed else old for i, old in enumerate(self.roles))
         ranges = tuple(tables.get(dim, table) for dim, table in enumerate(self.ranges))
         return replace(self, roles=roles, ranges=ranges)
 

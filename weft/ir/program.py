@@ -127,6 +127,14 @@ class Sync:
 Step = Use | Compute | Take | Give | Reshard | Chunks | Recompute | Sync
 
 
+def walk(steps: Iterable[Step]) -> Iterator[Step]:
+    """Every step, each before those of its body."""
+    for step in steps:
+        yield step
+        if isinstance(step, Chunks | Recompute):
+            yield from walk(step.body)
+
+
 def values_read(step: Step) -> list[str]:
     """Values that a step reads, those of its body included."""
     match step:
@@ -155,14 +163,6 @@ def outputs_of(step: Step) -> tuple[str, ...]:
             return tuple(name for inner in step.body for name in outputs_of(inner))
         case Sync():
             return ()
-
-
-def every_step(steps: Iterable[Step]) -> Iterator[Step]:
-    """All steps, those inside loops and recomputed regions too."""
-    for step in steps:
-        yield step
-        if isinstance(step, Chunks | Recompute):
-            yield from every_step(step.body)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.ir.layout import COPY, PARTIAL, Cell, Layout, Part
-from weft.ir.program import Move
 from weft.ir.ranges import Ranges, overlap, whole
 
 Index = tuple[tuple[tuple[int, int], ...], ...]
@@ -39,32 +38,9 @@ class Route(NamedTuple):
     target_index: Index
 
 
-def routes(source: Layout, target: Layout) -> tuple[Route, ...]:
-    """All routes.
-
-    >>> from weft.ir.layout import Axis, Grid, copied, even, split
-    >>> grid = Grid((Axis("tp", 2),), (0, 1))
-    >>> for route in routes(even((4,), grid, (split(0),)), copied((4,), Grid((), (1,)))):
-    ...     print(route.source_device, route.source_index, route.target_device, route.target_index)
-    0 (((0, 2),),) 1 (((0, 2),),)
-    1 (((0, 2),),) 1 (((2, 4),),)
-    """
-    return Routing(source, target).all
-
-
-def routes_of(source: Layout, target: Layout, device: int) -> tuple[Route, ...]:
-    """The routes into or out of one device. For many devices keep one `Routing`."""
-    return Routing(source, target).of(device)
-
-
 def adds(source: Layout, target: Layout) -> bool:
     """True if received boxes are added, not put."""
     return source.is_partial
-
-
-def group_of(move: Move, device: int) -> tuple[int, ...]:
-    """The devices that enter this collective together with `device`. For many devices keep a `Routing`."""
-    return Routing(move.source, move.target).group(device)
 
 
 def sums_fiber(source: Layout, target: Layout) -> bool:
@@ -80,7 +56,15 @@ def sums_fiber(source: Layout, target: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of one change of layout, found device by device where the grids allow it."""
+    """The routes of one change of layout, found device by device where the grids allow it.
+
+    >>> from weft.ir.layout import Axis, Grid, copied, even, split
+    >>> grid = Grid((Axis("tp", 2),), (0, 1))
+    >>> for route in Routing(even((4,), grid, (split(0),)), copied((4,), Grid((), (1,)))).all:
+    ...     print(route.source_device, route.source_index, route.target_device, route.target_index)
+    0 (((0, 2),),) 1 (((0, 2),),)
+    1 (((0, 2),),) 1 (((2, 4),),)
+    """
 
     source: Layout
     target: Layout

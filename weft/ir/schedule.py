@@ -17,7 +17,7 @@ only `f`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -88,6 +88,10 @@ class Segment:
     trains: bool = True
     splits: bool = False
 
+    def has(self, phase: str) -> bool:
+        """Whether it may have events of a phase."""
+        return phase == "f" or (self.trains and (phase == "b" or self.splits))
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -146,6 +150,21 @@ class Pipeline:
         trained = (("b", reader) for reader in self.readers[name] if self.by_name[reader].trains)
         return (("f", name), *trained)
 
+    def fault(self, event: Event) -> tuple[str, str] | None:
+        """An event that the pipeline does not have, with the reason and what to do; None if it has it."""
+        segment, count = self.by_name.get(event.segment), self.microbatches
+        if segment is None:
+            return f"{event}, and no segment is called {event.segment!r}", f"segments: {', '.join(self.by_name)}"
+        if isinstance(event.micro, int) and not 0 <= event.micro < count:
+            fact = f"there are {count} micro-batches (0 to {count - 1})"
+            return f"{event}, and {fact}", "run more micro-batches, or leave the event out"
+        if event.phase != "f" and not segment.trains:
+            return f"{event}, and {segment.name!r} has no gradient", "such a segment has only its forward"
+        if event.phase == "w" and not segment.splits:
+            fact = f"the backward of {segment.name!r} cannot be divided"
+            return f"{event}, and {fact}", "leave it out: the backward computes the weight gradients too"
+        return None
+
     def before(self, event: Event) -> Iterator[Event]:
         """The events whose end an event waits for."""
         for phase, name in self.needs(event.phase, event.segment):
@@ -163,6 +182,11 @@ class Schedule:
         """The sequences, those that devices have in common once (as far as they are one and the same tuple)."""
         return tuple({id(self.events[device]): self.events[device] for device in sorted(self.events)}.values())
 
+    @cached_property
+    def divided(self) -> frozenset[tuple[str, int | Micro]]:
+        """The backwards whose weight gradients are put off: segment and micro-batch."""
+        return frozenset((event.segment, event.micro) for event in self.every() if event.phase == "w")
+
     def every(self) -> tuple[Event, ...]:
         """Every event once."""
         return tuple(dict.fromkeys(event for events in self.rows for event in events))
@@ -170,6 +194,12 @@ class Schedule:
     def __str__(self) -> str:
         """One line per device: `0: F0 F1 B0 ...`, with the segment's name where a device has several."""
         return "\n".join(f"{device}: {row(self.events[device])}" for device in sorted(self.events))
+
+
+Rows = Mapping[int, str | Sequence[Event]]
+"""For each device its events, or a row such as `F0 F1 B0` (`F0(a)` where it holds several stages)."""
+ScheduleLike = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
+"""A name of `weft.order.NAMES`, the events of every device by stage, or a function that makes them."""
 
 
 def row(events: tuple[Event, ...]) -> str:

@@ -11,7 +11,7 @@ Marks in brackets say how an op ran: [no_grad], [autocast bfloat16], [recompute 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ def show_op(op: Op, tensors: Mapping[str, Tensor]) -> str:
     return f"{outputs} = {op.target.removeprefix('aten.')}({', '.join(given)}){_marks(op)}"
 
 
+def around(lines: Sequence[str], at: int, reach: int) -> str:
+    """The numbered lines near one of them, which is marked."""
+    near = range(max(0, at - reach), min(len(lines), at + reach + 1))
+    return "\n".join(f"{'>' if i == at else ' '} {i:4d}  {lines[i]}" for i in near)
+
+
 def show_arg(arg: Any) -> str:
     """An argument; an object without a stable text by its type."""
     if isinstance(arg, tuple):
@@ -51,6 +57,10 @@ def _marks(op: Op) -> str:
     marks += [f"recompute {op.recompute}"] if op.recompute is not None else []
     marks += ["const"] if op.constant else []
     marks += [f"draw {op.draw}"] if op.draw is not None else []
+    return _bracketed(marks)
+
+
+def _bracketed(marks: Iterable[str]) -> str:
     return "".join(f" [{mark}]" for mark in marks)
 
 
@@ -74,14 +84,14 @@ def _parameter_marks(parameter: Parameter) -> str:
     marks = [f"also {name}" for name in parameter.names[1:]]
     marks += [] if parameter.trainable else ["frozen"]
     marks += [] if parameter.used else ["unused"]
-    return "".join(f" [{mark}]" for mark in marks)
+    return _bracketed(marks)
 
 
 def _buffer_marks(buffer: Buffer) -> str:
     marks = [f"also {name}" for name in buffer.names[1:]]
     marks += [] if buffer.persistent else ["not persistent"]
     marks += [] if buffer.update is None else [f"becomes %{buffer.update}"]
-    return "".join(f" [{mark}]" for mark in marks)
+    return _bracketed(marks)
 
 
 def _body(graph: Graph) -> Iterator[str]:

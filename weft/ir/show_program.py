@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from weft.ir import show
 from weft.ir.program import Chunks, Compute, Give, Move, Program, Recompute, Reshard, Step, Sync, Take, Use
 
 
@@ -26,10 +27,7 @@ def around(program: Program, step: Step | None, reach: int = 10) -> str:
     """The steps around one of them, marked."""
     lines = list(_lines(program.steps, 0))
     at = next((i for i, (other, _) in enumerate(lines) if other is step), len(lines))
-    shown = []
-    for i in range(max(0, at - reach), min(len(lines), at + reach + 1)):
-        shown.append(f"{'>' if i == at else ' '} {i:4d}  {lines[i][1]}")
-    return "\n".join(shown)
+    return show.around([text for _, text in lines], at, reach)
 
 
 def _lines(steps: Iterable[Step], depth: int) -> Iterator[tuple[Step, str]]:

@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import CheckError
 from weft.ir.graph import Graph, Op, Size
-from weft.ir.show import show_op
+from weft.ir.show import around, show_op
 
 REACH = 5
 
@@ -123,11 +123,6 @@ def _check_live(graph: Graph) -> None:
 
 def _error(graph: Graph, position: int, fault: str) -> CheckError:
     """The fault with the ops around it."""
-    lines = []
-    for i in range(max(0, position - REACH), min(len(graph.ops), position + REACH)):
-        mark = ">" if i == position else " "
-        lines.append(f"{mark} {i:4d}  {show_op(graph.ops[i], graph.tensors)}")
-    if position >= len(graph.ops):
-        lines.append(f"> {position:4d}  return")
+    lines = [*(show_op(op, graph.tensors) for op in graph.ops), "return"]
     place = graph.ops[position].place if position < len(graph.ops) else ""
-    return CheckError("\n".join([f"malformed graph {graph.name}: {fault}", *lines]), place=place)
+    return CheckError(f"malformed graph {graph.name}: {fault}\n{around(lines, position, REACH)}", place=place)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use
+from weft.ir.program import Compute, Move, Program, Reshard, Sync, Use, walk
 from weft.ops.book import RuleBook
 
 PHASES = ("forward", "backward", "gradients", "inside")
@@ -56,11 +56,3 @@ def collectives(program: Program, book: RuleBook | None = None) -> Collectives:
 
 def _kinds(moves: Iterable[Move]) -> Iterator[str]:
     return (move.kind for move in moves if move.kind != LOCAL)
-
-
-def walk(steps: Iterable[Step]) -> Iterator[Step]:
-    """All steps, those inside loops and recomputed regions too."""
-    for step in steps:
-        yield step
-        if isinstance(step, Chunks | Recompute):
-            yield from walk(step.body)

@@ -10,90 +10,78 @@ than allowed. A `w` may stand only where the segment's backward can be divided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import combinations, pairwise
 
 from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Event, Pipeline, Schedule, Segment
 from weft.order.draw import window
 from weft.order.joint import joint
-from weft.order.live import Limits, limit_of, peaks
+from weft.order.timing import Limits, limit_of, peaks
+
+Row = tuple[Event, ...]
 
 
-def check_schedule(
-    pipeline: Pipeline, schedule: Schedule, *, limits: Limits = None, weights: Mapping[str, float] | None = None
-) -> None:
+def check_schedule(pipeline: Pipeline, schedule: Schedule, *, limits: Limits = None) -> None:
     """Refuse a schedule that cannot run, or that keeps more live than allowed.
 
     Args:
         limits: live micro-batches per device, one number or one per device.
-        weights: what one micro-batch of a segment counts, 1 if it is not told.
     """
     _check_known(pipeline, schedule)
     _check_once(pipeline, schedule)
     _check_order(pipeline, schedule)
-    _check_limits(pipeline, schedule, limits, weights)
+    _check_limits(pipeline, schedule, limits)
 
 
 def expected(pipeline: Pipeline, schedule: Schedule) -> Iterator[Event]:
     """The events that a schedule must hold: forward, backward of what trains, and a `w` where any device has one."""
-    divided = {(event.segment, event.micro) for event in schedule.every() if event.phase == "w"}
     for segment in pipeline.segments:
         for micro in range(pipeline.microbatches):
             yield Event("f", segment.name, micro)
             if segment.trains:
                 yield Event("b", segment.name, micro)
-            if (segment.name, micro) in divided:
+            if (segment.name, micro) in schedule.divided:
                 yield Event("w", segment.name, micro)
 
 
 def _check_known(pipeline: Pipeline, schedule: Schedule) -> None:
-    seen: set[tuple[int, tuple[Segment, ...]]] = set()
-    for device in sorted(schedule.events):
-        row, held = schedule.events[device], pipeline.on(device)
-        if (id(row), held) in seen:
-            continue
-        seen.add((id(row), held))
+    for device, row in _distinct(pipeline, schedule, schedule.events):
         for event in row:
             problem = _unknown(pipeline, device, event)
             if problem:
                 raise _error(schedule, (event,), *problem)
 
 
+def _distinct(pipeline: Pipeline, schedule: Schedule, devices: Iterable[int]) -> Iterator[tuple[int, Row]]:
+    """Devices and their rows, those that hold the same segments and run one and the same row once."""
+    seen: set[tuple[int, tuple[Segment, ...]]] = set()
+    for device in sorted(devices):
+        row = schedule.events.get(device, ())
+        key = (id(row), pipeline.on(device))
+        if key not in seen:
+            seen.add(key)
+            yield device, row
+
+
 def _unknown(pipeline: Pipeline, device: int, event: Event) -> tuple[str, str] | None:
-    segment = pipeline.by_name.get(event.segment)
-    if segment is None:
-        names = ", ".join(pipeline.by_name)
-        return f"device {device} runs {event}, and no segment is called {event.segment!r}", f"segments: {names}"
     if event.phase not in PHASES:
         return f"device {device} runs {event}, and {event.phase!r} is no phase", f"phases: {', '.join(PHASES)}"
-    if not isinstance(event.micro, int) or not 0 <= event.micro < pipeline.microbatches:
-        count = pipeline.microbatches
-        return (
-            f"device {device} runs {event}, and there are {count} micro-batches (0 to {count - 1})",
-            "run as many micro-batches as the schedule has, or leave the event out",
-        )
-    if device not in segment.devices:
-        places = ", ".join(map(str, segment.devices))
-        return f"device {device} runs {event}, which lives on {places}", "run it where its segment lives"
-    if event.phase != "f" and not segment.trains:
-        return f"{event}: {event.segment!r} has no gradient", "leave it out: such a segment has only its forward"
-    if event.phase == "w" and not segment.splits:
-        return (
-            f"{event}: the backward of {event.segment!r} cannot be divided",
-            "leave it out: the backward computes the weight gradients too",
-        )
-    return None
+    fault = pipeline.fault(event)
+    if fault:
+        return f"device {device} runs {fault[0]}", fault[1]
+    if not isinstance(event.micro, int):
+        return f"device {device} runs {event}, which has no number", "number the micro-batches of a schedule"
+    devices = pipeline.by_name[event.segment].devices
+    if device in devices:
+        return None
+    places = ", ".join(map(str, devices))
+    return f"device {device} runs {event}, which lives on {places}", "run it where its segment lives"
 
 
 def _check_once(pipeline: Pipeline, schedule: Schedule) -> None:
     wanted = list(expected(pipeline, schedule))
-    seen: set[tuple[int, tuple[Segment, ...]]] = set()
-    for device in pipeline.devices:
-        row, held = schedule.events.get(device, ()), pipeline.on(device)
-        if (id(row), held) in seen:
-            continue
-        seen.add((id(row), held))
+    for device, row in _distinct(pipeline, schedule, pipeline.devices):
         count = Counter(row)
         for event in wanted:
             if device not in pipeline.by_name[event.segment].devices or count[event] == 1:
@@ -161,8 +149,8 @@ def _reason(pipeline: Pipeline, schedule: Schedule, event: Event, before: Event)
     return f"it stands before it on device {device}"
 
 
-def _check_limits(pipeline: Pipeline, schedule: Schedule, limits: Limits, weights: Mapping[str, float] | None) -> None:
-    for device, peak in peaks(pipeline, schedule, weights).items():
+def _check_limits(pipeline: Pipeline, schedule: Schedule, limits: Limits) -> None:
+    for device, peak in peaks(pipeline, schedule).items():
         limit = limit_of(limits, device)
         if limit is not None and peak > limit + 1e-9:
             raise PlanError(

@@ -19,8 +19,7 @@ from string import ascii_lowercase
 from rich.text import Text
 
 from weft.ir.schedule import Event, Pipeline
-from weft.order.live import peaks
-from weft.order.timing import Timeline
+from weft.order.timing import Timeline, peaks
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green", "bright_yellow")
 TINY = 20

@@ -70,12 +70,6 @@ def joint(pipeline: Pipeline, schedule: Schedule) -> Joint:
     return Joint(events, tuple(tuple(found) for found in waits))
 
 
-def global_order(pipeline: Pipeline, schedule: Schedule) -> tuple[Event, ...]:
-    """All events of a proven schedule in one order that every device and all data agree with."""
-    graph = joint(pipeline, schedule)
-    return tuple(graph.events[number] for number in graph.order())
-
-
 def of_edges(waits: Edges) -> Joint:
     """A graph given by what each event waits for."""
     numbers = {event: number for number, event in enumerate(waits)}

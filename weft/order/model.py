@@ -10,14 +10,15 @@ OR-Tools is loaded when a model is made, not before: it takes a moment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weft.ir.schedule import Event, Pipeline, Schedule
-from weft.order.live import Limits, limit_of
-from weft.order.pattern import Kind, Task
 from weft.order.steps import project
+from weft.order.task import Task, heads, tails
+from weft.order.timing import Limits, limit_of
 
 SEED = 1
 
@@ -42,13 +43,13 @@ class Model:
         self.model = cp_model.CpModel()
         self.starts: dict[Event, Any] = {}
         self.end = self.model.new_int_var(0, horizon, "end")
-        heads = _heads(task)
-        for phase, name in task.spans:
+        earliest, left = heads(task.spans, task.needs), tails(task.spans, task.needs)
+        for kind in task.spans:
+            first = round(earliest[kind])
+            last = max(horizon - round(left[kind]), first)
             for micro in range(pipeline.microbatches):
-                last = horizon - task.tails[phase, name]
-                self.starts[Event(phase, name, micro)] = self.model.new_int_var(
-                    heads[phase, name], max(last, heads[phase, name]), f"{phase} {name} {micro}"
-                )
+                event = Event(*kind, micro)
+                self.starts[event] = self.model.new_int_var(first, last, str(event))
         self._add_data()
         self._add_devices()
         if ordered:
@@ -68,7 +69,7 @@ class Model:
 
     def release(self, name: str, micro: int) -> Event:
         """The event that ends the life of a micro-batch on a segment."""
-        return Event("w" if ("w", name) in self.task.spans else "b", name, micro)
+        return Event(*self.task.release(name), micro)
 
     def add_limits(self, limits: Limits) -> None:
         """At no time more live micro-batches on a device than allowed."""
@@ -140,45 +141,22 @@ def in_order(pipeline: Pipeline, task: Task, starts: Mapping[Event, int]) -> Sch
     return project(pipeline, events)
 
 
-def lower_bound(pipeline: Pipeline, spans: Mapping[Kind, float]) -> float:
-    """No schedule is shorter: what comes before a device's first event, all its work, what comes after its last.
-
-    Args:
-        spans: the kinds of events along the data, and how long they take.
-    """
-    heads: dict[Kind, float] = {}
-    tails: dict[Kind, float] = dict.fromkeys(spans, 0)
-    for kind in spans:
-        heads[kind] = max((heads[need] + spans[need] for need in pipeline.needs(*kind)), default=0)
-    for kind in reversed(list(spans)):
-        for need in pipeline.needs(*kind):
-            tails[need] = max(tails[need], tails[kind] + spans[kind])
-    found = max(heads[kind] + spans[kind] + tails[kind] for kind in spans)
-    for device in pipeline.devices:
-        here = [kind for kind in spans if device in pipeline.by_name[kind[1]].devices]
-        work = pipeline.microbatches * sum(spans[kind] for kind in here)
-        found = max(found, min(heads[kind] for kind in here) + work + min(tails[kind] for kind in here))
-    return found
-
-
-def _heads(task: Task) -> dict[Kind, int]:
-    found: dict[Kind, int] = {}
-    for kind in task.spans:
-        found[kind] = max((found[need] + task.spans[need] for need in task.needs[kind]), default=0)
-    return found
-
-
 def total(task: Task, microbatches: int) -> int:
     """A horizon that any order fits in: one event after the other."""
     return max(microbatches * sum(task.spans.values()), 1)
 
 
-def make_solver(seconds: float, workers: int) -> Any:
-    """A solver that gives the same answer again, and leaves Ctrl-C to Python."""
+def make_solver(seconds: float = math.inf, workers: int = 1, *, effort: float = math.inf) -> Any:
+    """A solver that gives the same answer again, and leaves Ctrl-C to Python.
+
+    Args:
+        effort: the most that it may do, in a measure of its own that does not depend on the machine.
+    """
     from ortools.sat.python import cp_model  # noqa: PLC0415
 
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = effort
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = SEED
     # it would put the system's own handler in place afterwards, and the next Ctrl-C would kill the process

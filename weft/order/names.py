@@ -1,21 +1,66 @@
 """Schedules by the names that recipes use: `schedule=1f1b`.
 
-In: a name, a Pipeline, settings. Out: a Schedule, proven. Promised: every name of `NAMES`; a pipeline that a schedule
+In: a name, a Pipeline, settings. Out: a Schedule, proven. Promised: every name of `SCHEDULES`, which is the one place
+that knows them: what makes each, which settings it takes, which stages it is made for. A pipeline that a schedule
 cannot take is refused with what it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from weft.errors import PlanError
 from weft.ir.schedule import Pipeline, Schedule
 from weft.order.check import check_schedule
-from weft.order.live import Limits
 from weft.order.pattern import interlaced
 from weft.order.steps import gpipe, inference, nf1b, one_f_one_b, zb_h1
-from weft.order.timing import Spans
+from weft.order.timing import Limits, Spans
 from weft.order.virtual import interleaved, zb_v
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "interlaced", "nf1b", "inference")
+DELAYED = ("spans", "distance")
+"""Settings of schedules that choose how many steps lie between passes."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A schedule that has a name.
+
+    Args:
+        make: of a Pipeline, and of the settings that it takes.
+        takes: `spans` (how long segments take), `distance` (steps between passes).
+        stages: on each set of devices: a number that `virtual=` may change; or by their kind: `vee`, down the devices
+            and up again; `shared`, one each, and blocks that live on all devices; `passes`, one each in every pass of
+            a model that runs the same modules again.
+        tried: whether a search looks at it too.
+        trains: False if it has no backward.
+    """
+
+    make: Callable[..., Schedule]
+    takes: tuple[str, ...] = ()
+    stages: int | str = 1
+    tried: bool = True
+    trains: bool = True
+
+
+SCHEDULES: Mapping[str, Named] = {
+    "gpipe": Named(gpipe),
+    "1f1b": Named(one_f_one_b, DELAYED),
+    "interleaved": Named(interleaved, stages=2),
+    "zb-h1": Named(zb_h1, DELAYED),
+    "zb-v": Named(zb_v, stages="vee"),
+    "interlaced": Named(interlaced, ("spans",), stages="shared"),
+    "nf1b": Named(nf1b, DELAYED, stages="passes", tried=False),
+    "inference": Named(inference, tried=False, trains=False),
+}
+NAMES = tuple(SCHEDULES)
+
+
+def named(name: str) -> Named:
+    """The schedule of a name."""
+    if name not in SCHEDULES:
+        raise PlanError(f"no schedule is called {name!r}", remedy=f"schedules: {', '.join(NAMES)}")
+    return SCHEDULES[name]
 
 
 def make_schedule(
@@ -33,27 +78,10 @@ def make_schedule(
         distance: steps between passes (1f1b, zb-h1, nf1b); the best is found if it is not given.
         limits: live micro-batches per device; more is refused.
     """
-    if name not in NAMES:
-        raise PlanError(f"no schedule is called {name!r}", remedy=f"schedules: {', '.join(NAMES)}")
-    if distance is not None and name not in ("1f1b", "zb-h1", "nf1b"):
+    found = named(name)
+    if distance is not None and "distance" not in found.takes:
         raise PlanError(f"{name} has no distance between passes", remedy="leave distance= out, or use nf1b")
-    schedule = _make(name, pipeline, spans, distance)
-    checked = pipeline.without_gradient() if name == "inference" else pipeline
-    check_schedule(checked, schedule, limits=limits)
+    settings = {"spans": spans, "distance": distance}
+    schedule = found.make(pipeline, **{key: settings[key] for key in found.takes})
+    check_schedule(pipeline if found.trains else pipeline.without_gradient(), schedule, limits=limits)
     return schedule
-
-
-def _make(name: str, pipeline: Pipeline, spans: Spans | None, distance: int | None) -> Schedule:
-    match name:
-        case "gpipe":
-            return gpipe(pipeline)
-        case "interleaved":
-            return interleaved(pipeline)
-        case "zb-v":
-            return zb_v(pipeline)
-        case "interlaced":
-            return interlaced(pipeline, spans=spans)
-        case "inference":
-            return inference(pipeline)
-    make = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "nf1b": nf1b}[name]
-    return make(pipeline, distance=distance, spans=spans)

@@ -11,21 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Before, Event, Pipeline, Schedule
 from weft.order.check import check_schedule
-from weft.order.fold import fold
-from weft.order.live import Limits, verify_limits
-from weft.order.model import Model, in_order, lower_bound, total
-from weft.order.names import make_schedule
-from weft.order.pattern import Pattern, Task, kinds, make_task, one_by_one
-from weft.order.periodic import Edge, best_pattern, edges, stretch, windows
-from weft.order.relations import check_relations, expand
-from weft.order.timing import Span, Spans, simulate
+from weft.order.model import Model, in_order, make_solver, total
+from weft.order.names import SCHEDULES, make_schedule
+from weft.order.pattern import Edge, Pattern, best_pattern, edges, one_by_one
+from weft.order.periodic import stretch, windows
+from weft.order.relations import check_relations, expand, listed, smallest
+from weft.order.task import Task, fold, kinds, lower_bound, make_task
+from weft.order.timing import Limits, Span, Spans, simulate, verify_limits
 
 WHOLE = 300  # events that are solved whole
-NAMED = ("1f1b", "zb-h1", "zb-v", "interleaved", "interlaced", "gpipe")
 PROBE = 6  # micro-batches, and seconds, to find out which relations contradict each other
 
 
@@ -127,7 +126,7 @@ def _is_small(wish: Wish) -> bool:
 
 def _named(wish: Wish) -> Iterator[Entry]:
     """Named schedules that keep relations and limits."""
-    for name in NAMED:
+    for name in (name for name, one in SCHEDULES.items() if one.tried):
         try:
             schedule = make_schedule(name, wish.pipeline, spans=wish.spans, limits=wish.limits)
         except PlanError:
@@ -184,12 +183,11 @@ def _model(
 def _whole_times(wish: Wish, schedule: Schedule) -> dict[Event, float]:
     """Start times of a schedule in whole times, each weight gradient right behind a backward that does both."""
     split = {name for phase, name in wish.task.spans if phase == "w"}
-    done = {(event.segment, event.micro) for event in schedule.every() if event.phase == "w"}
     rows: dict[int, list[Event]] = {device: [] for device in schedule.events}
     for device, row in schedule.events.items():
         for event in row:
             rows[device].append(event)
-            if event.phase == "b" and event.segment in split and (event.segment, event.micro) not in done:
+            if event.phase == "b" and event.segment in split and (event.segment, event.micro) not in schedule.divided:
                 rows[device].append(replace(event, phase="w"))
     spans = {
         one.name: Span(*(wish.task.spans.get((phase, one.name), 0) for phase in PHASES))
@@ -202,26 +200,16 @@ def _whole_times(wish: Wish, schedule: Schedule) -> dict[Event, float]:
 def _repeat(wish: Wish, end: float) -> list[Entry]:
     """A repeating pattern at the shortest period that has one, unrolled with a way in and a way out."""
     links = edges(wish.task, wish.relations)
-    for period in _periods(wish.task):
+    for period in wish.task.periods:
         left = end - time.monotonic()
         if left <= 0:
             break
-        pattern = best_pattern(
-            wish.pipeline, wish.task, links, wish.limits, period=period, seconds=left / 3, workers=wish.workers
-        )
+        solver = make_solver(left / 3, wish.workers)
+        pattern = best_pattern(wish.pipeline, wish.task, links, wish.limits, period=period, solver=solver)
         found = _unrolled(wish, pattern, links, end) if pattern else []
         if found:
             return found
     return _one_by_one(wish)
-
-
-def _periods(task: Task) -> Iterator[int]:
-    """From the work of the busiest device to one event at a time, in steps of a twentieth."""
-    period, last = task.least_period, sum(task.spans.values())
-    while period < last:
-        yield period
-        period += max(1, period // 20)
-    yield last
 
 
 def _unrolled(wish: Wish, pattern: Pattern, links: Sequence[Edge], end: float) -> list[Entry]:
@@ -248,18 +236,13 @@ def _is_valid(wish: Wish, schedule: Schedule) -> bool:
 def _refusal(wish: Wish, limits: Limits, seconds: float) -> PlanError:
     """Why nothing was found: relations that cannot be kept together on these devices, or the time."""
     few = replace(wish.pipeline, microbatches=min(wish.pipeline.microbatches, PROBE)) if wish.repeats else wish.pipeline
-    needed = list(wish.relations)
-    if not _impossible(wish, few, needed):
+    if not _impossible(wish, few, wish.relations):
         return PlanError(
             f"no schedule was found in {seconds:g} s", remedy="give the search more time, or fewer micro-batches"
         )
-    for relation in wish.relations:
-        fewer = [one for one in needed if one is not relation]
-        if _impossible(wish, few, fewer):
-            needed = fewer
-    said = "\n".join(f"  {relation}" for relation in needed)
+    needed = smallest(wish.relations, partial(_impossible, wish, few))
     return PlanError(
-        f"no schedule keeps these relations with {_said(limits)}:\n{said}",
+        f"no schedule keeps these relations with {_said(limits)}:\n{listed(needed)}",
         remedy="leave one of them out, or allow more live micro-batches",
     )
 

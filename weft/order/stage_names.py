@@ -8,27 +8,25 @@ is refused with those that are; a schedule keeps all relations that were said wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from weft.errors import PlanError
-from weft.ir.schedule import Before, Event, Pipeline, Schedule
+from weft.ir.schedule import Before, Event, Pipeline, Rows, Schedule, ScheduleLike
 from weft.order.check import check_schedule
 from weft.order.names import make_schedule
 from weft.order.relations import check_relations, expand
 from weft.order.search import complete
-from weft.order.text import WORD, words_of
 
 Stages = Mapping[str, tuple[str, ...]]
 """The segments of each stage, along the data."""
-Rows = Mapping[int, str | Sequence[Event]]
-Said = str | Schedule | Rows | Callable[[Pipeline], Schedule | Rows]
-
+WORD = re.compile(r"([FBWfbw])(\d+)(?:\((.+)\))?")
 SECONDS = 30.0
 """How long the solver may take to complete relations."""
 
 
 def said_schedule(
-    pipeline: Pipeline, said: Said, relations: Sequence[Before], stages: Stages, *, seconds: float = SECONDS
+    pipeline: Pipeline, said: ScheduleLike, relations: Sequence[Before], stages: Stages, *, seconds: float = SECONDS
 ) -> Schedule:
     """The schedule that a plan says: by name, as rows, as a function, by relations; 1F1B if it says nothing."""
     wanted = segment_relations(pipeline, relations, stages)
@@ -91,12 +89,13 @@ def _row(pipeline: Pipeline, device: int, row: str | Sequence[Event], stages: St
 
 def _words(pipeline: Pipeline, device: int, row: str, stages: Stages) -> list[Event]:
     """The events of a row such as `F0 F1(a) B0`; a device with one stage need not name it."""
-    here = {segment.name for segment in pipeline.on(device)}
-    held = [stage for stage, segments in stages.items() if here & set(segments)]
+    here = [segment.name for segment in pipeline.on(device)]
+    held = [stage for stage, segments in stages.items() if not set(segments).isdisjoint(here)]
     named = {segment for segments in stages.values() for segment in segments}
     held += [name for name in here if name not in named]
     found = []
-    for at, word in enumerate(words_of(row)):
+    # a name may hold blanks: they are inside brackets
+    for at, word in enumerate(re.findall(r"[^\s(]+(?:\([^)]*\))?", row)):
         place = f"device {device}, event {at}"
         match = WORD.fullmatch(word)
         if match is None:
@@ -120,10 +119,5 @@ def _events(pipeline: Pipeline, event: Event, stages: Stages, place: str) -> lis
             known = ", ".join(stages or pipeline.by_name)
             raise PlanError(f"no stage is called {event.segment!r}", place=place, remedy=f"stages: {known}")
         names = (event.segment,)
-    able = [name for name in names if _has(pipeline, name, event.phase)] or list(names)
+    able = [name for name in names if pipeline.by_name[name].has(event.phase)] or list(names)
     return [Event(event.phase, name, event.micro) for name in (able if event.phase == "f" else reversed(able))]
-
-
-def _has(pipeline: Pipeline, name: str, phase: str) -> bool:
-    segment = pipeline.by_name[name]
-    return phase == "f" or (segment.trains and (phase == "b" or segment.splits))

@@ -1,7 +1,10 @@
-"""The time table of a Schedule: when each event starts and ends.
+"""What a Schedule takes: when each event starts and ends, and how many micro-batches each device keeps.
 
-In: a Pipeline, a Schedule, a Span per segment. Out: a Timeline. Promised: every event starts as soon as its devices are
-free, the events before it in their sequences are done, and its data is there; a whole backward takes `b + w`.
+In: a Pipeline, a Schedule, a Span per segment. Out: a Timeline; the peak of live micro-batches per device. Promised:
+every event starts as soon as its devices are free, the events before it in their sequences are done, and its data is
+there; a whole backward takes `b + w`. A micro-batch of a segment that trains is live from the start of its forward to
+the end of its backward, or of its weight gradients where these are put off; a device runs its events one by one, so the
+peak needs no times.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Span:
 
 Spans = Mapping[str, Span]
 UNIT = Span()
+Limits = Mapping[int, float] | float | None
 
 
 def span_of(spans: Spans | None, name: str) -> Span:
@@ -67,12 +71,11 @@ class Timeline:
         return 1 - sum(self.busy.values()) / total if total else 0.0
 
 
-def simulate(pipeline: Pipeline, schedule: Schedule, spans: Spans | None = None, *, hop: float = 0) -> Timeline:
+def simulate(pipeline: Pipeline, schedule: Schedule, spans: Spans | None = None) -> Timeline:
     """Run a schedule on paper.
 
     Args:
         spans: a Span per segment; unit times where it is not told.
-        hop: what a value takes from one device set to another.
     """
     graph = joint(pipeline, schedule)
     order, events = graph.order(), graph.events
@@ -81,16 +84,11 @@ def simulate(pipeline: Pipeline, schedule: Schedule, spans: Spans | None = None,
             "the schedule never ends: " + " waits for ".join(map(str, graph.cycle())),
             remedy="check_schedule() draws the cycle",
         )
-    split = {(event.segment, event.micro) for event in events if event.phase == "w"}
     starts, ends = [0.0] * len(events), [0.0] * len(events)
     for number in order:
-        event, waits = events[number], graph.waits[number]
-        if hop:
-            late = (ends[one] + _hop(pipeline, events[one], event, hop) for one in waits)
-            starts[number] = max(late, default=0)
-        elif waits:
-            starts[number] = max(ends[one] for one in waits)
-        whole = event.phase != "b" or (event.segment, event.micro) not in split
+        event = events[number]
+        starts[number] = max((ends[one] for one in graph.waits[number]), default=0.0)
+        whole = event.phase != "b" or (event.segment, event.micro) not in schedule.divided
         ends[number] = starts[number] + span_of(spans, event.segment).of(event.phase, whole)
     return Timeline(schedule, dict(zip(events, starts, strict=True)), dict(zip(events, ends, strict=True)))
 
@@ -106,8 +104,36 @@ def _work(span: Span, trains: bool) -> float:
     return span.f + (span.b + span.w if trains else 0)
 
 
-def _hop(pipeline: Pipeline, first: Event, second: Event, hop: float) -> float:
-    """What lies between two events: nothing on the same devices, or where no data passes between them."""
-    if not hop or pipeline.by_name[first.segment].devices == pipeline.by_name[second.segment].devices:
-        return 0
-    return hop if first in pipeline.before(second) else 0
+def peaks(pipeline: Pipeline, schedule: Schedule) -> dict[int, int]:
+    """The most micro-batches that are live at once on each device."""
+    found = {id(row): _peak(pipeline, schedule, row) for row in schedule.rows}
+    return {device: found[id(row)] for device, row in sorted(schedule.events.items())}
+
+
+def limit_of(limits: Limits, device: int) -> float | None:
+    """What a device may keep, None if there is no limit."""
+    if limits is None or isinstance(limits, int | float):
+        return limits
+    return limits.get(device)
+
+
+def verify_limits(limits: Limits, pipeline: Pipeline) -> None:
+    """A limit allows at least one micro-batch of every segment that trains."""
+    for device in pipeline.devices:
+        limit, needed = limit_of(limits, device), sum(one.trains for one in pipeline.on(device))
+        if limit is not None and limit < needed:
+            raise PlanError(
+                f"device {device} may keep {limit:g} live micro-batches, but its {needed} segments keep one each",
+                remedy=f"allow at least {needed}",
+            )
+
+
+def _peak(pipeline: Pipeline, schedule: Schedule, row: tuple[Event, ...]) -> int:
+    now = most = 0
+    for event in row:
+        if event.phase == "f" and pipeline.by_name[event.segment].trains:
+            now += 1
+            most = max(most, now)
+        elif event.phase == "w" or (event.phase == "b" and (event.segment, event.micro) not in schedule.divided):
+            now -= 1
+    return most

@@ -1,16 +1,15 @@
 """Plans: decisions about a Graph, the primitives that write them, recipes, plan files."""
 
+from weft.ir.schedule import Micro
+from weft.plan.basic import coshard, dp, tp
 from weft.plan.load import load_plan
 from weft.plan.megatron import megatron
-from weft.plan.order import Micro, b, before, f, w
 from weft.plan.plan import AxisUse, Decision, Plan, Store, Verdict
 from weft.plan.plan_file import save_plan
-from weft.plan.primitives import algorithm, copy, cut, recompute
-from weft.plan.recipes import coshard, dp, tp
+from weft.plan.primitives import algorithm, b, before, copy, cut, f, recompute, w
 from weft.plan.select import Selection, match
 from weft.plan.sequence import sp
-from weft.plan.spread import spread
-from weft.plan.zero import zero
+from weft.plan.stores import spread, zero
 
 __all__ = [
     "AxisUse",

@@ -17,12 +17,12 @@ heap is a lower bound, and a color is weighed again only when it comes up.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from weft.ir.oplayout import Cut
 from weft.ops.work import contraction
-from weft.plan.colors import Color, Member, find_inner_colors
+from weft.plan.colors import Color, Member, find_inner_colors, is_of_inputs
 from weft.plan.grow import cut_tensors, tightest
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
@@ -86,8 +86,7 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
 
 
 def _eligible(plan: Plan, color: Color, talking: bool) -> bool:
-    silent = not any(color.names[op][0].talks for op in color.ops)
-    return not any(one.tensor in color.dims for one in plan.graph.inputs) and (talking or silent)
+    return not is_of_inputs(plan.graph, color) and (talking or not any(one.talks for one in color.members.values()))
 
 
 def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
@@ -98,14 +97,11 @@ def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
 
 def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain | None:
     """The chain of a color among the ops not taken that moves the fewest bytes per multiplication."""
-    members = {
-        op: color.names[op][0] for op in color.ops if op not in taken and allowed(plan, op, color.names[op][0], parts)
-    }
     chains = []
-    for ops in connected(plan, members):
-        weight = weigh(plan.graph, plan.rules, {op: members[op].name for op in ops})
+    for members in free_groups(plan, color, parts, taken):
+        weight = weigh(plan.graph, plan.rules, {op: member.name for op, member in members.items()})
         if weight.flops:
-            chains.append(Chain(color, {op: members[op] for op in ops}, weight))
+            chains.append(Chain(color, members, weight))
     return min(chains, key=lambda chain: chain.weight.bytes_per_flop, default=None)
 
 
@@ -125,7 +121,15 @@ def _tightened(plan: Plan, chain: Chain) -> Chain:
     return Chain(chain.color, members, found[1], tuple(op for op in readers if op not in members))
 
 
-def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
+def free_groups(plan: Plan, color: Color, parts: int, taken: Container[str]) -> list[dict[str, Member]]:
+    """Connected ops that the color may cut and nobody else does."""
+    members = {
+        op: member for op, member in color.members.items() if op not in taken and allowed(plan, op, member, parts)
+    }
+    return connected(plan, members)
+
+
+def connected(plan: Plan, members: Mapping[str, Member]) -> list[dict[str, Member]]:
     """The ops in groups that share a tensor which both cut, each in execution order."""
     tensors = {op: cut_tensors(plan, op, member.name) for op, member in members.items()}
     holders: dict[str, list[str]] = {}
@@ -133,7 +137,7 @@ def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
         for name in names:
             holders.setdefault(name, []).append(op)
     position = {op: i for i, op in enumerate(members)}
-    groups: list[list[str]] = []
+    groups: list[dict[str, Member]] = []
     seen: set[str] = set()
     for start in members:
         group: list[str] = []
@@ -145,7 +149,7 @@ def connected(plan: Plan, members: Mapping[str, Member]) -> list[list[str]]:
                 group.append(op)
                 queue += [other for name in tensors[op] for other in holders[name]]
         if group:
-            groups.append(sorted(group, key=position.__getitem__))
+            groups.append({op: members[op] for op in sorted(group, key=position.__getitem__)})
     return groups
 
 

@@ -8,7 +8,7 @@ heads of one layer, the vocabulary. A color has `units`; each member says how th
 A name meets a tensor dim where a rule has it as the outermost factor there. The link is made if both sides can be
 described by the same groups, one of them refined if need be, and at least `parts` units remain; otherwise there
 is none, and a reshard will stand there. Ops may have a color under a name that cannot be cut, or under two names (rows
-and columns of attention): of those one may be cut, chosen by `Color.member`.
+and columns of attention): of those one may be cut, chosen by `Color.members`.
 """
 
 from __future__ import annotations
@@ -78,15 +78,11 @@ class Color:
     nodes: Mapping[Node, Groups]
     names: Mapping[str, tuple[Member, ...]]
 
-    def member(self, op: str) -> Member | None:
-        """The name to cut in an op: the only one, or the one found in its outputs. None if the op lacks the color."""
-        members = self.names.get(op, ())
-        return members[0] if members else None
-
     @cached_property
-    def ops(self) -> tuple[str, ...]:
-        """The ops that may be cut by it, in execution order."""
-        return tuple(op for op, members in self.names.items() if members[0].cuttable)
+    def members(self) -> Mapping[str, Member]:
+        """The ops that may be cut by it, in execution order, each with the name to cut: the only one, or the one found
+        in its outputs."""
+        return {op: members[0] for op, members in self.names.items() if members[0].cuttable}
 
     @cached_property
     def dims(self) -> Mapping[str, tuple[int, ...]]:
@@ -98,12 +94,16 @@ class Color:
         return found
 
 
+def is_of_inputs(graph: Graph, color: Color) -> bool:
+    """Whether an input has the color."""
+    return any(one.tensor in color.dims for one in graph.inputs)
+
+
 @dataclass(frozen=True)
 class Colors:
-    """All colors of a graph that can be cut into at least `parts`."""
+    """All colors of a graph that can be cut into so many parts as were asked for."""
 
     all: tuple[Color, ...]
-    parts: int
 
     def __iter__(self) -> Iterator[Color]:
         return iter(self.all)
@@ -149,7 +149,7 @@ def find_inner_colors(graph: Graph, rules: RuleBook, parts: int) -> Colors:
     )
     if hidden or parts != 2:
         union = _united(graph, rules, parts, (), apart)
-    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)))
 
 
 def _inner(op: Op, one: Dim, rule: Rule, apart: frozenset[OpName]) -> str | None:
@@ -174,7 +174,7 @@ def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[Tensor
         same: dims that are known to be one (the batch dims of all inputs).
     """
     union = _united(graph, rules, parts, same, frozenset())
-    return Colors(tuple(_colors(graph, rules, union.sets(), parts)), parts)
+    return Colors(tuple(_colors(graph, rules, union.sets(), parts)))
 
 
 def _united(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim], apart: frozenset[OpName]) -> _Union:

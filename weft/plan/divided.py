@@ -9,7 +9,7 @@ one after the other on one device divide nothing between devices, nor does an op
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,7 @@ class Rest:
     count: int = 1
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "op": self.op,
-            "operator": self.operator,
-            "line": self.line,
-            "flops_share": self.flops_share,
-            "bytes_share": self.bytes_share,
-            "why": self.why,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "count"}
 
 
 @dataclass(frozen=True)

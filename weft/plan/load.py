@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from weft.errors import PlanError, WeftError
 from weft.ir.graph import Graph
+from weft.plan.batch import BatchDims
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan
 from weft.plan.recipe_string import check_devices, parse_recipe
-from weft.plan.recipes import BatchDims
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -99,7 +100,7 @@ def _call(function: Callable[..., Any], place: str, graph: Graph, devices: int |
             place=place,
             remedy="define it as function(plan), function(graph) or function(graph, devices)",
         ) from None
-    with _UserCode(place):
+    with _user_code(place):
         return function(*arguments)
 
 
@@ -109,28 +110,23 @@ def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"weft_plan_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    with _UserCode(str(path)):
+    with _user_code(str(path)):
         spec.loader.exec_module(module)
     return module
 
 
-class _UserCode:
+@contextmanager
+def _user_code(place: str) -> Iterator[None]:
     """Around code of the user's: what it raises becomes a PlanError that keeps it as its cause."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, WeftError):
-            frames = inspect.getinnerframes(trace) if trace is not None else []
-            line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
-            raise PlanError(
-                f"the plan's own code raised {type(error).__name__}: {error}",
-                place=self.place + line,
-                remedy="correct the function",
-            ) from error
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ is not None else []
+        line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+        raise PlanError(
+            f"the plan's own code raised {type(error).__name__}: {error}",
+            place=place + line,
+            remedy="correct the function",
+        ) from error

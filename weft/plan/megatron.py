@@ -13,17 +13,17 @@ keys and values fewer than the parts are left whole on every device, as usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ops.work import multiplications
-from weft.plan.chains import allowed, connected
-from weft.plan.colors import Color, Member, OpName, find_colors
+from weft.plan.basic import check_count, cut_all, no_chain
+from weft.plan.chains import free_groups
+from weft.plan.colors import Color, Member, OpName, find_colors, is_of_inputs
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
 from weft.plan.weigh import weigh
-from weft.plan.writing import check_count, cut_all, no_chain
 
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 """Operators that know their classes."""
@@ -57,7 +57,7 @@ class _Cuts:
         self.chosen: dict[str, CutBy] = {}
         self._colors = find_colors(plan.graph, plan.rules, parts)
         # a batch of fewer than `parts` rows is still the batch
-        self._inputs = [color for color in find_colors(plan.graph, plan.rules, 2) if _of_inputs(plan, color)]
+        self._inputs = [color for color in find_colors(plan.graph, plan.rules, 2) if is_of_inputs(plan.graph, color)]
 
     def attention(self) -> None:
         for op in self.plan.graph.ops:
@@ -97,30 +97,20 @@ class _Cuts:
         """Take the colors between two products, those that move the fewest bytes per multiplication first."""
         found = []
         for color in self._colors:
-            if color in self._inputs or _of_inputs(self.plan, color):
+            if color in self._inputs or is_of_inputs(self.plan.graph, color):
                 continue
-            for group in self._groups(color):
-                if self._is_hidden(color, group):
-                    members = {op: color.names[op][0] for op in group}
+            for members in free_groups(self.plan, color, self.parts, self.chosen):
+                if self._is_hidden(members):
                     weight = weigh(self.plan.graph, self.plan.rules, {op: one.name for op, one in members.items()})
                     found.append((weight.bytes_per_flop, color.number, members))
         for _, _, members in sorted(found, key=lambda one: one[:2]):
             if not self.chosen.keys() & members.keys():
                 self._cut(members)
 
-    def _groups(self, color: Color) -> list[list[str]]:
-        """Connected ops that the color may cut and nobody else does."""
-        members = {
-            op: color.names[op][0]
-            for op in color.ops
-            if op not in self.chosen and allowed(self.plan, op, color.names[op][0], self.parts)
-        }
-        return connected(self.plan, members)
-
     def _take(self, op: str, color: Color) -> None:
-        for group in self._groups(color):
-            if op in group:
-                self._cut({one: color.names[one][0] for one in group})
+        for members in free_groups(self.plan, color, self.parts, self.chosen):
+            if op in members:
+                self._cut(members)
 
     def _cut(self, members: Mapping[str, Member]) -> None:
         self.chosen.update((op, member.cut(self.parts, self.axis)) for op, member in members.items())
@@ -135,11 +125,11 @@ class _Cuts:
     def _is_input(self, op: str, name: str) -> bool:
         return any(OpName(op, name) in color.nodes for color in self._inputs)
 
-    def _is_hidden(self, color: Color, group: Iterable[str]) -> bool:
+    def _is_hidden(self, members: Mapping[str, Member]) -> bool:
         """True if one trained product makes the color, another sums it, and all others pass it on."""
         made = summed = False
-        for op in group:
-            rule, member = self.plan.rule(op), color.names[op][0]
+        for op, member in members.items():
+            rule = self.plan.rule(op)
             outputs = {name for dims in rule.outputs for one in dims for name in one.names}
             if multiplications(rule):
                 made |= member.name in outputs
@@ -158,10 +148,6 @@ class _Cuts:
             place=op.place,
             remedy=f"{what} (at most {heads}; uneven parts are allowed), or fill the devices with dp",
         )
-
-
-def _of_inputs(plan: Plan, color: Color) -> bool:
-    return any(one.tensor in color.dims for one in plan.graph.inputs)
 
 
 def _multiplies_activations(plan: Plan, op: Op) -> bool:

@@ -2,24 +2,24 @@
 
 In: a Plan that says how each stage is cut inside. Out: the Plan with a stage line for each stage (`virtual` times as
 many where a device runs several), the number of micro-batches, and the schedule. Written with public primitives alone.
+
+Blocks that live on all devices of a pipeline are an embedding and a head with its loss, cut along the vocabulary. They
+are found by structure, as `megatron.py` does: the classes of a loss, the head that makes them, tables of as many rows.
+An op without a stage is laid out over all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
-from weft.order.names import NAMES
-from weft.plan.interlace import cut_vocabulary
+from weft.order.names import named
+from weft.plan.basic import cut_all
+from weft.plan.megatron import LOSSES, vocabulary_cuts
 from weft.plan.plan import Plan
 from weft.plan.recycling import recycled_stages
 from weft.plan.stages import balanced, begun_at
-
-LOOPS = {"interleaved": 2}
-"""Stages that a device runs by default under these schedules."""
-ALONE = ("interlaced", "nf1b")
-"""Schedules with one stage on each set of devices (nf1b: in each pass)."""
 
 
 def pp(
@@ -38,22 +38,21 @@ def pp(
         virtual: stages on each set; 1 means as many as the schedule needs.
         begins: modules at which the stages after the first begin; balanced by weight if not given.
     """
-    if schedule not in NAMES:
-        raise PlanError(f"no schedule is called {schedule!r}", remedy=f"schedules: {', '.join(NAMES)}")
-    turns = 2 if schedule == "zb-v" else virtual if virtual > 1 else LOOPS.get(schedule, 1)
+    wanted = named(schedule).stages
+    turns = 2 if wanted == "vee" else virtual if virtual > 1 else wanted if isinstance(wanted, int) else 1
     count = stages * turns
     if begins and len(begins) != count - 1:
         raise PlanError(
             f"{len(begins)} modules begin stages after the first, but {count} stages have {count - 1} such",
             remedy=f"name {count - 1} modules: stages=a+b+...",
         )
-    if schedule in ALONE and virtual > 1:
+    if wanted in ("shared", "passes") and virtual > 1:
         raise PlanError(f"{schedule} has one stage on each set of devices", remedy="leave out virtual=")
     everywhere: frozenset[str] = frozenset()
-    if schedule == "interlaced":
-        plan, everywhere = cut_vocabulary(plan, stages)
+    if wanted == "shared":
+        plan, everywhere = _cut_vocabulary(plan, stages)
     size = plan.devices // stages
-    if schedule == "nf1b":
+    if wanted == "passes":
         for one in recycled_stages(plan, stages, begins):
             plan = _stage(plan, one.name, one.ops, one.place, size)
         return plan.cut_batch(microbatches).order(schedule)
@@ -64,10 +63,33 @@ def pp(
     for number, ops in enumerate(parts):
         turn, place = divmod(number, stages)
         # a V: the second half of the stages runs back over the devices
-        home = stages - 1 - place if schedule == "zb-v" and turn % 2 else place
+        home = stages - 1 - place if wanted == "vee" and turn % 2 else place
         plan = _stage(plan, str(number), ops, home, size)
     return plan.cut_batch(microbatches).order(schedule)
 
 
 def _stage(plan: Plan, name: str, ops: Sequence[Op], home: int, size: int) -> Plan:
     return plan.stage(name, [op.name for op in ops], range(home * size, (home + 1) * size))
+
+
+def _cut_vocabulary(plan: Plan, stages: int) -> tuple[Plan, frozenset[str]]:
+    """Cut embedding, head and loss over the stages; and the ops that live on all devices."""
+    cuts = vocabulary_cuts(plan, stages, axis="all")
+    if not cuts:
+        raise PlanError(
+            f"interlaced weaves a vocabulary that all devices share into the stages, but {plan.graph.name} has no "
+            f"classes of a loss that can be cut into {stages} parts",
+            remedy="use schedule=1f1b, or place ops on all devices with a plan function",
+        )
+    return cut_all(plan, cuts), frozenset(cuts) | _made_of_losses(plan, cuts)
+
+
+def _made_of_losses(plan: Plan, cuts: Collection[str]) -> frozenset[str]:
+    """Ops that read a loss which is cut, directly or not: the sum of several losses, a scale."""
+    made = {name for op in plan.graph.ops if op.name in cuts and op.kind in LOSSES for name in op.outputs}
+    found = set()
+    for op in plan.graph.ops:
+        if made & set(op.inputs):
+            found.add(op.name)
+            made.update(op.outputs)
+    return frozenset(found)

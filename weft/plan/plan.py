@@ -7,33 +7,36 @@ one as it was; its `can_*` twin answers with the reason instead. Plans with equa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Concatenate, ParamSpec
 
 from weft.errors import PlanError, RuleError
 from weft.ir.graph import Graph, Op
-from weft.ir.schedule import Schedule
+from weft.ir.schedule import Relation, Schedule, ScheduleLike
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
+from weft.plan.apply import Context, apply
 from weft.plan.lines import (
     AssignLine,
+    BatchLine,
     BlockLine,
-    Context,
     Decision,
     Line,
     OrderLine,
+    ScheduleLine,
+    Stage,
+    StageLine,
     State,
     Store,
     StoreLine,
     TransLine,
-    apply,
+    plan_table,
 )
-from weft.plan.order import Relation
 from weft.plan.primitives import AxisUse, RecomputeMark, Transform, is_count, with_axis
 from weft.plan.select import ParametersLike, Selection, match, match_parameters, parse, refuse_empty, select
-from weft.plan.show import plan_table
-from weft.plan.staging import BatchLine, ScheduleLike, ScheduleLine, Stage, StageLine
 
 __all__ = ["AxisUse", "Decision", "Plan", "Store", "Verdict"]
 
@@ -51,6 +54,22 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+Given = ParamSpec("Given")
+
+
+def _asking(primitive: Callable[Concatenate[Plan, Given], Plan]) -> Callable[Concatenate[Plan, Given], Verdict]:
+    """Whether a primitive would be accepted, and why not."""
+
+    def can(plan: Plan, /, *args: Given.args, **kwargs: Given.kwargs) -> Verdict:
+        try:
+            primitive(plan, *args, **kwargs)
+        except (PlanError, RuleError) as error:
+            return Verdict(False, str(error))
+        return Verdict(True)
+
+    return can
 
 
 @dataclass(frozen=True)
@@ -247,26 +266,20 @@ class Plan:
             grad: where gradients are added up over micro-batches: with the state if given, else as they arise.
             on: whole on these devices alone (counted from 0 inside the stage, where there are stages).
         """
+        states, grads = _several(state), _several(grad)
+        found = match_parameters(self.graph, parameters)
         if on is not None:
-            devices = (on,) if isinstance(on, int) else tuple(on)
-            given = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
-            return self._with(StoreLine(match_parameters(self.graph, parameters), transforms, given, devices))
-        if not transforms and state is None:
+            return self._with(StoreLine(found, transforms, states, (on,) if isinstance(on, int) else tuple(on)))
+        if not transforms and states is None:
             raise PlanError("store was given no transform", remedy="add cut(0, 4, axis='dp'), on= or state=")
-        states = None if state is None else (state,) if not isinstance(state, Sequence) else tuple(state)
-        if grad is not None and (tuple(grad) if isinstance(grad, Sequence) else (grad,)) != states:
+        if grads is not None and grads != states:
             raise PlanError(
                 "gradients are added up where the optimizer's state lies, or as they arise",
                 remedy="give grad= what state= says, or leave it out",
             )
         named = self._named((*transforms, *(states or ())))
-        line = StoreLine(
-            match_parameters(self.graph, parameters),
-            named[: len(transforms)],
-            None if states is None else named[len(transforms) :],
-            reduced=grad is not None,
-        )
-        return self._with(line)
+        held = None if states is None else named[len(transforms) :]
+        return self._with(StoreLine(found, named[: len(transforms)], held, reduced=grads is not None))
 
     def block(self, name: str, ops: OpsLike) -> Plan:
         """Name a set of ops, so as to order it as one thing.
@@ -277,32 +290,11 @@ class Plan:
 
     # --- ask first ----------------------------------------------------------------------------------------------
 
-    def can_trans(self, ops: OpsLike, *transforms: Transform) -> Verdict:
-        """Whether `trans` would be accepted, and why not."""
-        return _ask(lambda: self.trans(ops, *transforms))
-
-    def can_assign(self, ops: OpsLike, devices: Devices) -> Verdict:
-        """Whether `assign` would be accepted, and why not."""
-        return _ask(lambda: self.assign(ops, devices))
-
-    def can_order(self, *relations: Relation) -> Verdict:
-        """Whether `order` would be accepted, and why not."""
-        return _ask(lambda: self.order(*relations))
-
-    def can_store(
-        self,
-        parameters: ParametersLike,
-        *transforms: Transform,
-        grad: Transform | Sequence[Transform] | None = None,
-        state: Transform | Sequence[Transform] | None = None,
-        on: int | Sequence[int] | None = None,
-    ) -> Verdict:
-        """Whether `store` would be accepted, and why not."""
-        return _ask(lambda: self.store(parameters, *transforms, grad=grad, state=state, on=on))
-
-    def can_block(self, name: str, ops: OpsLike) -> Verdict:
-        """Whether `block` would be accepted, and why not."""
-        return _ask(lambda: self.block(name, ops))
+    can_trans = _asking(trans)
+    can_assign = _asking(assign)
+    can_order = _asking(order)
+    can_store = _asking(store)
+    can_block = _asking(block)
 
     def _named(self, transforms: Sequence[Transform]) -> tuple[Transform, ...]:
         """The transforms with names made up for axes that have none: a0, a1, ..."""
@@ -323,35 +315,19 @@ class Plan:
         return plan_table(self.graph, self.devices, self._state)
 
 
-def _ask(primitive: Callable[[], Plan]) -> Verdict:
-    try:
-        primitive()
-    except (PlanError, RuleError) as error:
-        return Verdict(False, str(error))
-    return Verdict(True)
+def _several(given: Transform | Sequence[Transform] | None) -> tuple[Transform, ...] | None:
+    return None if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def _flatten(devices: Devices) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The device numbers row-major, and the shape of the nesting."""
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        return (devices,), ()
+def _flatten(devices: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The device numbers row-major, and the shape of the nesting; arrays and scalars of other libraries count too."""
+    if hasattr(devices, "__index__") and not isinstance(devices, bool) and not getattr(devices, "shape", ()):
+        return (operator.index(devices),), ()
     if isinstance(devices, str | bool) or not isinstance(devices, Iterable):
         raise PlanError(f"{devices!r} is no device", remedy="give device numbers, nested like the grid's axes")
-    parts = [_flatten(_plain(item)) for item in devices]
+    parts = [_flatten(item) for item in devices]
     shapes = {shape for _, shape in parts}
     if len(shapes) > 1:
         raise PlanError(f"the devices {devices} do not form a grid", remedy="give rows of equal length")
     inner = shapes.pop() if shapes else ()
     return tuple(number for flat, _ in parts for number in flat), (len(parts), *inner)
-
-
-def _plain(item: object) -> Devices:
-    """A scalar of an array library as a number."""
-    if isinstance(item, int | Sequence):
-        return item
-    if isinstance(item, Iterable) and not hasattr(item, "__index__"):
-        return list(item)
-    if hasattr(item, "__index__"):
-        shape = getattr(item, "shape", ())
-        return list(item) if shape else int(item.__index__())  # type: ignore[call-overload]
-    raise PlanError(f"{item!r} is no device", remedy="give device numbers, nested like the grid's axes")

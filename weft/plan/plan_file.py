@@ -20,16 +20,24 @@ import yaml
 
 from weft.errors import PlanError
 from weft.ir.graph import Graph
-from weft.ir.schedule import Schedule
-from weft.plan.lines import AssignLine, BlockLine, Line, OrderLine, StoreLine, TransLine
-from weft.plan.order import PHASES, Before, Event, Micro, before
+from weft.ir.schedule import PHASES, Before, Event, Micro, Rows, Schedule, ScheduleLike
+from weft.plan.lines import (
+    AssignLine,
+    BatchLine,
+    BlockLine,
+    Line,
+    OrderLine,
+    ScheduleLine,
+    StageLine,
+    StoreLine,
+    TransLine,
+)
 from weft.plan.plan import Plan
-from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algorithm, copy, cut
+from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algorithm, before, copy, cut, placed
 from weft.plan.select import Selection, fold
-from weft.plan.staging import BatchLine, Rows, ScheduleLike, ScheduleLine, StageLine
 
 VERSION = 1
-KINDS = {int: "whole number", list: "list", dict: "table"}
+KINDS = {int: "whole number", list: "list"}
 """What the types of fields are called in errors."""
 
 
@@ -79,11 +87,12 @@ def read_plan(path: Path, graph: Graph) -> Plan:
             f"{path} is no plan file of version {VERSION} (weft_plan: {found})", remedy="write it with save_plan"
         )
     _check_model(data, graph, path)
-    plan = Plan(graph, _field(data, "devices", int, f"{path}"))
-    for number, entry in enumerate(_field(data, "lines", list, f"{path}"), 1):
+    with placed(str(path)):
+        plan, lines = Plan(graph, _field(data, "devices", int)), _field(data, "lines", list)
+    for number, entry in enumerate(lines, 1):
         place = f"{path}, line {number} of the plan"
         try:
-            plan = _add(plan, entry, place)
+            plan = _add(plan, entry)
         except PlanError as error:
             raise PlanError(error.message, place=f"{place}; {error.place}".strip("; "), remedy=error.remedy) from None
     return plan
@@ -115,12 +124,11 @@ def _difference(saved: object, now: Mapping[str, str]) -> str:
     return f"the plan knows no op {extra}" if extra else "the ops stand in another order"
 
 
-def _field(data: object, key: str, kind: type, place: str) -> Any:
-    value = data.get(key) if isinstance(data, Mapping) else None
+def _field(data: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = data.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise PlanError(
-            f"{key!r} is {value!r}, which is no {KINDS.get(kind, kind.__name__)}",
-            place=place,
+            f"{key!r} is {value!r}, which is no {KINDS[kind]}",
             remedy="save the plan again",
         )
     return value
@@ -201,66 +209,66 @@ def _event_data(event: Event) -> list[Any]:
     return [event.phase, event.segment, event.micro if isinstance(event.micro, int) else str(event.micro)]
 
 
-def _add(plan: Plan, entry: object, place: str) -> Plan:
+def _add(plan: Plan, entry: object) -> Plan:
     match entry:
         case {"trans": ops, "do": transforms}:
-            return plan.trans(_ops(ops, place), *_transforms(transforms, place))
+            return plan.trans(_ops(ops), *_transforms(transforms))
         case {"assign": ops, "devices": devices}:
-            return plan.assign(_ops(ops, place), devices)
+            return plan.assign(_ops(ops), devices)
         case {"store": str(parameters), "do": transforms, **rest}:
-            grad, state = (_transforms(rest[key], place) if key in rest else None for key in ("grad", "state"))
-            return plan.store(parameters, *_transforms(transforms, place), grad=grad, state=state)
+            grad, state = (_transforms(rest[key]) if key in rest else None for key in ("grad", "state"))
+            return plan.store(parameters, *_transforms(transforms), grad=grad, state=state)
         case {"store": str(parameters), "on": list(devices)}:
             return plan.store(parameters, on=devices)
         case {"order": list(pairs)}:
-            return plan.order(*(_relation(pair, place) for pair in pairs))
+            return plan.order(*(_relation(pair) for pair in pairs))
         case {"block": str(name), "ops": ops}:
-            return plan.block(name, _ops(ops, place))
-    return _add_step(plan, entry, place)
+            return plan.block(name, _ops(ops))
+    return _add_step(plan, entry)
 
 
-def _add_step(plan: Plan, entry: object, place: str) -> Plan:
+def _add_step(plan: Plan, entry: object) -> Plan:
     """A line about how a step runs."""
     match entry:
         case {"stage": str(name), "ops": ops, "devices": list(devices)}:
-            return plan.stage(name, _ops(ops, place), devices)
+            return plan.stage(name, _ops(ops), devices)
         case {"microbatches": int(count)}:
             return plan.cut_batch(count)
         case {"schedule": str(name)}:
             return plan.order(name)
         case {"schedule": dict(devices)}:
-            return plan.order(_schedule(devices, place))
+            return plan.order(_schedule(devices))
     lines = "trans, assign, store, order, block, stage, microbatches, schedule"
-    raise PlanError(f"{entry!r} is no line of a plan", place=place, remedy=f"lines: {lines}")
+    raise PlanError(f"{entry!r} is no line of a plan", remedy=f"lines: {lines}")
 
 
-def _schedule(data: Mapping[Any, Any], place: str) -> Schedule | Rows:
+def _schedule(data: Mapping[Any, Any]) -> Schedule | Rows:
     """Events by device: `0: [[f, a, 0], [b, a, 0]]`, or `0: F0 B0`."""
     if all(isinstance(device, int) and isinstance(row, str) for device, row in data.items()):
         return dict(data)
     found = {}
     for device, events in data.items():
         if not isinstance(device, int) or not isinstance(events, list):
-            raise PlanError(f"{device!r}: {events!r} is no row of events", place=place, remedy="write 0: [[f, a, 0]]")
-        found[device] = tuple(_event(list(event), place) for event in events)
+            raise PlanError(f"{device!r}: {events!r} is no row of events", remedy="write 0: [[f, a, 0]]")
+        found[device] = tuple(_event(list(event)) for event in events)
     return Schedule(found)
 
 
-def _ops(data: object, place: str) -> str:
+def _ops(data: object) -> str:
     if isinstance(data, list):
         return " | ".join(map(str, data))
     if isinstance(data, str):
         return data
-    raise PlanError(f"{data!r} selects no ops", place=place, remedy="write a pattern or a list of patterns")
+    raise PlanError(f"{data!r} selects no ops", remedy="write a pattern or a list of patterns")
 
 
-def _transforms(data: object, place: str) -> list[Transform]:
+def _transforms(data: object) -> list[Transform]:
     if not isinstance(data, Sequence) or isinstance(data, str):
-        raise PlanError(f"{data!r} is no list of transforms", place=place, remedy="write do: [{cut: n, parts: 2}]")
-    return [_transform(one, place) for one in data]
+        raise PlanError(f"{data!r} is no list of transforms", remedy="write do: [{cut: n, parts: 2}]")
+    return [_transform(one) for one in data]
 
 
-def _transform(data: Any, place: str) -> Transform:
+def _transform(data: Any) -> Transform:
     match data:
         case "recompute":
             return RecomputeMark()
@@ -271,21 +279,21 @@ def _transform(data: Any, place: str) -> Transform:
         case {"cut": name, "parts": parts, "axis": axis}:
             more = {key: data[key] for key in ("groups", "units", "copies") if key in data}
             return cut(name, parts, axis, **more)
-    raise PlanError(f"{data!r} is no transform", place=place, remedy="write {cut: n, parts: 2, axis: tp}")
+    raise PlanError(f"{data!r} is no transform", remedy="write {cut: n, parts: 2, axis: tp}")
 
 
-def _relation(data: Any, place: str) -> Before:
+def _relation(data: Any) -> Before:
     match data:
         case [[str(), str(), _] as first, [str(), str(), _] as second]:
-            return before(_event(first, place), _event(second, place))
-    raise PlanError(f"{data!r} relates no two events", place=place, remedy="write [[f, a, m+2], [b, a, m]]")
+            return before(_event(first), _event(second))
+    raise PlanError(f"{data!r} relates no two events", remedy="write [[f, a, m+2], [b, a, m]]")
 
 
-def _event(data: list[Any], place: str) -> Event:
+def _event(data: list[Any]) -> Event:
     phase, block, micro = data
     number: int | Micro | None = micro if isinstance(micro, int) else None
     if isinstance(micro, str) and micro.startswith("m") and (micro == "m" or micro[1:].lstrip("+-").isdigit()):
         number = Micro(int(micro[1:] or 0))
     if phase not in PHASES or number is None:
-        raise PlanError(f"{data!r} is no event", place=place, remedy="write [f, block, 0] or [b, block, m+2]")
+        raise PlanError(f"{data!r} is no event", remedy="write [f, block, 0] or [b, block, m+2]")
     return Event(phase, block, number)

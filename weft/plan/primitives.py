@@ -1,22 +1,27 @@
-"""Transforms: what `Plan.trans` and `Plan.store` may do, as data, and what they mean for one op.
+"""What primitives are given, as data: transforms (`Plan.trans`, `Plan.store`) and relations (`Plan.order`).
 
     Transform := CutBy(name, shares, axis, groups, units, algorithm, copies) | CopyOver(parts, axis) | RecomputeMark
+    Relation  := Before(Event, Event), the nouns of `weft/ir/schedule.py`
 
 In: a Transform, an op and its Rule. Out: an `AxisUse`, one axis of the op's grid and what it does to the op
 (`Cut`, `Copied` of ir/oplayout), or a PlanError that says which argument does not fit and what would. Every
-transform but the recompute mark adds one axis; axes stand in the order in which they were added.
+transform but the recompute mark adds one axis; axes stand in the order in which they were added. Promised of relations:
+an event does not stand before itself, and none contradicts the natural order (forward, then backward, then weight
+gradients of one block and micro-batch).
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ir.oplayout import Copied, Cut, Use
+from weft.ir.schedule import PHASES, Before, Event, Micro
 from weft.ops.registered import unknown
 from weft.ops.rule import Dim, Rule
 from weft.runtime.algorithms import OWN, REGISTRY
@@ -140,6 +145,15 @@ def recompute() -> RecomputeMark:
     return RecomputeMark()
 
 
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Around what reads a user's words: an error that says no place has this one."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(error.message, place=error.place or place, remedy=error.remedy) from None
+
+
 def is_count(value: object, least: int = 1) -> bool:
     """True for a whole number of at least so many; True and False are no numbers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -164,6 +178,52 @@ def _axis(axis: str) -> str:
     if axis and not str(axis).isidentifier():
         raise PlanError(f"{axis!r} is no name for an axis", remedy="use letters, digits and _: 'dp', 'tp'")
     return axis
+
+
+# --- relations --------------------------------------------------------------------------------------------------
+
+
+def f(block: str, micro: int | Micro) -> Event:
+    """The forward of a block for one micro-batch."""
+    return _event("f", block, micro)
+
+
+def b(block: str, micro: int | Micro) -> Event:
+    """The backward of a block for one micro-batch."""
+    return _event("b", block, micro)
+
+
+def w(block: str, micro: int | Micro) -> Event:
+    """The weight gradients of a block for one micro-batch."""
+    return _event("w", block, micro)
+
+
+def _event(phase: str, block: str, micro: int | Micro) -> Event:
+    if isinstance(micro, int) and micro < 0:
+        raise PlanError(f"there is no micro-batch {micro}", remedy="count micro-batches from 0")
+    return Event(phase, block, micro)
+
+
+def before(first: Event, second: Event) -> Before:
+    """The first event ends before the second starts.
+
+    rewrite: events in any order that data allows  ->  those orders in which `first` precedes `second`
+    """
+    if not all(isinstance(one, Event) for one in (first, second)):
+        raise PlanError(
+            f"before({first!r}, {second!r}) does not relate two events", remedy="write before(f(a, m), b(a, m))"
+        )
+    if isinstance(first.micro, int) != isinstance(second.micro, int):
+        raise PlanError(
+            f"{first} and {second} mix a numbered micro-batch with any micro-batch",
+            remedy="number both, or write both with m",
+        )
+    same = first.segment == second.segment and first.micro == second.micro
+    if same and PHASES.index(first.phase) >= PHASES.index(second.phase):
+        raise PlanError(
+            f"{first} cannot run before {second}", remedy="forward, backward and weight gradients follow each other"
+        )
+    return Before(first, second)
 
 
 # --- for one op -------------------------------------------------------------------------------------------------

@@ -14,18 +14,19 @@ impossible settings, and combinations that mean nothing, are refused with the ne
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 from weft.errors import PlanError
+from weft.plan.basic import coshard, dp, recompute, tp
+from weft.plan.batch import BatchDims
 from weft.plan.megatron import megatron
 from weft.plan.pipelines import pp
 from weft.plan.plan import Plan
-from weft.plan.recipes import BatchDims, coshard, dp, recompute, tp
+from weft.plan.primitives import placed
 from weft.plan.sequence import sp
-from weft.plan.spread import ALL, spread
-from weft.plan.zero import check_groups, zero
+from weft.plan.stores import ALL, check_groups, spread, zero
 
 DEGREES = ("dp", "tp", "coshard", "zero_groups", "pp", "microbatches", "virtual")
 FLAGS = ("megatron", "sp")
@@ -91,26 +92,23 @@ class Recipe:
             plan = coshard(plan, self.coshard)
         if not self.recompute:
             return plan
-        return _placed(f"recompute={self.recompute}", partial(recompute, plan, self.recompute))
+        with _setting("recompute", self.recompute):
+            return recompute(plan, self.recompute)
 
     def _stored(self, plan: Plan) -> Plan:
         """Where parameters lie. What is spread lies whole on one device, whatever zero says of the others."""
         if self.spread:
-            plan = _placed(f"spread={self.spread}", partial(spread, plan, self.spread))
+            with _setting("spread", self.spread):
+                plan = spread(plan, self.spread)
         if self.zero and self.dp > 1:
             groups, names = self.zero_groups, self.zero_parameters
-            place = f"zero={self.zero},zero_groups={groups},zero_parameters={names}"
-            plan = _placed(place, partial(zero, plan, self.zero, groups=groups, parameters=names))
+            with _setting("zero", f"{self.zero},zero_groups={groups},zero_parameters={names}"):
+                plan = zero(plan, self.zero, groups=groups, parameters=names)
         return plan
 
 
-def _placed(setting: str, write: Callable[[], Plan]) -> Plan:
-    """What a recipe writes; an error that has no place has that of the setting."""
-    try:
-        return write()
-    except PlanError as error:
-        place = error.place or f"recipe setting {setting}"
-        raise PlanError(error.message, place=place, remedy=error.remedy) from None
+def _setting(key: str, value: str) -> AbstractContextManager[None]:
+    return placed(f"recipe setting {key}={value}")
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -119,87 +117,86 @@ def parse_recipe(text: str) -> Recipe:
     >>> parse_recipe("dp=2, tp=2").devices
     4
     """
+    with placed(f"recipe {text!r}"):
+        values = _values(text)
+        _check_together(values)
+        _check_zero(values)
+        return _recipe(values)
+
+
+def _values(text: str) -> dict[str, str | None]:
+    """Each setting and its value; None if it stands alone."""
     values: dict[str, str | None] = {}
     for setting in text.split(","):
         key, equals, value = (part.strip() for part in setting.partition("="))
-        _check_key(key, text)
+        _check_key(key)
         if key in values:
-            raise PlanError(f"{key} is set twice", place=f"recipe {text!r}", remedy="set it once")
+            raise PlanError(f"{key} is set twice", remedy="set it once")
         alone = key in (*FLAGS, "recompute", "spread")
         if not value and (equals or not alone):
-            raise PlanError(f"{key} has no value", place=f"recipe {text!r}", remedy=f"write {key}=...")
+            raise PlanError(f"{key} has no value", remedy=f"write {key}=...")
         values[key] = value if equals else None
-    _check_together(values, text)
-    _check_zero(values, text)
-    return _recipe(values, text)
+    return values
 
 
-def _recipe(values: dict[str, str | None], text: str) -> Recipe:
-    degrees = {key: _degree(key, value, text) for key, value in values.items() if key in DEGREES and value is not None}
+def _recipe(values: dict[str, str | None]) -> Recipe:
+    degrees = {key: _degree(key, value) for key, value in values.items() if key in DEGREES and value is not None}
     book = values.get("megatron")
     if book is not None:
-        degrees["tp"] = _degree("megatron", book, text)
+        degrees["tp"] = _degree("megatron", book)
     pattern, spreads = values.get("recompute", ""), values.get("spread", "")
     return Recipe(
         **degrees,
         megatron="megatron" in values,
         sp="sp" in values,
-        zero=_stage(values["zero"], text) if "zero" in values else 0,
+        zero=_stage(values["zero"]) if "zero" in values else 0,
         zero_parameters=values.get("zero_parameters") or "**",
-        recompute="full" if pattern is None else _pattern(pattern, text),
+        recompute="full" if pattern is None else _pattern(pattern),
         spread=ALL if spreads is None else spreads,
         schedule=values.get("schedule") or "",
         stages=tuple(filter(None, (values.get("stages") or "").split("+"))),
     )
 
 
-def _check_together(values: dict[str, str | None], text: str) -> None:
+def _check_together(values: dict[str, str | None]) -> None:
     """Settings that say nothing, or two things, together."""
-    place = f"recipe {text!r}"
     if values.get("sp") is not None:
-        raise PlanError(
-            f"sp={values['sp']}: sp takes no value", place=place, remedy="write sp: it has the parts of tp or megatron"
-        )
+        raise PlanError(f"sp={values['sp']}: sp takes no value", remedy="write sp: it has the parts of tp or megatron")
     if "tp" in values and values.get("megatron") is not None:
         raise PlanError(
             f"tp={values['tp']} and megatron={values['megatron']} both say into how many parts to cut",
-            place=place,
             remedy=f"write {_words(values | {'megatron': None})} or {_words(values, without='tp')}",
         )
     if "megatron" in values and values["megatron"] is None and "tp" not in values:
         remedy = f"write {_words(values | {'megatron': '2'})}, or {_words({'tp': '2'} | values)}"
-        raise PlanError("megatron has no number of parts", place=place, remedy=remedy)
+        raise PlanError("megatron has no number of parts", remedy=remedy)
     if "sp" in values and not {"tp", "megatron"} & values.keys():
         raise PlanError(
             "sp cuts what lies between tensor-parallel blocks, but there is neither tp nor megatron",
-            place=place,
             remedy=f"write {_words({'tp': '2'} | values)} or {_words({'megatron': '2'} | values)}",
         )
     alone = [key for key in ("schedule", "virtual", "stages") if key in values and "pp" not in values]
     if alone:
         raise PlanError(
             f"{alone[0]} says how a pipeline runs, but there is no pp",
-            place=place,
             remedy=f"write {_words({'pp': '2'} | values)}",
         )
 
 
-def _check_zero(values: dict[str, str | None], text: str) -> None:
+def _check_zero(values: dict[str, str | None]) -> None:
     """Parts need replicas to lie on, and groups of them several each."""
-    place = f"recipe {text!r}"
     alone = [key for key in ZERO[1:] if key in values and "zero" not in values]
     if alone:
         remedy = f"write {_words({'dp': _replicas(values), 'zero': '2'} | values)}"
-        raise PlanError(f"{alone[0]} says what zero stores in parts, but there is no zero", place=place, remedy=remedy)
+        raise PlanError(f"{alone[0]} says what zero stores in parts, but there is no zero", remedy=remedy)
     if "zero" in values and "dp" not in values:
         raise PlanError(
             "zero stores parameters in parts over the replicas of dp, but there is no dp",
-            place=place,
             remedy=f"write {_words({'dp': _replicas(values)} | values)}",
         )
     groups, replicas = values.get("zero_groups"), values.get("dp")
     if groups is not None and replicas is not None:
-        check_groups(_degree("zero_groups", groups, text), _degree("dp", replicas, text), place)
+        check_groups(_degree("zero_groups", groups), _degree("dp", replicas))
 
 
 def _words(values: Mapping[str, str | None], without: str = "") -> str:
@@ -214,39 +211,35 @@ def _replicas(values: Mapping[str, str | None]) -> str:
     return str(2 * int(groups)) if groups.isascii() and groups.isdigit() and int(groups) else "2"
 
 
-def _check_key(key: str, text: str) -> None:
+def _check_key(key: str) -> None:
     if key in KEYS:
         return
     known = f"available: {', '.join(KEYS)}"
     if key in LATER:
-        raise PlanError(f"{key} is not available in this version", place=f"recipe {text!r}", remedy=known)
+        raise PlanError(f"{key} is not available in this version", remedy=known)
     near = difflib.get_close_matches(key, (*KEYS, *LATER), n=1, cutoff=0.5)
     raise PlanError(
         f"{key!r} is no setting of a recipe" if key else "a setting is empty",
-        place=f"recipe {text!r}",
         remedy=f"did you mean {near[0]!r}? {known}" if near else known,
     )
 
 
-def _degree(key: str, value: str, text: str) -> int:
+def _degree(key: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()) or int(value) < 1:
-        raise PlanError(
-            f"{key}={value} is no degree", place=f"recipe {text!r}", remedy="give a whole number of at least 1"
-        )
+        raise PlanError(f"{key}={value} is no degree", remedy="give a whole number of at least 1")
     return int(value)
 
 
-def _stage(value: str | None, text: str) -> int:
+def _stage(value: str | None) -> int:
     if value not in ("1", "2", "3"):
-        raise PlanError(f"zero={value} is no stage", place=f"recipe {text!r}", remedy="write zero=1, zero=2 or zero=3")
+        raise PlanError(f"zero={value} is no stage", remedy="write zero=1, zero=2 or zero=3")
     return int(value)
 
 
-def _pattern(value: str, text: str) -> str:
+def _pattern(value: str) -> str:
     if value in LATER_RECOMPUTE:
         raise PlanError(
             f"recompute={value} is not available in this version",
-            place=f"recipe {text!r}",
             remedy="write recompute for every layer, or give a pattern of module paths: recompute=layers.*",
         )
     return value

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ir.oplayout import Cut, OpLayout
+from weft.plan.basic import cut_all
 from weft.plan.chains import allowed, connected
 from weft.plan.colors import Color, Colors, Member, TensorDim, find_colors
 from weft.plan.follow import resolve
 from weft.plan.plan import Plan
-from weft.plan.writing import cut_all
 
 
 def sp(plan: Plan, *, axis: str = "tp") -> Plan:
@@ -39,10 +39,8 @@ def sp(plan: Plan, *, axis: str = "tp") -> Plan:
         raise _no_sequence(plan, edges, parts)
     members = {
         op: member
-        for op in color.ops
-        if op not in cut
-        and plan.decision(op).axis(axis) is None
-        and _fits(plan, plan.graph.by_name[op], member := color.names[op][0], parts)
+        for op, member in color.members.items()
+        if op not in cut and plan.decision(op).axis(axis) is None and _fits(plan, plan.graph.by_name[op], member, parts)
     }
     chosen = {op for group in connected(plan, members) if _touches(plan, group, edges) for op in group}
     trimmed = _without_views(plan, {op: members[op] for op in members if op in chosen})
@@ -78,7 +76,7 @@ def _sequence(plan: Plan, edges: list[str], colors: Colors) -> Color | None:
         for dim in range(len(tensor.sizes) - 1):
             color = colors.at(TensorDim(name, dim))
             if color is not None and color not in batch:
-                bytes_of[color.number] += math.prod(tensor.sizes) * tensor.dtype.itemsize
+                bytes_of[color.number] += tensor.num_bytes
     return colors.all[bytes_of.most_common(1)[0][0]] if bytes_of else None
 
 
@@ -97,7 +95,7 @@ def _fits(plan: Plan, op: Op, member: Member, parts: int) -> bool:
     return split and sum(whole) <= made
 
 
-def _touches(plan: Plan, group: list[str], edges: list[str]) -> bool:
+def _touches(plan: Plan, group: Iterable[str], edges: list[str]) -> bool:
     known = set(edges)
     return any(known & {*plan.graph.by_name[op].inputs, *plan.graph.by_name[op].outputs} for op in group)
 

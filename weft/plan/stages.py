@@ -98,16 +98,16 @@ def _weigh(graph: Graph, book: RuleBook, ops: Sequence[Op]) -> _Weights:
     for op in ops:
         # backward takes about twice as long as forward
         time.append(time[-1] + work_of(op, book.rule(op), graph).time * (3 if op.grad else 1))
-        held = sum(_bytes(graph, name) for name in op.outputs if graph.tensors[name].needs_grad)
+        held = sum(graph.tensors[name].num_bytes for name in op.outputs if graph.tensors[name].needs_grad)
         for name in op.inputs:
             if name in graph.parameter_tensors and name not in seen:
                 seen.add(name)
-                held += _bytes(graph, name) * (STATES if graph.parameter_tensors[name].trainable else 1)
+                held += graph.tensors[name].num_bytes * (STATES if graph.parameter_tensors[name].trainable else 1)
         memory.append(memory[-1] + held)
     for name, made in place.items():
         readers = [place[out] for one in graph.consumers[name] for out in one.outputs[:1] if out in place]
         for at in range(made + 1, max(readers, default=made) + 1):
-            crossing[at] += _bytes(graph, name) * (2 if graph.tensors[name].needs_grad else 1)
+            crossing[at] += graph.tensors[name].num_bytes * (2 if graph.tensors[name].needs_grad else 1)
     for start, stop in _inseparable(graph, ops):
         for at in range(start + 1, stop + 1):
             crossing[at] = math.inf
@@ -121,14 +121,6 @@ def _inseparable(graph: Graph, ops: Sequence[Op]) -> Iterator[tuple[int, int]]:
             users = [at for at, op in enumerate(ops) if buffer.tensor in op.inputs or buffer.update in op.outputs]
             if users:
                 yield users[0], users[-1]
-
-
-def _bytes(graph: Graph, name: str) -> int:
-    tensor = graph.tensors[name]
-    found = tensor.dtype.itemsize
-    for size in tensor.sizes:
-        found *= size
-    return found
 
 
 def _candidates(weights: _Weights, count: int, stages: int) -> list[int]:

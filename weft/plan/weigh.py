@@ -50,7 +50,7 @@ def weigh(graph: Graph, rules: RuleBook, cut: Mapping[str, str]) -> Weight:
 def moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> int:
     """Bytes that reshards of one tensor move."""
     tensor, producer = graph.tensors[name], graph.producers.get(name)
-    size = math.prod(tensor.sizes) * tensor.dtype.itemsize
+    size = tensor.num_bytes
     consumers = {
         role for op in graph.consumers[name] for role in _operand_roles(rules.rule(op), cut.get(op.name), op, name)
     }

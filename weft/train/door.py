@@ -36,7 +36,7 @@ from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
 from weft.compile.subject import PlanLike
 from weft.errors import PlanError, RunError
-from weft.plan.recipes import BatchDims
+from weft.plan.batch import BatchDims
 from weft.runtime.agree import other_than
 from weft.runtime.alone import Alone
 from weft.runtime.connect import connect, is_launched

@@ -20,7 +20,7 @@ from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
-from weft.ir.program import Compute, Program, every_step
+from weft.ir.program import Compute, Program, walk
 from weft.runtime.transfers import put
 from weft.verify.compare import FirstDifference, Sample, apart_in, compare, difference, scale_of
 from weft.verify.generated import Record, run_traced
@@ -113,7 +113,7 @@ def _first_op(
 ) -> FirstDifference | None:
     for micro, size in enumerate(traceable.size_of):
         computes = [
-            (piece, {step.op: step for step in every_step(piece.program.steps) if isinstance(step, Compute)})
+            (piece, {step.op: step for step in walk(piece.program.steps) if isinstance(step, Compute)})
             for piece in traceable.pieces[size]
         ]
         for op in traceable.graphs[size].ops:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.ir.graph import Graph, Op
 from weft.ir.oplayout import Copied, Cut, OpLayout
-from weft.ir.program import Compute, Program, every_step
+from weft.ir.program import Compute, Program, walk
 from weft.ir.schedule import Pipeline, Schedule, row
 from weft.lower.check import Report
 from weft.ops.book import RuleBook
@@ -74,7 +74,7 @@ def axes_of(program: Program) -> dict[str, Any]:
     """
     sizes: dict[str, int] = {}
     kinds: dict[str, Counter[str]] = {}
-    for step in every_step(program.steps):
+    for step in walk(program.steps):
         if not isinstance(step, Compute):
             continue
         for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True):
@@ -92,7 +92,7 @@ def axes_of(program: Program) -> dict[str, Any]:
 def whole_ops(program: Program) -> list[WholeOps]:
     """What is not cut though it runs on several devices: heavy operators first, then the most frequent."""
     book, groups = RuleBook(program.graph), dict[tuple[str, str], list[Op]]()
-    for step in every_step(program.steps):
+    for step in walk(program.steps):
         if isinstance(step, Compute) and _runs_whole(step.layout):
             op = program.graph.by_name[step.op]
             if not op.constant:

@@ -6,25 +6,28 @@
     recompute   run modules again in backward
 
 In: a Plan. Out: the Plan with more lines. They compose in this order; an op's axes then are (dp, tp, co). `megatron`,
-`sp`, `zero` and `spread` have files of their own.
+`sp`, `zero` and `spread` have files of their own, and share what stands at the end here: one line per distinct cut, and
+what is said when there is nothing to cut.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 from weft.errors import PlanError
+from weft.ir.layout import Grid
 from weft.plan import primitives
-from weft.plan.chains import choose_chains
-from weft.plan.colors import TensorDim, find_colors
+from weft.plan.batch import BatchDims, told_batch, where_of
+from weft.plan.chains import Chain, choose_chains
+from weft.plan.colors import find_colors
+from weft.plan.follow import default_grid
 from weft.plan.plan import Plan
-from weft.plan.primitives import CutBy
+from weft.plan.primitives import CutBy, is_count
 from weft.plan.select import Selection, inside, is_path, module_of
-from weft.plan.writing import check_count, cut_all, no_chain, nothing_to_cut
 
-BatchDims = Mapping[str, int | None] | Sequence[int | None]
+SHOWN = 3
+"""So many operators are named in an error."""
 
 
 def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None = None) -> Plan:
@@ -38,79 +41,27 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
             without one. If not given: dim 0 of every input of the same size as the first.
     """
     check_count("dp", parts)
-    dims = _batch(plan, batch_dims)
+    dims = told_batch(plan.graph, batch_dims)
     size = plan.graph.tensors[dims[0].tensor].sizes[dims[0].dim]
     if size < parts:
         raise PlanError(
             f"cannot cut a batch of {size} into {parts} parts",
-            place=f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}",
+            place=f"dim {dims[0].dim} of input {where_of(plan.graph, dims[0].tensor)}",
             remedy=(f"use dp={size} or less, or " if size > 1 else "leave out dp, or give ") + "a larger example batch",
         )
     colors = find_colors(plan.graph, plan.rules, parts, dims)
     batch = [color for color in dict.fromkeys(map(colors.at, dims)) if color is not None]
     chosen: dict[str, CutBy] = {}
     for color in batch:
-        for op in color.ops:
-            member = color.member(op)
-            if member is not None and op not in chosen:
-                chosen[op] = member.cut(parts, axis)
+        for op, member in color.members.items():
+            chosen.setdefault(op, member.cut(parts, axis))
     if not chosen:
-        place = f"dim {dims[0].dim} of input {_where(plan, dims[0].tensor)}"
+        place = f"dim {dims[0].dim} of input {where_of(plan.graph, dims[0].tensor)}"
         remedy = "name the batch dim of every input with batch_dims"
         raise nothing_to_cut(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
     rest = [op.name for op in plan.graph.ops if op.name not in chosen]
     plan = cut_all(plan, chosen)
     return plan.trans(rest, primitives.copy(parts, axis)) if rest else plan
-
-
-def _batch(plan: Plan, batch_dims: BatchDims | None) -> list[TensorDim]:
-    """The batch dims of the inputs, at least one."""
-    inputs = plan.graph.inputs
-    tensors = plan.graph.tensors
-    if batch_dims is None:
-        candidates = [TensorDim(one.tensor, 0) for one in inputs if tensors[one.tensor].sizes]
-        sizes = [tensors[one.tensor].sizes[0] for one in candidates]
-        size = next((n for n in sizes if n > 1), 1)
-        found = [one for one, n in zip(candidates, sizes, strict=True) if n == size]
-    elif isinstance(batch_dims, Mapping):
-        unknown = sorted(set(batch_dims) - {one.where for one in inputs})
-        if unknown:
-            raise PlanError(
-                f"{unknown[0]!r} is no tensor input", remedy=f"inputs: {', '.join(one.where for one in inputs)}"
-            )
-        pairs = [(one, batch_dims.get(one.where)) for one in inputs]
-        found = [TensorDim(one.tensor, dim) for one, dim in pairs if dim is not None]
-    else:
-        if len(batch_dims) != len(inputs):
-            raise PlanError(
-                f"{len(batch_dims)} batch dims for {len(inputs)} tensor inputs",
-                remedy=f"give one per input, None for those without: {', '.join(one.where for one in inputs)}",
-            )
-        found = [TensorDim(one.tensor, d) for one, d in zip(inputs, batch_dims, strict=True) if d is not None]
-    return _checked(plan, found)
-
-
-def _checked(plan: Plan, dims: list[TensorDim]) -> list[TensorDim]:
-    if not dims:
-        raise PlanError(f"{plan.graph.name} has no input with a batch dim", remedy="name it with batch_dims")
-    found = []
-    for tensor, dim in dims:
-        shape = plan.graph.tensors[tensor].sizes
-        if not -len(shape) <= dim < len(shape):
-            raise PlanError(
-                f"input {_where(plan, tensor)} of shape {list(shape)} has no dim {dim}", remedy="count dims from 0"
-            )
-        found.append(TensorDim(tensor, dim % len(shape)))
-    sizes = {plan.graph.tensors[one.tensor].sizes[one.dim] for one in found}
-    if len(sizes) > 1:
-        raise PlanError(
-            f"the batch dims of the inputs differ in size: {sorted(sizes)}", remedy="name the right ones in batch_dims"
-        )
-    return found
-
-
-def _where(plan: Plan, tensor: str) -> str:
-    return next(one.where for one in plan.graph.inputs if one.tensor == tensor)
 
 
 def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
@@ -123,9 +74,7 @@ def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
     """
     check_count("tp", parts)
     chains = choose_chains(plan, parts)
-    if not chains:
-        raise no_chain(plan, f"{axis}={parts}", parts)
-    cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
+    cuts = _cuts_of(plan, chains, parts, axis, f"{axis}={parts}")
     ends = dict.fromkeys(op for chain in chains for op in chain.ends if op not in cuts)
     plan = cut_all(plan, cuts)
     return plan.trans(list(ends), primitives.copy(parts, axis)) if ends else plan
@@ -139,14 +88,12 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     """
     check_count("coshard", parts)
     chains = choose_chains(plan, parts, talking=False)
-    if not chains:
-        raise no_chain(plan, f"coshard={parts}", parts)
-    mesh = _mesh(plan)
-    cuts = {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
-    for name, size in mesh.items():
-        missing = [op for op in cuts if plan.decision(op).axis(name) is None]
+    cuts = _cuts_of(plan, chains, parts, axis, f"coshard={parts}")
+    mesh = default_grid(plan)
+    for one in mesh.axes:
+        missing = [op for op in cuts if plan.decision(op).axis(one.name) is None]
         if missing:
-            plan = plan.trans(missing, primitives.copy(size, name))
+            plan = plan.trans(missing, primitives.copy(one.size, one.name))
     plan = cut_all(plan, cuts)
     placed: dict[tuple[int, ...], list[str]] = {}
     for op in cuts:
@@ -158,33 +105,19 @@ def coshard(plan: Plan, parts: int, *, axis: str = "co") -> Plan:
     return plan
 
 
-def _mesh(plan: Plan) -> dict[str, int]:
-    """The axes of ops that are placed by default: row-major over all devices."""
-    names = {one.axis for told in plan.decisions.values() if told.devices is None for one in told.uses}
-    mesh = {name: size for name, size in plan.axes.items() if name in names}
-    if not mesh and plan.devices > 1:
-        return {"all": plan.devices}
-    if math.prod(mesh.values()) != plan.devices:
-        arithmetic = " * ".join(f"{name}={size}" for name, size in mesh.items())
-        raise PlanError(
-            f"the plan's axes make {arithmetic} = {math.prod(mesh.values())} parts, but there are "
-            f"{plan.devices} devices",
-            remedy="call coshard on a plan whose axes fill the devices",
-        )
-    return mesh
+def _cuts_of(plan: Plan, chains: Sequence[Chain], parts: int, axis: str, what: str) -> dict[str, CutBy]:
+    """The cut of every op of the chains, which there must be."""
+    if not chains:
+        raise no_chain(plan, what, parts)
+    return {op: cut for chain in chains for op, cut in chain.cuts(parts, axis).items()}
 
 
-def _repeated(plan: Plan, op: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
+def _repeated(plan: Plan, op: str, mesh: Grid) -> tuple[int, ...]:
     """A device for every cell of the op: the one that its coordinates on the mesh name."""
     uses = plan.decision(op).uses
-    devices = []
-    for cell in itertools.product(*(range(one.size) for one in uses)):
-        at = {one.axis: coordinate for one, coordinate in zip(uses, cell, strict=True)}
-        device = 0
-        for name, size in mesh.items():
-            device = device * size + at[name]
-        devices.append(device)
-    return tuple(devices)
+    places = [[one.axis for one in uses].index(axis.name) for axis in mesh.axes]
+    cells = itertools.product(*(range(one.size) for one in uses))
+    return tuple(mesh.device(tuple(cell[place] for place in places)) for cell in cells)
 
 
 def recompute(plan: Plan, pattern: str = "full") -> Plan:
@@ -232,3 +165,44 @@ def _recompute_together(plan: Plan, ops: Selection) -> Plan:
     if not free:
         return plan
     return plan.trans(ops if len(free) == len(ops) else free, primitives.recompute())
+
+
+# --- what recipes share -----------------------------------------------------------------------------------------
+
+
+def cut_all(plan: Plan, cuts: Mapping[str, CutBy]) -> Plan:
+    """One line per distinct cut."""
+    lines: dict[CutBy, list[str]] = {}
+    for op, cut in cuts.items():
+        lines.setdefault(cut, []).append(op)
+    for cut, ops in lines.items():
+        plan = plan.trans(ops, cut)
+    return plan
+
+
+def check_count(what: str, parts: int) -> None:
+    if not is_count(parts):
+        raise PlanError(f"{what}={parts!r} is no number of parts", remedy="give a whole number of at least 1")
+
+
+def no_chain(plan: Plan, what: str, parts: int) -> PlanError:
+    message = (
+        f"{what}: {plan.graph.name} has no inner dim (features, heads, channels, vocabulary) that a multiplication "
+        f"uses and that falls into {parts} parts"
+    )
+    return nothing_to_cut(plan, message, "", "use fewer parts, or cut ops by hand with plan.trans")
+
+
+def nothing_to_cut(plan: Plan, message: str, place: str, remedy: str) -> PlanError:
+    """A recipe found nothing to cut: because some operators have no rule, or for another reason."""
+    unruled = {op.kind: op for op in reversed(plan.rules.unruled())}
+    if not unruled:
+        return PlanError(message, place=place, remedy=remedy)
+    kinds = sorted(unruled, key=lambda kind: plan.graph.ops.index(unruled[kind]))
+    missing = f"{', '.join(kinds[:SHOWN])}{' ...' if len(kinds) > SHOWN else ''}"
+    verb = "has" if len(kinds) == 1 else "have"
+    return PlanError(
+        f"{message}: {missing} {verb} no rule, so every device computes the whole of it",
+        place=unruled[kinds[0]].place,
+        remedy="write it with plain operators (linear, sigmoid, tanh ...), or cut other ops by hand with plan.trans",
+    )
