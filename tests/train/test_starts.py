@@ -15,7 +15,7 @@ from torch import nn
 import weft
 from tests.train.test_initialise import IDS, gpt2, llama
 from weft.cli import main
-from weft.compile import compile_subject
+from weft.compile import compile_subject, weight_files
 from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
 from weft.runtime.initialise import Start, build
@@ -25,7 +25,6 @@ from weft.train.limit import PROCESS, tell_scarce
 from weft.train.opened import open_rank
 from weft.train.starting import values_of
 from weft.train.weights import copy_part
-from weft.verify import weight_files
 
 
 class Net(nn.Module):
