@@ -1,1 +1,1 @@
-"""How each operator may be cut: the rule grammar, the table, computed rules for views, algorithms."""
+"""How each operator may be cut: the rule grammar, the table of rules, and rules found by running operators."""

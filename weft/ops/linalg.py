@@ -25,11 +25,12 @@ def matrix_rule(it: OpView) -> Rule:
 
 def solve_rule(it: OpView) -> Rule:
     """linalg_solve, solve_triangular, cholesky_solve: `b* n n, b* n k -> b* n k`, or `b* k n` from the right."""
-    a, b = it.shapes
-    vector = it.kind == "linalg_solve" and (len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]))
-    columns = "_" if vector else "_ k" if it.args.get("left", True) else "k _"
     if it.kind == "cholesky_solve":  # its schema has the right-hand sides first
         return it.text("b* _ k, b* _ _ -> b* _ k", linear=[[0]])
+    columns = "_ k" if it.args.get("left", True) else "k _"
+    if it.kind == "linalg_solve":
+        a, b = (it.shapes[it.where(name)] for name in "AB")
+        columns = "_" if len(b) == 1 or b == a[:-1] else columns  # vectors
     return it.text(f"b* _ _, b* {columns} -> b* {columns}", linear=[[1]])
 
 

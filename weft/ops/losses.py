@@ -190,7 +190,16 @@ def row_loss(it: OpView) -> Rule:
     out: Dims = (n, *map(fixed, it.result[1:])) if it.result else ()
     summed = names_of([n]) if it.args["reduction"] != NONE else ()
     inputs = [dims(i, tensor) for i, tensor in enumerate(it.reads)]
-    return it.rule(inputs, [out], summed=summed, local=_share_of_mean(it, summed, count))
+    return it.rule(inputs, [out], summed=summed, local=_share_of_mean(it, summed, count) or _sum_of_none(it))
+
+
+def _sum_of_none(it: OpView) -> Local | None:
+    """Torch's kernels leave the sum over no rows as they find it in memory: a function of the runtime gives 0."""
+    if it.args["reduction"] != SUM:
+        return None
+    own = call_with(it.op)
+    made = call("weft.loss_part", it.op.target, *own.args, **dict(own.kwargs), count=1)
+    return when_cut((), made, talks=False, empty=True)
 
 
 def ctc_loss(it: OpView) -> Rule:

@@ -17,7 +17,6 @@ import torch
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ops.arguments import call, call_with, family, operand, overload
 from weft.ops.build import (
-    COPY_IT,
     OpView,
     RuleOf,
     aligned,
@@ -96,12 +95,10 @@ def pointwise_rule(it: OpView) -> Rule:
     dims = numbered_dims(it.result)
     inputs: list[Dims] = []
     for position, tensor in enumerate(it.reads):
-        found = _lent(it, dims, tensor) if position == 1 and it.op.target in _BY_EXAMPLE else None
-        found = aligned(dims, it.result, tensor.sizes) if found is None else found
+        lent = position == 1 and it.op.target in _BY_EXAMPLE
+        found = _lent(it, dims, tensor) if lent else aligned(dims, it.result, tensor.sizes)
         if found is None:
-            raise it.error(
-                f"{it.op.target}: an operand of shape {tensor.sizes} does not broadcast to {it.result}", COPY_IT
-            )
+            raise it.error(f"{it.op.target}: an operand of shape {tensor.sizes} does not broadcast to {it.result}")
         inputs.append(found)
     return it.rule(inputs, [dims] * len(it.makes), linear=_linear(it))
 

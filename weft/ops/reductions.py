@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from weft.ir.graph import Op, Ref
-from weft.ops.arguments import call, call_with, family, integers, operand, positive
+from weft.ir.graph import Ref
+from weft.ops.arguments import call, call_with, family, integers, positive
 from weft.ops.build import (
     OpView,
     RuleOf,
@@ -166,11 +166,8 @@ def along_rule(it: OpView) -> Rule:
         return it.rule([()], [()] * len(it.makes))
     at = positive(given, len(it.shape))
     source = numbered_dims(it.shape)
-    same = [tensor.sizes[at] == it.shape[at] for tensor in it.makes]
-    outputs = [
-        source if alike else replaced(source, at, fixed(tensor.sizes[at]))
-        for alike, tensor in zip(same, it.makes, strict=True)
-    ]
+    lengths = [tensor.sizes[at] for tensor in it.makes]
+    outputs = [source if length == it.shape[at] else replaced(source, at, fixed(length)) for length in lengths]
     linear = [[0]] if it.kind in ("cumsum", "diff") else []
     return it.rule([source], outputs, frozen=source[at].names, linear=linear)
 
@@ -210,24 +207,20 @@ def renorm_rule(it: OpView) -> Rule:
 def paired_rule(it: OpView) -> Rule:
     """cross, linalg_vecdot: two operands that broadcast, met along one dim."""
     summed = it.kind == "linalg_vecdot"
-    at = _met_dim(it.args, it.shapes)
+    at = _met_dim(it)
     shape = broadcast(it.shapes)
     dims = numbered_dims(shape)
     marks: dict[str, Any] = {"summed" if summed else "frozen": dims[at].names}
     target = replaced(dims, at) if summed else dims
     inputs = broadcasting(dims, shape, it.reads)
-    return it.rule(inputs, [target], linear=[[0], [1]], local=_local_paired(it), **marks)
-
-
-def _local_paired(it: OpView) -> Callable[[Op, CellView], Call]:
     # `cross` without a dim takes the first of size 3, and a part may have another one
-    return lambda op, cell: call_with(op, dim=_met_dim(it.args, cell.whole_inputs))
+    return it.rule(inputs, [target], linear=[[0], [1]], local=lambda op, cell: call_with(op, dim=at), **marks)
 
 
-def _met_dim(values: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> int:
-    if values["dim"] is not None:
-        return positive(values["dim"], max(map(len, shapes)))
-    return next(i for i, size in enumerate(shapes[operand(values["self"]) or 0]) if size == 3)
+def _met_dim(it: OpView) -> int:
+    if it.args["dim"] is not None:
+        return positive(it.args["dim"], max(map(len, it.shapes)))
+    return it.shapes[it.where("self")].index(3)
 
 
 RULES: Mapping[str, RuleOf] = {
