@@ -1,6 +1,6 @@
 """Schedule search: what the solver finds, against the named schedules, and its time with and without relations.
 
-    python bench/schedules.py [--seconds 60] [--workers 1] [--out bench/results/schedules.json]
+    PYTHONPATH=. python bench/schedules.py [--seconds 60] [--workers 1] [--out bench/results/schedules.json]
 
 Nothing is begun from a named schedule here: the solver finds every schedule by itself. "1F1B" are the relations of
 one forward, one backward; "3F1B" those of three passes; the limits of live micro-batches are those of the named
