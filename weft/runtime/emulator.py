@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from weft.runtime.context import Ambient
-from weft.runtime.transport import CollectiveMismatch, Doing, Expected, RankFailed, Stopped, Transport
+from weft.runtime.transport import (
+    CollectiveMismatch,
+    Doing,
+    Expected,
+    Expects,
+    Group,
+    RankFailed,
+    Sends,
+    Stopped,
+    Transport,
+    combine,
+)
 
 T = TypeVar("T")
 
@@ -276,7 +287,7 @@ class _Watch:
         return True
 
 
-class _Emulated:
+class _Emulated(Transport):
     """The transport of one emulated rank."""
 
     def __init__(self, board: _Board, rank: int) -> None:
@@ -297,15 +308,11 @@ class _Emulated:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
-        combine = _COMBINE[op]
         entry = _Entry(f"all_reduce({op})", {-1: [tensor.detach()]}, {}, self.doing)
 
         def finish(meeting: _Meeting) -> Tensor:
             # every member is inside the call: their tensors cannot change under our hands
-            total = _copy(meeting.entries[group[0]].sends[-1][0])
-            for other in group[1:]:
-                combine(total, meeting.entries[other].sends[-1][0], out=total)
-            return total
+            return combine([meeting.entries[other].sends[-1][0] for other in group], op)
 
         return _copy(self._board.meet(self.rank, group, entry, finish).result)
 
@@ -317,11 +324,7 @@ class _Emulated:
 
     @torch.no_grad()
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         outside = (sends.keys() | expects.keys()) - set(group)
         assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
@@ -341,14 +344,6 @@ class _Emulated:
 
     def barrier(self, group: tuple[int, ...]) -> None:
         self._board.meet(self.rank, group, _Entry("barrier", {}, {}, self.doing), _nothing)
-
-
-_COMBINE: Mapping[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Parallel(OneRank):
         program = runnable.program
         program.stream = Stream(self.seed, self.step, self.replica)
         kind = "training" if program is self.program else f"evaluation {id(program)}"
-        if self._transport.begin_step(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+        if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
             self._refuse_other_batches(inputs)
         if self.training:
             self.step += 1
@@ -238,7 +238,7 @@ def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 @torch.no_grad()
 def share(source: ParallelModule, target: ParallelModule) -> None:
     """Let a program use the weights of another: the very same parameters, so that their gradients are too."""
-    target.kept, target.masters, target.sums = source.kept, source.masters, source.sums
+    target.full_weights, target.masters, target.sums = source.full_weights, source.masters, source.sums
     if source.inner is not None:
         target.read_apart()
     for name in target.stored:

@@ -148,7 +148,7 @@ class ParallelPipeline(LoadsByName, OneRank):
         self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
-        if self._transport.begin_step(self.step, f"{kind} {rows}"):
+        if self._transport.begin_program(self.step, f"{kind} {rows}"):
             self._refuse_other_batches([tensor for one in inputs for tensor in one])
         return inputs
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.runtime.buffer_pool import is_private
+from weft.runtime.index import put
 from weft.runtime.script import Free, Give, Index, Instruction, Load, Local, Loop, Region, Reshard, Run, Take
-from weft.runtime.shared_sums import is_private
-from weft.runtime.transfers import put
 
 
 class Gradient:

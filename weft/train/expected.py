@@ -34,7 +34,8 @@ from torch.utils import _pytree as pytree
 from weft.compile import Compiled
 from weft.errors import RunError
 from weft.ir.program import Program
-from weft.runtime.grad_sync import make_buckets, summed_parameters
+from weft.runtime.buckets import BUCKET, in_buckets
+from weft.runtime.grad_sync import summed_parameters
 from weft.runtime.largest import Largest
 from weft.runtime.ledger import Bytes, Owner, counted_step
 from weft.runtime.masters import with_masters
@@ -138,8 +139,8 @@ def _first_update(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> N
 def _sums(module: AnyParallel) -> Iterator[int]:
     """Bytes of the buckets in which gradients are summed."""
     for program in programs_of(module):
-        for bucket in make_buckets(summed_parameters(program)):
-            yield sum(one.num_bytes for one in bucket.members)
+        for bucket in in_buckets(summed_parameters(program), BUCKET):
+            yield sum(one.num_bytes for one in bucket)
 
 
 def _opened(files: Content, transport: Replica, subject: Subject) -> AnyParallel:

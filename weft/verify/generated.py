@@ -156,7 +156,7 @@ def work(transport: ProcessTransport, task: Task) -> Ran:
 
 
 def train(
-    task: Task, transport: Transport, optimizer: Optimizer, begin: Callable[[int], None] = lambda step: None
+    task: Task, transport: Transport, optimizer: Optimizer, begin: Callable[[int], object] = lambda step: None
 ) -> Ran:
     """Two optimizer steps of one rank through its generated modules.
 
@@ -276,7 +276,7 @@ class _Held:
 
 
 def _train(
-    opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], None]
+    opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], object]
 ) -> tuple[tuple[torch.Tensor, ...], list[list[dict[str, torch.Tensor]]]]:
     """The losses, and for each module the gradients of each step."""
     by_name: dict[str, list[nn.Parameter]] = {}

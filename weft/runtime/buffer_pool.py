@@ -1,4 +1,4 @@
-"""Spares: memory that is used again when nothing lies in it any more. To get new memory costs more than to fill it.
+"""Buffer pool: memory that is used again when no tensor lies in it any more. New memory costs more than to fill it.
 
 In: how long a tensor is to be. Out: a flat one with any content; it is free again when the receiver has let go of it.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.runtime.shared_sums import is_private
 
-
-class Spares:
+class BufferPool:
     """Tensors that were handed out.
 
     Args:
@@ -22,14 +20,22 @@ class Spares:
         self._most = most
         self._held: list[Tensor] = []
 
-    def take(self, length: int, like: Tensor) -> Tensor:
-        """A tensor of that many elements, of the dtype and on the device of another."""
+    def take(self, length: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of that many elements."""
         for one in self._held:
-            if len(one) == length and one.dtype == like.dtype and is_private(one):
+            if len(one) == length and one.dtype == dtype and is_private(one):
                 return one.view(length)
-        made = torch.empty(length, dtype=like.dtype, device=like.device)
+        made = torch.empty(length, dtype=dtype)
         if sum(one.nbytes for one in self._held) + made.nbytes > self._most:
             self._held = [one for one in self._held if not is_private(one)]
         self._held.append(made)
         # another tensor: what is here is free when it lies alone in its memory
         return made.view(length)
+
+
+def is_private(tensor: Tensor) -> bool:
+    """True if nothing else lies in the tensor's memory: it may be written to.
+
+    Autograd may give two leaves gradients on one memory, and may not be done with either."""
+    # one reference is the tensor's, one that of the storage asked for here
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2

@@ -1,4 +1,4 @@
-"""Far letters: the letters of letters.py where processes are not of one host, over the backend's point to point.
+"""P2P mailbox: what one process posts for another, where they are not of one host, by the backend's point to point.
 
 In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A letter is a head of fixed
 size, which tells its tag and its length, and a body. Letters of one rank for another travel in the order of posting;
@@ -29,12 +29,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LAST
 from weft.runtime.watch import PeerLost
 from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")
 """Digest of the tag, bytes of the body, and whether it is a letter or the word that no more will come."""
+LAST = 5.0
+"""Seconds that an ending rank waits for what it has posted to arrive."""
 LOOK = 0.1
 """Seconds between two looks at whether a wait is in vain."""
 HEADS, BODIES = 1, 2
@@ -70,7 +71,7 @@ class _Arrivals:
     lost: str | None = None
 
 
-class FarLetters:
+class P2PMailbox:
     """The letters of one rank. Calls are for one thread at a time.
 
     Args:
@@ -121,6 +122,10 @@ class FarLetters:
         """Raise if something that was left cannot arrive any more."""
         for sender in self._senders.values():
             sender.check()
+
+    def memory(self) -> list[Tensor]:
+        """What is held for letters: nothing that is used again."""
+        return []
 
     def close(self) -> None:
         """There will be no further letter; wait a while for those under way."""
