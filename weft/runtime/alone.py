@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from weft.runtime.inbox import Inbox
 from weft.runtime.transport import Doing, Expected, Expects, Group, Sends, Transport
 
 
@@ -17,7 +18,7 @@ class Alone(Transport):
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device, self.doing = device or torch.device("cpu"), Doing()
-        self._posted: dict[str, list[Tensor]] = {}
+        self._inbox = Inbox[list[Tensor]]()
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return _copy(tensor, group)
@@ -34,11 +35,11 @@ class Alone(Transport):
         return None
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._posted[tag] = [_copy(tensor, (peer,)) for tensor in tensors]
+        self._inbox.put(peer, tag, [_copy(tensor, (peer,)) for tensor in tensors])
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        assert tag in self._posted, f"{tag} is waited for and nobody else is there to send it"
-        return self._posted.pop(tag)
+        assert self._inbox.has(peer, tag), f"{tag} is waited for and nobody else is there to send it"
+        return self._inbox.pop(peer, tag)
 
 
 def _copy(tensor: Tensor, group: Group) -> Tensor:

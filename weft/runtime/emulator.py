@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.context import Ambient
+from weft.runtime.inbox import Inbox
 from weft.runtime.transport import (
     CollectiveMismatch,
     Doing,
@@ -150,8 +151,7 @@ class _Board:
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.calls: dict[tuple[int, tuple[int, ...]], int] = {}
         self.waiting: dict[int, _Meeting | _Letter] = {}
-        self.letters: dict[tuple[int, int, str], list[Tensor]] = {}
-        """By sender, taker and tag."""
+        self.inboxes = [Inbox[list[Tensor]]() for _ in range(num_ranks)]
         self.ended: set[int] = set()
         self.stopped = False
         self.mismatch: CollectiveMismatch | None = None
@@ -181,8 +181,8 @@ class _Board:
         with self.changed:
             if self.stopped:
                 raise Stopped
-            assert (rank, peer, tag) not in self.letters, f"rank {rank} sent {tag} to rank {peer} twice"
-            self.letters[rank, peer, tag] = tensors
+            assert not self.inboxes[peer].has(rank, tag), f"rank {rank} sent {tag} to rank {peer} twice"
+            self.inboxes[peer].put(rank, tag, tensors)
             waits = self.waiting.get(peer)
             if isinstance(waits, _Letter) and (waits.peer, waits.tag) == (rank, tag):
                 # it can go on: not stuck from here on
@@ -191,17 +191,17 @@ class _Board:
 
     def take(self, rank: int, letter: _Letter) -> list[Tensor]:
         """Wait for a message."""
-        key = letter.peer, rank, letter.tag
+        inbox, key = self.inboxes[rank], (letter.peer, letter.tag)
         with self.changed:
-            if key not in self.letters:
+            if not inbox.has(*key):
                 self.waiting[rank] = letter
                 self._refuse_deadlock(rank)
-            in_time = self.changed.wait_for(lambda: key in self.letters or self.stopped, self.timeout)
+            in_time = self.changed.wait_for(lambda: inbox.has(*key) or self.stopped, self.timeout)
             if not in_time:
                 self._refuse(f"rank {rank} waited {self.timeout:g} s for {letter.tag} from rank {letter.peer}", rank)
-            if key not in self.letters:
+            if not inbox.has(*key):
                 raise Stopped
-            return self.letters.pop(key)
+            return inbox.pop(*key)
 
     def _enter(self, rank: int, group: tuple[int, ...], entry: _Entry) -> _Meeting:
         with self.changed:

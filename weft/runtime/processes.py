@@ -278,7 +278,7 @@ class ProcessTransport(Transport):
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
-        return [*self._main.memory(), *self._aside.memory()]
+        return [*self._main.memory(), *self._aside.memory(), *self._spare.memory()]
 
     # -- its end
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from weft.runtime.inbox import Inbox
 from weft.runtime.shm.mailbox import SMALL
-from weft.runtime.shm.segments import ALIGNED, PIECE
-from weft.runtime.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Transport
+from weft.runtime.shm.segments import ALIGNED, BEGIN, PIECE
+from weft.runtime.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Sharded, Transport
 from weft.runtime.wire import LARGE
 
 FEW = 64
@@ -29,7 +30,10 @@ class Silent(Transport):
         self.device, self.doing = device or torch.device("cpu"), Doing()
         self._largest: dict[tuple[int, ...], int] = {}
         """Bytes of the largest message in each group that does not go through a pipe."""
-        self._posted: dict[str, list[Tensor]] = {}
+        self._inbox = Inbox[list[Tensor]]()
+        self._staged: dict[str, int] = {}
+        self._seen: set[int] = set()
+        """Memory that others see."""
         self._lent: list[Tensor] = []
         self._free: list[Tensor] = []
 
@@ -54,10 +58,40 @@ class Silent(Transport):
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         num_bytes = numel * dtype.itemsize
         lent = next((one for one in self._free if one.numel() >= num_bytes >= LARGE), None)
-        if lent is None or brief:
+        if num_bytes < LARGE or brief:
             return torch.empty(numel, dtype=dtype, device=self.device)
+        if lent is None:
+            return self._page_aligned(num_bytes).view(dtype)
         self._free = [one for one in self._free if one is not lent]
         return lent[:num_bytes].view(dtype)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        lengths = [-(-one.nbytes // BEGIN) * BEGIN for one in tensors]
+        if sum(one.nbytes for one in tensors) >= LARGE:
+            for one, room in zip(tensors, self._page_aligned(sum(lengths)).split(lengths), strict=True):
+                one.data = room[: one.nbytes].view(one.dtype).view(one.shape)
+
+    def _page_aligned(self, num_bytes: int) -> Tensor:
+        made = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=self.device)
+        self._seen.add(made.untyped_storage()._cdata)
+        return made[:num_bytes]
+
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        started = self._shared("all_gather", tensors, [one.shard for one in tensors])
+        return started or super().start_all_gather(tensors, group)
+
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        started = self._shared("reduce_scatter", tensors, [one.full for one in tensors])
+        return started or super().start_reduce_scatter(tensors, group)
+
+    def _shared(self, kind: str, tensors: Sequence[Sharded], sent: Sequence[Tensor]) -> Handle[None] | None:
+        """Others read what is sent where it lies, or where it was copied to; None: it is sent."""
+        if sum(one.full.nbytes for one in tensors) < LARGE:
+            return None
+        staged = sum(one.nbytes for one in sent if one.untyped_storage()._cdata not in self._seen)
+        if staged:
+            self._staged[kind] = max(self._staged.get(kind, 0), _aligned(max(staged, LARGE)))
+        return Done(None)
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         self._note(group, tensor.nbytes)
@@ -80,12 +114,12 @@ class Silent(Transport):
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         if peer == self.rank:
-            self._posted[tag] = [tensor.detach().clone() for tensor in tensors]
+            self._inbox.put(peer, tag, [tensor.detach().clone() for tensor in tensors])
         else:
             self._note(tuple(sorted((self.rank, peer))), sum(tensor.nbytes for tensor in tensors), SMALL)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        return self._posted.pop(tag) if peer == self.rank else self._made(expects)
+        return self._inbox.pop(peer, tag) if peer == self.rank else self._made(expects)
 
     def _made(self, expects: Sequence[Expected]) -> list[Tensor]:
         assert all(dtype is not None for _, dtype in expects), "a dtype is not known on the rank that gets the tensor"
@@ -97,8 +131,9 @@ class Silent(Transport):
 
     @property
     def num_bytes(self) -> int:
-        """A box for the largest message of each group, or for a piece of it."""
-        return sum(_aligned(min(size, PIECE)) + ALIGNED for size in self._largest.values())
+        """A segment for the largest message of each group, or for a piece of it, and what was copied for others."""
+        messages = sum(_aligned(min(size, PIECE)) + ALIGNED for size in self._largest.values())
+        return messages + sum(self._staged.values())
 
 
 def _aligned(size: int) -> int:

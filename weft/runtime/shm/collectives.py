@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.runtime.index import narrowed, size, take
 from weft.runtime.script import Index
 from weft.runtime.shm.pool import SharedPool
-from weft.runtime.shm.segments import Segment
+from weft.runtime.shm.segments import BEGIN, Segment
 from weft.runtime.transport import Sharded, combine, put_shard
 from weft.runtime.wire import LARGE
 
@@ -40,7 +40,7 @@ def shared(pool: SharedPool, tensors: Sequence[Tensor], *, brief: bool = True) -
     addresses = [address if one.numel() else anywhere for one, address in zip(tensors, addresses, strict=True)]
     others = [at for at, address in enumerate(addresses) if address is None]
     if others:
-        lengths = [-(-found[at].nbytes // 64) * 64 for at in others]
+        lengths = [-(-found[at].nbytes // BEGIN) * BEGIN for at in others]
         memory = pool.lend(max(sum(lengths), LARGE), brief=brief)
         assert memory is not None
         for at, room in zip(others, memory[: sum(lengths)].split(lengths), strict=True):

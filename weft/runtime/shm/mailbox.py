@@ -13,13 +13,13 @@ import ctypes
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from weft.runtime.inbox import Inbox
 from weft.runtime.shm.pipes import Pipes
 from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
 from weft.runtime.watch import PeerLost
@@ -44,16 +44,15 @@ class ShmMailbox:
         self._own: list[Segment] = []
         self._serial = 0
         self._read = [bytearray() for _ in range(segments.num_members)]
-        self._came: dict[tuple[int, str], deque[tuple[bytes, bool]]] = {}
-        self._counts = [0] * segments.num_members
-        self._own_letters: dict[str, deque[list[Tensor]]] = {}
+        self._came = Inbox[tuple[bytes, bool]]()
+        self._own_posts = Inbox[list[Tensor]]()
 
     @torch.no_grad()
     def post(self, at: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for the member at a position."""
         if at == self._segments.position:
             kept = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self._own_letters.setdefault(tag, deque()).append(kept)
+            self._own_posts.put(at, tag, kept)
             return
         parts = [as_bytes(tensor) for tensor in tensors]
         size = sum(part.numel() for part in parts)
@@ -64,21 +63,19 @@ class ShmMailbox:
     def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
         """What the member at a position left under a tag."""
         if at == self._segments.position:
-            return self._own_letter(tag)
-        while not self._came.get((at, tag)):
+            assert self._own_posts.has(at, tag), f"a rank takes {tag} from itself before it posts it"
+            return self._own_posts.pop(at, tag)
+        while not self._came.has(at, tag):
             self._read[at] += self._pipes.read(at, self._look)
             self._sort(at)
-        waiting = self._came[at, tag]
-        body, is_note = waiting.popleft()
-        if not waiting:
-            del self._came[at, tag]
+        body, is_note = self._came.pop(at, tag)
         flat = self._fetched(body, num_bytes(wants)) if is_note else _tensor_of(body)
         assert flat.numel() == num_bytes(wants), f"{tag} has {flat.numel()} bytes, {num_bytes(wants)} were expected"
         return unpack(flat, [wants])[0]
 
     def num_came(self, at: int) -> int:
         """How many letters have come from a member so far."""
-        return self._counts[at]
+        return self._came.counts[at]
 
     def push(self) -> None:
         """Send on what did not fit into the pipes."""
@@ -102,14 +99,6 @@ class ShmMailbox:
         """What is held for letters."""
         return [segment.memory for segment in self._own]
 
-    def _own_letter(self, tag: str) -> list[Tensor]:
-        waiting = self._own_letters.get(tag)
-        assert waiting, f"a rank takes {tag} from itself before it posts it"
-        found = waiting.popleft()
-        if not waiting:
-            del self._own_letters[tag]
-        return found
-
     def _sort(self, at: int) -> None:
         """File what has come in full."""
         read = self._read[at]
@@ -120,8 +109,7 @@ class ShmMailbox:
                 return
             tag = bytes(read[HEAD.size : HEAD.size + length]).decode()
             body = bytes(read[HEAD.size + length : end])
-            self._came.setdefault((at, tag), deque()).append((body, bool(is_note)))
-            self._counts[at] += 1
+            self._came.put(at, tag, (body, bool(is_note)))
             del read[:end]
 
     def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:

@@ -25,6 +25,8 @@ from weft.runtime.watch import PeerLost
 from weft.runtime.wire import LARGE
 
 ALIGNED = 4096
+BEGIN = 64
+"""Bytes: tensors in a segment begin where vector instructions like it."""
 PIECE = 1 << 20
 """Bytes that travel at a time: a longer message takes no more memory on its way."""
 ADDRESS = struct.Struct("<qqqqqq")
