@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LARGE, Boxes
-from weft.runtime.channel import PIECE
 from weft.runtime.grad_sync import BucketSync
 from weft.runtime.pipeline_files import load_pipeline
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.replicas import Replica
-from weft.runtime.transport import Doing, GroupComm, Transport
+from weft.runtime.shm.segments import PIECE, Segments
+from weft.runtime.transport import Doing, GroupComm, Sharded, Transport
 from weft.runtime.watch import PeerLost
+from weft.runtime.wire import LARGE
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -88,7 +89,7 @@ def aside(transport: ProcessTransport, payload: Any) -> list[Tensor]:
     """Sums begun and waited for later, past other calls in the same group, in the order of their beginning."""
     group = tuple(range(transport.num_ranks))
     mine = [values(transport.rank, torch.float64, (size,)) for size in SIZES]
-    handles = [transport.start_sum(tensor.split(30_000), group) for tensor in mine]
+    handles = [transport.start_all_reduce(tensor.split(30_000), group) for tensor in mine]
     between = transport.all_reduce(torch.tensor(float(transport.rank)), group)
     found = [handle.wait() for handle in handles]
     return [*found, between]
@@ -99,19 +100,24 @@ def kept(transport: ProcessTransport, payload: Any) -> list[bool]:
     group = tuple(range(transport.num_ranks))
     parts = [values(transport.rank, torch.float64, (size,)) for size in (3, 40_000, 50_001)]
     expected = sum(torch.cat([values(rank, torch.float64, (size,)) for size in (3, 40_000, 50_001)]) for rank in group)
-    first = transport.start_sum(parts, group).wait()
-    second = transport.start_sum([part * 2 for part in parts], group).wait()
+    first = transport.start_all_reduce(parts, group).wait()
+    second = transport.start_all_reduce([part * 2 for part in parts], group).wait()
     apart = bool((first == expected).all()) and bool((second == 2 * expected).all())
     address = second.data_ptr()
     del second
-    third = transport.start_sum([part * 4 for part in parts], group).wait()
+    third = transport.start_all_reduce([part * 4 for part in parts], group).wait()
     return [apart, bool((first == expected).all()), bool((third == 4 * expected).all()), third.data_ptr() == address]
 
 
 def scattered(transport: ProcessTransport, payload: Any) -> Tensor:
     """Rank r's part of everybody's sum has r + 1 rows."""
     group = tuple(range(transport.num_ranks))
-    return transport.reduce_scatter([values(transport.rank, torch.float64, (p + 1, 2)) for p in group], group)
+    starts = [rank * (rank + 1) // 2 for rank in (*group, len(group))]
+    parts = tuple((((start, stop),), ((0, 2),)) for start, stop in itertools.pairwise(starts))
+    full = torch.cat([values(transport.rank, torch.float64, (p + 1, 2)) for p in group])
+    shard = torch.empty(transport.rank + 1, 2, dtype=torch.float64)
+    transport.start_reduce_scatter([Sharded(full, shard, parts)], group).wait()
+    return shard
 
 
 def unchecked(transport: ProcessTransport, payload: Any) -> Tensor:
@@ -250,14 +256,14 @@ def last_message(transport: Transport, payload: Any) -> bool:
     """Rank 0 ends right after it has sent; rank 1 looks late, into a box that it has not seen before."""
     sent = torch.full((4 * LARGE,), 7, dtype=torch.uint8)
     if transport.rank == 1:
-        look = Boxes.look
+        look = Segments.look
 
-        def late(self: Boxes, passage: Any) -> Any:
+        def late(self: Segments, passage: Any) -> Any:
             self._pipes.wait(passage.exchange, self._look)
             time.sleep(1)
             return look(self, passage)
 
-        Boxes.look = late  # type: ignore[method-assign]
+        Segments.look = late  # type: ignore[method-assign]
     sends = {1: [sent]} if transport.rank == 0 else {}
     expects = {0: [((4 * LARGE,), torch.uint8)]} if transport.rank == 1 else {}
     came = transport.all_to_all(sends, expects, (0, 1), "exchange")

@@ -17,7 +17,8 @@ from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transport import Transport
 
-PARTS = {f"layers.{i}.weight": Part((6, 6), {0: "dp"}, dtype=torch.float64, sync=None) for i in range(4)}
+STORED = Part((6, 6), {0: "dp"}, dtype=torch.float64, use=[all_gather(0, "dp")], sync=None)
+PARTS = {f"layers.{i}.weight": STORED for i in range(4)}
 TWICE = (0, 1, 2, 1, 3)
 """One layer is used twice."""
 
@@ -41,14 +42,14 @@ def train(transport: Transport, payload: Any = None) -> tuple[list[Tensor], int]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     started = 0
     if isinstance(transport, ProcessTransport):
-        plain = transport.start_exchange
+        plain = transport.start_all_gather
 
         def counted(*args: Any) -> Any:
             nonlocal started
             started += 1
             return plain(*args)
 
-        transport.start_exchange = counted  # type: ignore[method-assign]
+        transport.start_all_gather = counted  # type: ignore[method-assign]
     x = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(3, 6) * (transport.rank + 1)
     for skip in (0, 0, 2, 0):
         optimizer.zero_grad()

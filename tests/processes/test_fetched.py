@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes.conftest import Pools
-from weft.runtime.ahead import Ahead
-from weft.runtime.fetched import Fetches
-from weft.runtime.gathers import Gather
+from weft.runtime.prefetch import Prefetch
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.unshard import Gather
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "small": ((7,), 0),
@@ -57,8 +56,8 @@ def runs(transport: ProcessTransport, payload: dict[str, Any]) -> list[list[Tens
     rank, num_ranks = transport.rank, transport.num_ranks
     stored = {name: nn.Parameter(part(name, 0, rank, num_ranks)) for name in SHAPES}
     gathers = {name: gather_of(name, one, transport, at) for at, (name, one) in enumerate(stored.items())}
-    fetches = Fetches()
-    ahead = Ahead(fetches)
+    prefetch = Prefetch()
+    transport.lay(list(stored.values()), tuple(range(num_ranks)))
     found: list[list[Tensor]] = []
     for run in range(RUNS):
         for name, one in stored.items():
@@ -68,12 +67,11 @@ def runs(transport: ProcessTransport, payload: dict[str, Any]) -> list[list[Tens
             else:
                 with torch.no_grad():
                     one.copy_(new)
-        ahead.begin()
-        assert fetches.takes(gathers["rows"]) == (payload["fetched"] and run > 0)
+        prefetch.begin(list(gathers.values()))
         names = list(SHAPES) if run != payload["reversed"] else [*reversed(SHAPES), "rows"]
-        come = {name: ahead.get(gathers[name]).clone() for name in names}
+        come = {name: prefetch.get(gathers[name]).clone() for name in names}
         found.append([come[name] for name in SHAPES])
-    ahead.begin()
+    prefetch.begin(())
     return found
 
 
@@ -82,7 +80,7 @@ def runs(transport: ProcessTransport, payload: dict[str, Any]) -> list[list[Tens
 @pytest.mark.parametrize(("replaced", "other_order"), [(-1, -1), (2, -1), (-1, 2)])
 def test_wholes(pools: Pools, far_pools: Pools, num_ranks: int, near: bool, replaced: int, other_order: int) -> None:
     pool = (pools if near else far_pools)(num_ranks)
-    payload = {"fetched": near, "replaced": replaced, "reversed": other_order}
+    payload = {"replaced": replaced, "reversed": other_order}
     for of_rank in pool.run("tests.processes.test_fetched:runs", payload):
         for run, wholes in enumerate(of_rank):
             assert all(map(torch.equal, wholes, (whole(name, run) for name in SHAPES))), f"run {run}"

@@ -298,8 +298,8 @@ def misdeclare(program: Program, rng: random.Random) -> Program | None:
         layout = change(value.layout, rng)
         new = None if layout is None else replace(value, layout=layout)
     else:
-        grad = None if value.grad is None else change(value.grad, rng)
-        new = None if grad is None else replace(value, grad=grad)
+        grad = None if value.grad is None or rng.random() < 0.3 else change(value.grad, rng)
+        new = replace(value, grad=grad)
     return None if new is None else replace(program, values={**program.values, name: new})
 
 

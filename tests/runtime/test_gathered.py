@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.runtime import prefetch
 from weft.runtime import products as F
 from weft.runtime.emulator import run_ranks
 from weft.runtime.grad_sync import BucketSync
@@ -17,7 +18,7 @@ from weft.runtime.moves import all_gather, reduce_scatter
 from weft.runtime.transport import RankFailed, Transport
 
 NUM_RANKS = 2
-STORED = Part((8, 8), {0: "dp"}, torch.float64, sync=None)
+STORED = Part((8, 8), {0: "dp"}, torch.float64, use=[all_gather(0, "dp")], sync=None)
 LAYERS = {f"layers.{i}.weight": STORED for i in range(3)}
 
 
@@ -49,7 +50,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
-        if name in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter"):
+        if name in ("all_gather", "all_to_all", "all_reduce", "start_all_gather", "start_reduce_scatter"):
             self.kinds.append((name, self.inner.doing.what))
         return found
 
@@ -216,7 +217,13 @@ def test_what_is_recomputed_has_the_bits_of_weights_that_stay() -> None:
         torch.testing.assert_close(torch.cat([one[name] for one in found]), whole, rtol=1e-13, atol=1e-15)
 
 
-def test_nothing_gathered_lives_between_the_two_runs_of_what_is_recomputed() -> None:
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets hold one weight each."""
+    monkeypatch.setattr(prefetch, "FULL", 1)
+
+
+def test_nothing_gathered_lives_between_the_two_runs_of_what_is_recomputed(one_by_one: None) -> None:
     def body(transport: Transport) -> tuple[list[bool], int, list[bool], list[str]]:
         counting = Counting(transport)
         module = made(counting, Again)  # type: ignore[arg-type]
@@ -235,10 +242,13 @@ def test_nothing_gathered_lives_between_the_two_runs_of_what_is_recomputed() -> 
 
 
 @pytest.mark.parametrize("cls", [Split, Again])
-def test_each_gradient_goes_home_when_it_is_complete_in_the_first_backward_too(cls: type[Split]) -> None:
+def test_each_gradient_goes_home_when_it_is_complete_in_the_first_backward_too(
+    cls: type[Split], one_by_one: None
+) -> None:
     def body(transport: Transport) -> list[list[str]]:
         counting = Counting(transport)
-        module = cls(counting, made(transport).state_dict(), grad_sync=BucketSync())  # type: ignore[arg-type]
+        sync = BucketSync(bucket=1)
+        module = cls(counting, made(transport).state_dict(), grad_sync=sync)  # type: ignore[arg-type]
         found = []
         for _ in range(2):
             loss = module(batch().chunk(NUM_RANKS)[transport.rank])
@@ -248,8 +258,8 @@ def test_each_gradient_goes_home_when_it_is_complete_in_the_first_backward_too(c
         return found
 
     use, home = "use of layers.{}.weight", "gradient sync of layers.{}.weight"
-    order = [text.format(i) for i in (2, 1, 0) for text in (use, home)]
-    # the first weight is needed again only to run its layer again
-    order = [what for what in order if cls is Again or what != use.format(0)]
+    # each weight is gathered while the one before is used; the first is needed again only to run its layer again
+    again = {2: (2, 1), 1: (0,) if cls is Again else (), 0: ()}
+    order = [what for i in (2, 1, 0) for what in (*map(use.format, again[i]), home.format(i))]
     for found in run_ranks(NUM_RANKS, body):
         assert found == [order, order]

@@ -33,7 +33,9 @@ STEPS, MICROS = 3, 2
 
 def net(keeps: tuple[str, ...]) -> type[ParallelModule]:
     parts = {
-        name: Part(shape, {dim: "dp"}, dtype=torch.float64, sync=None, keeps=keeps)
+        name: Part(
+            shape, {dim: "dp"}, torch.float64, use=[all_gather(dim, "dp", of=shape[dim])], sync=None, keeps=keeps
+        )
         for name, (shape, dim) in SHAPES.items()
     }
 

@@ -18,11 +18,12 @@ from weft.codegen.emit import generate
 from weft.compile import compile_program
 from weft.compile.model_file import Subject
 from weft.ir.program import Chunks
-from weft.runtime.ahead import Gather
 from weft.runtime.emulator import run_ranks
+from weft.runtime.prefetch import Prefetch
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.transfers import take, together
 from weft.runtime.transport import Transport
+from weft.runtime.unshard import Gather
 from weft.train.expected import expect_rank
 from weft.train.opened import open_rank
 
@@ -93,14 +94,14 @@ class Gathers:
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Gathers]:
     """By rank, what has been gathered."""
-    found, now = [Gathers() for _ in range(RANKS)], Gather.now
+    found, get = [Gathers() for _ in range(RANKS)], Prefetch.get
 
-    def counted(gather: Gather) -> Tensor:
-        whole = now(gather)
+    def counted(prefetch: Prefetch, gather: Gather) -> Tensor:
+        whole = get(prefetch, gather)
         found[gather.transport.rank].add(gather, whole)
         return whole
 
-    monkeypatch.setattr(Gather, "now", counted)
+    monkeypatch.setattr(Prefetch, "get", counted)
     return found
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.train.toys import eager, shares, state, tower
+from weft.runtime.buckets import in_buckets
+from weft.runtime.buffer_pool import is_private
 from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync, Summed, make_buckets
+from weft.runtime.grad_sync import BucketSync, Summed
 from weft.runtime.launch import Pool
 from weft.runtime.processes import ProcessTransport
 from weft.runtime.replicas import Replica
-from weft.runtime.shared_sums import is_private
 from weft.runtime.transport import Transport
 
 Gradients = dict[str, Tensor | None]
@@ -50,21 +51,20 @@ def test_gradients_that_were_there_before_are_added_to_once() -> None:
 
 
 def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradients, list[str]]:
-    """The gradients, and the order in which sums were started during the third backward."""
+    """The gradients, and the order in which sums were started during the first backward."""
     sync = BucketSync(bucket=payload["bucket"])
     module = tower(2, payload["recompute"])(transport, state(), grad_sync=sync)
     started: list[str] = []
-    plain = transport.start_sum
+    plain = transport.start_all_reduce
 
     def start(parts: Sequence[Tensor], group: tuple[int, ...]) -> Any:
         started.append(transport.doing.what)
         return plain(parts, group)
 
-    for step in range(3):
-        if step == 2:
-            transport.start_sum = start  # type: ignore[method-assign]
-            module.grad_sync = sync
+    transport.start_all_reduce = start  # type: ignore[method-assign]
+    for _ in range(3):
         module(shares(2)[transport.rank]).backward()
+        transport.start_all_reduce = plain  # type: ignore[method-assign]
     return {name: parameter.grad for name, parameter in module.named_parameters()}, started
 
 
@@ -123,9 +123,9 @@ def test_buckets_are_started_where_their_last_parameter_is() -> None:
         Summed(str(i), group, torch.Size((size,)), torch.float32)
         for i, (size, group) in enumerate(zip(sizes, groups, strict=True))
     ]
-    names = [[one.name for one in bucket.members] for bucket in make_buckets(summed, 400)]
+    names = [[one.name for one in bucket] for bucket in in_buckets(summed, 400)]
     assert names == [["1"], ["2"], ["0", "3"]]
-    assert [len(bucket.members) for bucket in make_buckets(summed, 4)] == [1, 1, 1, 1]
+    assert [len(bucket) for bucket in in_buckets(summed, 4)] == [1, 1, 1, 1]
 
 
 def test_memory_that_others_see_is_not_private() -> None:

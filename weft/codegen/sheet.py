@@ -41,12 +41,14 @@ from weft.ir.program import (
     Take,
     Use,
     outputs_of,
+    values_read,
     walk,
 )
 from weft.ir.ranges import count
 from weft.lower.chunks import Chunk, given, taken
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
+from weft.runtime import moves as rt_moves
 from weft.runtime.alone import Alone
 from weft.runtime.calls import FUNCTIONS
 from weft.runtime.grad_sync import BucketSync
@@ -115,6 +117,7 @@ class Sheet:
         self._reads.update([program.loss] if program.loss else [])
         self.body: BodyLines | None = None
         self._direct, self.spent = _direct(program), spent_values(program)
+        self._readings: dict[str, tuple[int, set[tuple[rt_moves.Move, ...]]]] | None = None
         for op in self.graph.ops:
             rule_names = self._names_needed(op)
             self.reserved |= rule_names
@@ -184,6 +187,25 @@ class Sheet:
     def used_as_stored(self, value: str) -> bool:
         """True if the value is the stored tensor itself, whose `.grad` its gradient becomes."""
         return value in self._direct
+
+    def readings(self, tensor: str) -> tuple[int, set[tuple[rt_moves.Move, ...]]]:
+        """How many operators read a parameter as it is stored (1 if it is not used so), those in loops twice at least;
+        and by which all-gathers it is brought to others."""
+        if self._readings is None:
+            reads = _reads(self.program.steps, 1)
+            found: dict[str, tuple[int, set[tuple[rt_moves.Move, ...]]]] = {}
+            for step in walk(self.program.steps):
+                if isinstance(step, Use):
+                    value = self.program.values[step.value]
+                    _, ways = found.setdefault(value.tensor, (1, set()))
+                    if step.value in self._direct and value.grad is not None:
+                        found[value.tensor] = reads[step.value], ways
+                    stored = self.program.stored[value.tensor]
+                    words = self.words.all(step.moves, stored) if step.value in self.syncs else None
+                    if words is not None and [one.kind for one in words] == ["all_gather"]:
+                        ways.add(words)
+            self._readings = found
+        return self._readings.get(tensor, (1, set()))
 
     def stored_name(self, tensor: str) -> str:
         """The dotted name of a stored tensor; equal constants have one name."""
@@ -322,6 +344,17 @@ def _direct(program: Program) -> set[str]:
         kept = found[:1] if len(sync.sources) <= 2 or found[:1] == list(sync.sources[:1]) else []
         others.update(name for name in found if name not in kept)
     return unmoved - others
+
+
+def _reads(steps: Sequence[Step], times: int) -> Counter[str]:
+    """How often each value is read."""
+    found: Counter[str] = Counter()
+    for step in steps:
+        if isinstance(step, Chunks | Recompute):
+            found.update(_reads(step.body, 2 if isinstance(step, Chunks) else times))
+        else:
+            found.update({name: times * count for name, count in Counter(values_read(step)).items()})
+    return found
 
 
 def _equal_constants(graph: Graph) -> dict[str, str]:

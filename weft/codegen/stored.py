@@ -53,7 +53,7 @@ def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
     words += [cuts] if cuts else []
     words += [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
     if isinstance(one, Parameter):
-        words += ["trained=False"] if not one.trainable else _sync(sheet, one)
+        words += ["trained=False"] if not one.trainable else [*_use(sheet, one), *_sync(sheet, one)]
         words += _keeps(sheet, one)
     elif not one.persistent:
         words.append("persistent=False")
@@ -85,6 +85,19 @@ def _cuts(sheet: Sheet, layout: Layout, name: str) -> tuple[str, str]:
     }
     sheet.need("weft.runtime.module", {"Table"})
     return f'Table("{sheet.tables.key("stored", name, entries)}")', ""
+
+
+def _use(sheet: Sheet, one: Parameter) -> list[str]:
+    """How the full weight is gathered from what is stored, if in one way; and how many operators read what is stored,
+    if not one."""
+    reads, ways = sheet.readings(one.tensor)
+    found = [] if reads == 1 else [f"reads={reads}"]
+    if len(ways) == 1:
+        (words,) = ways
+        sheet.need("weft.runtime.moves", functions_of(words))
+        sheet.need_cut(moves_text(words))
+        found.append(f"use={moves_text(words)}")
+    return found
 
 
 def _sync(sheet: Sheet, one: Parameter) -> list[str]:

@@ -2,8 +2,8 @@
 
 In: a backend and a number of processes. Out: the Links of that backend here, for `lower(plan, links=...)`. Each
 collective is timed for a few bytes and for a large buffer; the first gives the latency, the difference of both the
-rate. What is timed is the transport that Programs run on, not the backend's own calls. Times are medians of the
-slowest rank.
+rate. What is timed is what Programs send, a Transfer of each kind carried out, not the backend's own calls. Times are
+medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import torch
 
 from weft.cost.links import KINDS, Links
 from weft.errors import RunError, WeftError
+from weft.runtime.cuts import Place, whole
 from weft.runtime.launch import Pool
+from weft.runtime.moves import Move, all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.runtime.processes import ProcessTransport
-from weft.runtime.transport import CollectiveMismatch, Expected, RankFailed
+from weft.runtime.script import Piece, Transfer
+from weft.runtime.transfers import execute
+from weft.runtime.transport import CollectiveMismatch, RankFailed
 
 BACKENDS = ("gloo",)
 """What can be measured without an accelerator."""
@@ -95,26 +99,27 @@ def time_rank(transport: ProcessTransport, asked: tuple[str, int]) -> float:
 def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], object]:
     """One collective over all processes whose buffer, as `Links` counts it, has `size` bytes."""
     rank, processes = transport.rank, transport.num_ranks
-    everyone = tuple(range(processes))
-    others = [peer for peer in everyone if peer != rank]
+    everyone, place = tuple(range(processes)), Place((("all", processes),), rank)
     each = size // 4 // processes
     buffer, part = torch.zeros(each * processes), torch.zeros(each)
-    cuts = buffer.chunk(processes)
-    after, before = (rank + 1) % processes, (rank - 1) % processes
-
-    def whole_from(*peers: int) -> dict[int, list[Expected]]:
-        return {peer: [((len(buffer),), buffer.dtype)] for peer in peers}
-
-    parts: dict[int, list[Expected]] = {peer: [((each,), buffer.dtype)] for peer in others}
-    to_others = {peer: [buffer] for peer in others} if rank == 0 else {}
-    from_first = whole_from(0) if rank else {}
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: transport.all_reduce(buffer, everyone),
-        "all_gather": lambda: transport.all_gather(part, everyone),
-        "reduce_scatter": lambda: transport.reduce_scatter(cuts, everyone),
-        "all_to_all": lambda: transport.all_to_all({peer: [cuts[peer]] for peer in others}, parts, everyone),
-        "broadcast": lambda: transport.all_to_all(to_others, from_first, everyone, "broadcast"),
-        "exchange": lambda: transport.all_to_all({after: [buffer]}, whole_from(before), everyone, "exchange"),
-        "local": buffer.clone,
+    if kind == "local":
+        return buffer.clone
+    if kind in ("broadcast", "exchange"):
+        takers = [peer for peer in everyone if peer] if kind == "broadcast" else [(rank + 1) % processes]
+        givers = [0] if kind == "broadcast" else [(rank - 1) % processes]
+        everything = whole(tuple(buffer.shape))
+        sends = [Piece(peer, 0, everything) for peer in takers] if kind == "exchange" or not rank else []
+        receives = [Piece(peer, 0, everything) for peer in givers if peer != rank]
+        shapes = ((len(buffer),),) if receives else ()
+        transfer = Transfer(kind, everyone, tuple(sends), tuple(receives), shapes)
+        return lambda: execute(transfer, [buffer], transport)
+    square = buffer.view(processes, each)
+    moves: dict[str, tuple[Move, torch.Tensor]] = {
+        "all_reduce": (all_reduce("all"), buffer),
+        "all_gather": (all_gather(0, "all"), part),
+        "reduce_scatter": (reduce_scatter(0, "all"), buffer),
+        "all_to_all": (all_to_all(0, "all", joined=1), square),
     }
-    return calls[kind]
+    move, tensor = moves[kind]
+    carried = move.transfer(tuple(tensor.shape), place)
+    return lambda: execute(carried, [tensor], transport)

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from weft.runtime.transport import Doing, Expected
+from weft.runtime.inbox import Inbox
+from weft.runtime.transport import Doing, Expected, Expects, Group, Sends, Transport
 
 
-class Alone:
+class Alone(Transport):
     """One rank and nobody else."""
 
     rank, num_ranks = 0, 1
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device, self.doing = device or torch.device("cpu"), Doing()
-        self._posted: dict[str, list[Tensor]] = {}
+        self._inbox = Inbox[list[Tensor]]()
 
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return _copy(tensor, group)
 
-    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
         return [_copy(tensor, group)]
 
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         return {peer: [_copy(tensor, (peer,)) for tensor in sends.get(peer, ())] for peer in expects}
 
-    def barrier(self, group: tuple[int, ...]) -> None:
+    def barrier(self, group: Group) -> None:
         return None
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._posted[tag] = [_copy(tensor, (peer,)) for tensor in tensors]
+        self._inbox.put(peer, tag, [_copy(tensor, (peer,)) for tensor in tensors])
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        assert tag in self._posted, f"{tag} is waited for and nobody else is there to send it"
-        return self._posted.pop(tag)
+        assert self._inbox.has(peer, tag), f"{tag} is waited for and nobody else is there to send it"
+        return self._inbox.pop(peer, tag)
 
 
-def _copy(tensor: Tensor, group: tuple[int, ...]) -> Tensor:
+def _copy(tensor: Tensor, group: Group) -> Tensor:
     assert tuple(group) == (0,), f"the group {group} names ranks that do not exist"
     return tensor.detach().clone(memory_format=torch.contiguous_format)

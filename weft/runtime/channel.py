@@ -7,7 +7,6 @@ In: tensors and the ranks of a group. Out: the members' tensors, or their sum. H
     all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
                     else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
                     large tensors in blocks, so that one is under way while another is added up (sums.py)
-    reduce_scatter  one exchange, then added locally in group order
 
 So sums do not depend on the backend: they are the emulator's, bit for bit, unless the backend sums natively. Every wait
 ends: by the result, by time, because another rank failed, or because nothing can come any more. With `check` every call
@@ -21,21 +20,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LARGE, Boxes, Passage
-from weft.runtime.far_letters import FarLetters
-from weft.runtime.groups import Group, Groups
-from weft.runtime.letters import Letters
-from weft.runtime.shared_sums import SharedSums
+from weft.runtime.groups import Groups
+from weft.runtime.p2p_mailbox import P2PMailbox
 from weft.runtime.signature import NUMBERS, Signature, Words, difference, from_json
-from weft.runtime.sums import add_up, combine
-from weft.runtime.transport import CollectiveMismatch
+from weft.runtime.sums import add_up
+from weft.runtime.transport import CollectiveMismatch, Group
 from weft.runtime.watch import PeerLost, Watch
-from weft.runtime.wire import NOTHING, Want, as_bytes, as_it_lies, num_bytes, pack, unpack
+from weft.runtime.wire import LARGE, NOTHING, Want, as_bytes, as_it_lies, num_bytes, pack, unpack
+
+if TYPE_CHECKING:
+    from weft.runtime.shm.collectives import Work
+    from weft.runtime.shm.mailbox import ShmMailbox
+    from weft.runtime.shm.pool import SharedPool
+    from weft.runtime.shm.segments import Segments
 
 LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
@@ -43,10 +45,6 @@ LETTERS = "letters"
 """The lane of what one rank leaves for another."""
 KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
-
-
-PIECE = 1 << 20
-"""Bytes that travel at a time: a longer message takes no more memory on its way."""
 
 Looked = tuple[list[Tensor], Callable[[], None]]
 
@@ -66,12 +64,12 @@ class Channel:
         self.rank = groups.rank
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
-        self._boxes: dict[Group, Boxes | None] = {}
-        self._letters: Letters | FarLetters | None = None
+        self._segments: dict[Group, Segments | None] = {}
+        self._mailbox: ShmMailbox | P2PMailbox | None = None
         self._awaited: tuple[int, str] | None = None
         """Of whom which letter."""
         self._since = 0.0
-        self._shared: dict[Group, SharedSums] = {}
+        self._pools: dict[Group, SharedPool] = {}
 
     def number(self, group: Group) -> int:
         """How many calls the rank has made in this group before."""
@@ -111,66 +109,41 @@ class Channel:
                 add_up(self, source.view(-1), total.view(-1), group, op)
         return total
 
-    @torch.no_grad()
-    def reduce_shared(self, flat: Tensor, op: str, signature: Signature) -> Tensor:
-        """The sum of everybody's tensor, in the memory that `shared_sums` lent for it."""
-        group = signature.group
-        with self._entered(signature):
-            members = sorted(group)
-            self._shared[tuple(members)].add_up(flat, [members.index(peer) for peer in group], op)
-        return flat
-
-    def run_shared(self, work: Callable[[SharedSums, Sequence[int]], None], signature: Signature) -> None:
-        """What all members do with memory that `shared_sums` lent, given their positions in group order."""
+    def run_shared(self, work: Work, signature: Signature) -> None:
+        """What all members do with memory of their pools."""
         members = tuple(sorted(signature.group))
         with self._entered(signature):
-            work(self._shared[members], [members.index(peer) for peer in signature.group])
+            work(self._pools[members], [members.index(peer) for peer in signature.group])
 
-    def shared_sums(self, group: Group) -> SharedSums | None:
-        """Memory in which these ranks can add up; None if they are not on one host. At first use all of them ask."""
-        boxes = self._boxes_of(group) if len(group) > 1 else None
-        if boxes is None:
+    def pool(self, group: Group) -> SharedPool | None:
+        """Memory that these ranks see; None if they are not on one host. At first use all of them ask."""
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is None:
             return None
         members = tuple(sorted(group))
-        if members not in self._shared:
-            self._shared[members] = SharedSums(boxes)
-        return self._shared[members]
+        if members not in self._pools:
+            from weft.runtime.shm.pool import SharedPool  # noqa: PLC0415 - loaded where it is used only
 
-    @torch.no_grad()
-    def reduce_scatter(self, parts: Sequence[Tensor], op: str, signature: Signature) -> Tensor:
-        """The sum of everybody's part for this rank; `parts` are in group order and alike."""
-        group = signature.group
-        own = parts[group.index(self.rank)]
-        by_rank = dict(zip(group, parts, strict=True))
-        with self._entered(signature):
-            others = [peer for peer in sorted(group) if peer != self.rank]
-            boxes = self._boxes_of(group) if others else None
-            if boxes is not None and max(part.nbytes for part in parts) < LARGE:
-                sent = {peer: by_rank[peer] for peer in others}
-                small = self._pass_small(boxes, group, sent, dict.fromkeys(others, _want(own)))
-                return combine([small.get(peer, own.detach()) for peer in group], op)
-            flat, _ = pack([(by_rank[peer],) for peer in others], self._device, self.scratch)
-            sizes = [by_rank[peer].nbytes if peer != self.rank else 0 for peer in sorted(group)]
-            wanted = [own.nbytes if peer != self.rank else 0 for peer in sorted(group)]
-            came = self.scratch("came", sum(wanted))
-            self.begin_carry(came, flat, wanted, sizes, group)()
-        found = dict(zip(others, came.view(own.dtype).view(len(others), *own.shape), strict=True))
-        return combine([found.get(peer, own.detach()) for peer in group], op)
+            self._pools[members] = SharedPool(segments)
+        return self._pools[members]
 
-    def letters(self, num_ranks: int) -> Letters | FarLetters:
-        """Letters between all ranks of the job. At first use all of them ask."""
-        if self._letters is None:
+    def mailbox(self, num_ranks: int) -> ShmMailbox | P2PMailbox:
+        """The mailbox of all ranks of the job. At first use all of them ask."""
+        if self._mailbox is None:
             pipes = self._groups.pipes(tuple(range(num_ranks)), LETTERS, self._watch.check)
             if pipes is None:
                 heads, ways = self._groups.letters(num_ranks, LETTERS)
-                self._letters = FarLetters(self.rank, heads, ways, self._device, self._look)
+                self._mailbox = P2PMailbox(self.rank, heads, ways, self._device, self._look)
             else:
-                self._letters = Letters(pipes, Boxes(self.rank, num_ranks, pipes, self._look), self._look)
-        return self._letters
+                from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
+                from weft.runtime.shm.segments import Segments  # noqa: PLC0415
+
+                self._mailbox = ShmMailbox(pipes, Segments(self.rank, num_ranks, pipes, self._look), self._look)
+        return self._mailbox
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor], num_ranks: int) -> None:
         """Leave tensors for a rank."""
-        self.letters(num_ranks).post(peer, tag, tensors)
+        self.mailbox(num_ranks).post(peer, tag, tensors)
         self._watch.posted(self._lane, peer)
 
     def take(self, peer: int, tag: str, wants: Sequence[Want], num_ranks: int) -> list[Tensor]:
@@ -178,7 +151,7 @@ class Channel:
         self._watch.check()
         self._since, self._awaited = time.monotonic(), (peer, tag)
         self._tell_letter()
-        found = self.letters(num_ranks).take(peer, tag, wants)
+        found = self.mailbox(num_ranks).take(peer, tag, wants)
         self._awaited = None
         self.end()
         return found
@@ -186,7 +159,7 @@ class Channel:
     def _tell_letter(self) -> None:
         if self._awaited is not None:
             peer, tag = self._awaited
-            came = 0 if self._letters is None else self._letters.num_came(peer)
+            came = 0 if self._mailbox is None else self._mailbox.num_came(peer)
             self._watch.enter_letter(self._lane, peer, came, f"wait for {tag}")
 
     def barrier(self, signature: Signature) -> None:
@@ -195,10 +168,12 @@ class Channel:
             self._gather(torch.zeros(1, dtype=torch.uint8, device=self._device), signature.group)
 
     def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        boxes = self._boxes_of(group) if len(group) > 1 else None
-        if boxes is not None and tensor.nbytes < LARGE:
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is not None and tensor.nbytes < LARGE:
             others = [peer for peer in group if peer != self.rank]
-            found = self._pass_small(boxes, group, dict.fromkeys(others, tensor), dict.fromkeys(others, _want(tensor)))
+            found = self._pass_small(
+                segments, group, dict.fromkeys(others, tensor), dict.fromkeys(others, _want(tensor))
+            )
             found[self.rank] = tensor.detach().clone(memory_format=torch.contiguous_format)
             return [found[peer] for peer in group]
         flat, members = as_bytes(tensor), sorted(group)
@@ -211,13 +186,13 @@ class Channel:
         return [by_rank.get(peer, own) for peer in group]
 
     def _pass_small(
-        self, boxes: Boxes, group: Group, mine: Mapping[int, Tensor], wants: Mapping[int, Want]
+        self, segments: Segments, group: Group, mine: Mapping[int, Tensor], wants: Mapping[int, Want]
     ) -> dict[int, Tensor]:
         """A tensor for each of some members, and one of each of some; all are small, and their time is the calls'."""
         members = sorted(group)
         came = {peer: torch.empty(shape, dtype=dtype, device=self._device) for peer, (shape, dtype) in wants.items()}
         sent = [as_it_lies(mine[peer]) if peer in mine else NOTHING for peer in members]
-        boxes.pass_small(sent, [came.get(peer, NOTHING) for peer in members])
+        segments.pass_small(sent, [came.get(peer, NOTHING) for peer in members])
         return came
 
     def _exchanged(
@@ -225,19 +200,21 @@ class Channel:
     ) -> list[list[Tensor]]:
         """Tensors for each member, and of each; ranks ascending."""
         group = signature.group
-        boxes = self._boxes_of(group) if len(group) > 1 else None
+        segments = self._segments_of(group) if len(group) > 1 else None
         single = all(len(one) <= 1 for one in (*mine, *wanted))
         sizes = [num_bytes(one) for one in wanted]
-        if boxes is not None and single and max(0, *sizes, *(one[0].nbytes for one in mine if one)) < LARGE:
+        if segments is not None and single and max(0, *sizes, *(one[0].nbytes for one in mine if one)) < LARGE:
             members = sorted(group)
             sent = {peer: one[0] for peer, one in zip(members, mine, strict=True) if one}
-            found = self._pass_small(boxes, group, sent, {p: w[0] for p, w in zip(members, wanted, strict=True) if w})
+            found = self._pass_small(
+                segments, group, sent, {p: w[0] for p, w in zip(members, wanted, strict=True) if w}
+            )
             return [[found[peer]] if peer in found else [] for peer in members]
         mixed = len({dtype for want in wanted for _, dtype in want}) > 1
-        if boxes is None or mixed or not single:
+        if segments is None or mixed or not single:
             flat, lengths = pack(mine, self._device, self.scratch)
             return unpack(self._carry(flat, lengths, sizes, group), wanted)
-        # single tensors go into the boxes from where they lie
+        # single tensors go into the segments from where they lie
         outgoing = [as_bytes(one[0]) if one else NOTHING for one in mine]
         same = len({(one.data_ptr(), one.numel()) for one in outgoing if one.numel()}) == 1
         # what is gathered comes with a hole for the rank's own, so that it need not be put together elsewhere
@@ -246,7 +223,7 @@ class Channel:
         came = torch.empty(sum(sizes) + hole, dtype=torch.uint8, device=self._device)
         parts = list(came.split([*sizes[:position], hole, *sizes[position + 1 :]]))
         parts[position] = NOTHING
-        _in_pieces(boxes, outgoing, parts, same=same)()
+        segments.carry(outgoing, parts, same=same)()
         return [unpack(part, [want])[0] for part, want in zip(parts, wanted, strict=True)]
 
     def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group, *, same: bool = False) -> Tensor:
@@ -266,10 +243,10 @@ class Channel:
         if len(group) == 1:
             came.copy_(flat[: came.numel()])
             return lambda: None
-        boxes = self._boxes_of(group)
-        if boxes is not None:
+        segments = self._segments_of(group)
+        if segments is not None:
             outgoing = [flat[:size] for size in sizes] if same else list(flat.split(sizes))
-            return _in_pieces(boxes, outgoing, list(came.split(wanted)), same=same)
+            return segments.carry(outgoing, list(came.split(wanted)), same=same)
         sent = _repeated(flat, sizes) if same else flat
         work = self._groups.get(group, self._lane).alltoall_base(came, sent, wanted, sizes)
         return lambda: self.wait(work)
@@ -279,10 +256,10 @@ class Channel:
 
         What is returned waits for its end, and gives what came from each, ranks ascending, and a function to be called
         after the last look at it."""
-        boxes = self._boxes_of(group) if len(group) > 1 else None
-        if boxes is not None:
-            passage = boxes.begin([flat[:size] for size in sizes], sizes, same=True)
-            return lambda: boxes.look(passage)
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is not None:
+            passage = segments.begin([flat[:size] for size in sizes], sizes, same=True)
+            return lambda: segments.look(passage)
         came = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         end = self.begin_carry(came, flat, sizes, sizes, group, same=True)
 
@@ -294,17 +271,20 @@ class Channel:
 
     def open(self, group: Group) -> None:
         """Make the way to the members of a group, who all do so."""
-        if len(group) > 1 and self._boxes_of(group) is None:
+        if len(group) > 1 and self._segments_of(group) is None:
             self._groups.get(group, self._lane)
 
-    def _boxes_of(self, group: Group) -> Boxes | None:
+    def _segments_of(self, group: Group) -> Segments | None:
         """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
         members = tuple(sorted(group))
-        if members not in self._boxes:
+        if members not in self._segments:
             pipes = self._groups.pipes(members, self._lane, self._look_up)
-            position = members.index(self.rank)
-            self._boxes[members] = None if pipes is None else Boxes(position, len(members), pipes, self._look)
-        return self._boxes[members]
+            self._segments[members] = None
+            if pipes is not None:
+                from weft.runtime.shm.segments import Segments  # noqa: PLC0415 - loaded where it is used only
+
+                self._segments[members] = Segments(members.index(self.rank), len(members), pipes, self._look)
+        return self._segments[members]
 
     def scratch(self, name: str, size: int) -> Tensor:
         """Memory to be used again: new memory costs more than the bytes that travel through it."""
@@ -334,9 +314,9 @@ class Channel:
     def _look_up(self) -> None:
         """Raises if there is nothing to wait for."""
         self._watch.check()
-        if self._letters is not None:
+        if self._mailbox is not None:
             # somebody may wait for a letter that did not fit into its pipe, and this rank for him
-            self._letters.push()
+            self._mailbox.push()
 
     def _look(self) -> None:
         """Raises if there is nothing to wait for, or no time left to."""
@@ -381,21 +361,21 @@ class Channel:
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
-        boxes = [one for each in filter(None, self._boxes.values()) for one in each.memory()]
-        sums = [one for each in self._shared.values() for one in each.memory()]
-        letters = self._letters.memory() if isinstance(self._letters, Letters) else []
-        return [*self._scratch.values(), *boxes, *sums, *letters]
+        segments = [one for each in filter(None, self._segments.values()) for one in each.memory()]
+        sums = [one for each in self._pools.values() for one in each.memory()]
+        letters = [] if self._mailbox is None else self._mailbox.memory()
+        return [*self._scratch.values(), *segments, *sums, *letters]
 
     def close(self) -> None:
         """There will be no further call."""
-        if self._letters is not None:
-            self._letters.close()
-            self._letters = None
-        for shared in self._shared.values():
-            shared.close()
-        for boxes in filter(None, self._boxes.values()):
-            boxes.close()
-        self._shared, self._boxes = {}, {}
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        for pool in self._pools.values():
+            pool.close()
+        for segments in filter(None, self._segments.values()):
+            segments.close()
+        self._pools, self._segments = {}, {}
 
     def end(self) -> None:
         """After a call."""
@@ -414,30 +394,6 @@ class _Entered:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._channel.end()
-
-
-def _in_pieces(boxes: Boxes, outgoing: list[Tensor], incoming: list[Tensor], *, same: bool) -> Callable[[], None]:
-    """Begin an exchange in which long messages travel in pieces, one under way while another is taken out.
-
-    Members need not agree on how many there are: each pair has as many as its message is long."""
-    longest = max(tensor.numel() for tensor in (*outgoing, *incoming))
-
-    def begun(start: int) -> Passage:
-        some = [tensor[start : start + PIECE] for tensor in incoming]
-        sent = [tensor[start : start + PIECE] for tensor in outgoing]
-        return boxes.begin(sent, [tensor.numel() for tensor in some], some, same=same)
-
-    first = begun(0)
-
-    def end() -> None:
-        last = first
-        for start in range(PIECE, longest, PIECE):
-            following = begun(start)
-            boxes.finish(last)
-            last = following
-        boxes.finish(last)
-
-    return end
 
 
 def _repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -15,19 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.runtime.ahead import Ahead
 from weft.runtime.by_chunk import ByChunk, Way
 from weft.runtime.cuts import Axes, Cut, Place, as_axes
+from weft.runtime.full_weights import FullWeights
 from weft.runtime.gathered import Use
-from weft.runtime.gathers import Gather
-from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce, slice_to
 from weft.runtime.numbers import Numbers
+from weft.runtime.prefetch import Prefetch
 from weft.runtime.reshard import Reshard, run_reshard
 from weft.runtime.script import Transfer
-from weft.runtime.tape import Tape, Tell, tie
+from weft.runtime.tape import Tape, Tell, Used, tie
 from weft.runtime.transfers import execute_all
 from weft.runtime.transport import Doing, GroupComm, Transport
+from weft.runtime.unshard import Gather
 
 Parts = Tensor | tuple[Tensor, ...] | None
 """What a rank holds of a value: a tensor, one for each of its chunks, or nothing."""
@@ -54,11 +54,12 @@ class Owner(Protocol):
     """The module whose tensors these are."""
 
     tape: Tape
-    kept: Kept
-    ahead: Ahead
-    """Gathers of a forward."""
-    ahead_back: Ahead
-    """Gathers of a backward."""
+    full_weights: FullWeights
+    """Those that are kept."""
+    prefetch: Prefetch
+    """Those that a forward gathers."""
+    prefetch_back: Prefetch
+    """Those that a backward gathers."""
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter, or of a leaf that stands for one."""
@@ -72,8 +73,8 @@ class Owner(Protocol):
         """True if a parameter stays as it is used."""
         ...
 
-    def used(self, tape: Tape, number: int, last: bool) -> None:
-        """A gradient has arrived for a use; `last`: no more will come."""
+    def used(self, use: Used) -> None:
+        """Something has been added to the gradient of a use, or backward has passed it."""
         ...
 
 
@@ -87,6 +88,7 @@ class Collectives:
         self._owner, self._anchor = owner, anchor
         self._steps: dict[Any, Reshard] = {}
         self._numbers = Numbers()
+        self._gathers: dict[tuple[str, int], Gather] = {}
         self._chains: dict[Any, tuple[tuple[Transfer, ...], tuple[int, ...]]] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
 
@@ -131,12 +133,23 @@ class Collectives:
         talks = any(transfer.kind != "local" for transfer in transfers)
         if not talks or self._owner.keeps(name) or not torch.is_grad_enabled():
             return self._used(name, [parameter], transfers, back, parameter.dtype, self._owner.used)[0]
-        gather = self._gather(name, parameter, transfers)
-        use = Use(gather, self._owner.ahead, self._owner.ahead_back)
+        use = self._use(self._gather(name, parameter, transfers))
         return self._owner.tape.gather(use, parameter, shape, back, self._anchor, self._owner.used)
 
+    def gather(self, name: str, moves: Moves) -> Gather:
+        """How a parameter that this rank stores a shard of is brought to where it is used."""
+        parameter = self._owner.part(name)
+        return self._gather(name, parameter, self._chain(tuple(moves), tuple(parameter.shape))[0])
+
     def _gather(self, name: str, parameter: Tensor, transfers: tuple[Transfer, ...]) -> Gather:
-        return Gather(name, parameter, transfers, self._transport, self._numbers.of(transfers))
+        key = name, self._numbers.of(transfers)
+        found = self._gathers.get(key)
+        if found is None or found.stored is not parameter:
+            found = self._gathers[key] = Gather(name, parameter, transfers, self._transport, key[1])
+        return found
+
+    def _use(self, gather: Gather) -> Use:
+        return Use(gather, self._owner.prefetch, self._owner.prefetch_back)
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
@@ -145,8 +158,7 @@ class Collectives:
         if isinstance(parameter, Tensor):
             parameter = self._owner.part(name)
         if found.by_chunk and isinstance(parameter, Tensor):
-            gathers = [self._gather(name, parameter, way.forward) for way in found.by_chunk]
-            uses = [Use(gather, self._owner.ahead, self._owner.ahead_back) for gather in gathers]
+            uses = [self._use(self._gather(name, parameter, way.forward)) for way in found.by_chunk]
             return ByChunk(self._owner, parameter, uses, found.by_chunk, self._anchor, self._owner.used)
         sources = [] if isinstance(parameter, str) else [parameter]
         parts = self._used(name, sources, found.forward, found.backward, found.dtype)
@@ -163,13 +175,13 @@ class Collectives:
     ) -> list[Tensor]:
         self._transport.doing = Doing(f"use of {name}")
         if self._owner.keeps(name):
-            parts = self._owner.kept.wholes(name, sources, forward, self._transport, dtype)
+            parts = self._owner.full_weights.get(name, sources, forward, self._transport, dtype)
             self._owner.tape.rely_on(name, sources)
         else:
             parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
         if sync is None or not torch.is_grad_enabled():
             return [part.detach() for part in parts]
-        return self._owner.tape.use(name, parts, sync, dtype, tell)
+        return self._owner.tape.use(name, parts, sync, dtype, self._anchor, tell)
 
     def along(self, axes: Axes) -> GroupComm:
         """The communicator of the ranks along these axes, for operators that talk."""

@@ -18,7 +18,19 @@ import torch
 from torch import Tensor
 
 from weft.runtime.context import Ambient
-from weft.runtime.transport import CollectiveMismatch, Doing, Expected, RankFailed, Stopped, Transport
+from weft.runtime.inbox import Inbox
+from weft.runtime.transport import (
+    CollectiveMismatch,
+    Doing,
+    Expected,
+    Expects,
+    Group,
+    RankFailed,
+    Sends,
+    Stopped,
+    Transport,
+    combine,
+)
 
 T = TypeVar("T")
 
@@ -139,8 +151,7 @@ class _Board:
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.calls: dict[tuple[int, tuple[int, ...]], int] = {}
         self.waiting: dict[int, _Meeting | _Letter] = {}
-        self.letters: dict[tuple[int, int, str], list[Tensor]] = {}
-        """By sender, taker and tag."""
+        self.inboxes = [Inbox[list[Tensor]]() for _ in range(num_ranks)]
         self.ended: set[int] = set()
         self.stopped = False
         self.mismatch: CollectiveMismatch | None = None
@@ -170,8 +181,8 @@ class _Board:
         with self.changed:
             if self.stopped:
                 raise Stopped
-            assert (rank, peer, tag) not in self.letters, f"rank {rank} sent {tag} to rank {peer} twice"
-            self.letters[rank, peer, tag] = tensors
+            assert not self.inboxes[peer].has(rank, tag), f"rank {rank} sent {tag} to rank {peer} twice"
+            self.inboxes[peer].put(rank, tag, tensors)
             waits = self.waiting.get(peer)
             if isinstance(waits, _Letter) and (waits.peer, waits.tag) == (rank, tag):
                 # it can go on: not stuck from here on
@@ -180,17 +191,17 @@ class _Board:
 
     def take(self, rank: int, letter: _Letter) -> list[Tensor]:
         """Wait for a message."""
-        key = letter.peer, rank, letter.tag
+        inbox, key = self.inboxes[rank], (letter.peer, letter.tag)
         with self.changed:
-            if key not in self.letters:
+            if not inbox.has(*key):
                 self.waiting[rank] = letter
                 self._refuse_deadlock(rank)
-            in_time = self.changed.wait_for(lambda: key in self.letters or self.stopped, self.timeout)
+            in_time = self.changed.wait_for(lambda: inbox.has(*key) or self.stopped, self.timeout)
             if not in_time:
                 self._refuse(f"rank {rank} waited {self.timeout:g} s for {letter.tag} from rank {letter.peer}", rank)
-            if key not in self.letters:
+            if not inbox.has(*key):
                 raise Stopped
-            return self.letters.pop(key)
+            return inbox.pop(*key)
 
     def _enter(self, rank: int, group: tuple[int, ...], entry: _Entry) -> _Meeting:
         with self.changed:
@@ -276,7 +287,7 @@ class _Watch:
         return True
 
 
-class _Emulated:
+class _Emulated(Transport):
     """The transport of one emulated rank."""
 
     def __init__(self, board: _Board, rank: int) -> None:
@@ -297,15 +308,11 @@ class _Emulated:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
-        combine = _COMBINE[op]
         entry = _Entry(f"all_reduce({op})", {-1: [tensor.detach()]}, {}, self.doing)
 
         def finish(meeting: _Meeting) -> Tensor:
             # every member is inside the call: their tensors cannot change under our hands
-            total = _copy(meeting.entries[group[0]].sends[-1][0])
-            for other in group[1:]:
-                combine(total, meeting.entries[other].sends[-1][0], out=total)
-            return total
+            return combine([meeting.entries[other].sends[-1][0] for other in group], op)
 
         return _copy(self._board.meet(self.rank, group, entry, finish).result)
 
@@ -317,11 +324,7 @@ class _Emulated:
 
     @torch.no_grad()
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         outside = (sends.keys() | expects.keys()) - set(group)
         assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
@@ -341,14 +344,6 @@ class _Emulated:
 
     def barrier(self, group: tuple[int, ...]) -> None:
         self._board.meet(self.rank, group, _Entry("barrier", {}, {}, self.doing), _nothing)
-
-
-_COMBINE: Mapping[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,51 +1,10 @@
-"""Gradient synchronisation: what a ParallelModule asks of it.
-
-In: gradients as autograd brings them. Out: at the end of backward the complete gradient of every stored part, in memory
-of its own. `grad_sync.py` does it in buckets, while backward goes on.
-"""
+"""Gradients that lie apart: autograd may let two of them share memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-
-from weft.runtime.tape import Tape
-
-if TYPE_CHECKING:
-    from weft.runtime.module import ParallelModule
-
-
-class GradSync(Protocol):
-    """Makes gradients complete. Called on every rank in the same order."""
-
-    def expect(self, backwards: int) -> None:
-        """The coming steps have so many backwards each; 0: nobody knows."""
-        ...
-
-    def watching(self, module: ParallelModule) -> AbstractContextManager[Any]:
-        """What a forward runs under."""
-        ...
-
-    def begin(self, module: ParallelModule) -> None:
-        """A backward begins."""
-        ...
-
-    def arrived(self, module: ParallelModule, name: str) -> None:
-        """Autograd has added to the gradient of a parameter used as stored (`module.sinks[name]`)."""
-        ...
-
-    def used(self, module: ParallelModule, tape: Tape, number: int, *, last: bool) -> None:
-        """Something has been added to the gradient of a use in another layout (`tape.used[number]`), or, if `last`, no
-        more will be."""
-        ...
-
-    def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
-        """Backward is over: the complete gradients of what the rank stores."""
-        ...
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.runtime.gathers import Asks, Gather
+from weft.runtime.prefetch import Prefetch
+from weft.runtime.unshard import Gather
 from weft.runtime.values import Gradient
 
 
@@ -45,16 +46,16 @@ class Use:
         forward, backward: bring it.
     """
 
-    def __init__(self, gather: Gather, forward: Asks, backward: Asks) -> None:
-        self.name = gather.name
-        self._gather, self._forward, self._backward = gather, forward, backward
+    def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch) -> None:
+        self.name, self.gather = gather.name, gather
+        self._forward, self._backward = forward, backward
         self._stored, self._version = gather.stored, gather.stored._version
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
 
     def whole(self) -> Tensor:
         """Gather it, for forward."""
-        return self._forward.get(self._gather)
+        return self._forward.get(self.gather)
 
     def pack(self) -> None:
         """An operator has saved it."""
@@ -65,7 +66,7 @@ class Use:
         """Gather it, for backward."""
         if self._stored._version != self._version:
             raise RuntimeError("; ".join(changed_since(self.name)))
-        return self._backward.get(self._gather)
+        return self._backward.get(self.gather)
 
     def unpack(self) -> Tensor:
         """The same; it is kept until all that were packed have been asked for."""
@@ -100,6 +101,16 @@ class Gathered:
     def __init__(self) -> None:
         self._uses: dict[int, tuple[Any, Use, int, torch.dtype]] = {}
         self._hooks: saved_tensors_hooks | None = None
+        self._needed: dict[Use, None] = {}
+
+    def need(self, use: Use) -> None:
+        """Backward will gather it again."""
+        self._needed.pop(use, None)
+        self._needed[use] = None
+
+    def again(self) -> list[Gather]:
+        """What backward will gather, in order."""
+        return [use.gather for use in reversed(self._needed)]
 
     def add(self, use: Use, whole: Tensor) -> None:
         """A whole that is about to be used. From the first one on, what is saved is looked at."""
@@ -125,6 +136,7 @@ class Gathered:
             return tensor
         _, use, start, _ = found
         use.pack()
+        self.need(use)
         return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
 
 
@@ -132,26 +144,37 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
     return saved.unpack() if isinstance(saved, Packed) else saved
 
 
-def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None) -> Tensor:
-    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory.
+def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
+    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
+    return edge_and_mark(whole, anchor, sink, None)[0]
 
-    `done`: is called when backward has gone through all that reads it."""
-    found: Tensor = _Edge.apply(sink, anchor, whole, done)
+
+def edge_and_mark(
+    whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None
+) -> tuple[Tensor, Tensor]:
+    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
+    had its turn, so that nothing more will come to the sink.
+
+    Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
+    not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
+    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, whole, passed)
     return found
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, done: Callable[[], None] | None) -> Tensor:
-        ctx.sink, ctx.done = sink, done
+    def forward(
+        ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, passed: Callable[[], None] | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sink, ctx.passed = sink, passed
         ctx.set_materialize_grads(False)
-        return whole.detach()
+        return whole.detach(), anchor.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple[None, None, None, None]:
         if gradient is not None:
             ctx.sink.add(gradient)
-        if ctx.done is not None:
-            ctx.done()
+        if ctx.passed is not None:
+            ctx.passed()
         return None, None, None, None

@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.runtime.backend import GLOO, Backend, PrefixStore, Store
-from weft.runtime.far_letters import StreamWays
-from weft.runtime.pipes import Pipes, meet
+from weft.runtime.p2p_mailbox import StreamWays
+from weft.runtime.transport import Group
 
-Group = tuple[int, ...]
+if TYPE_CHECKING:
+    from weft.runtime.shm.pipes import Pipes
 
 
 class Groups:
@@ -58,6 +59,8 @@ class Groups:
         if not (self._by_pipe and self.backend.host_waits and hasattr(os, "memfd_create")):
             return None
         if (lane, members) not in self._pipes:
+            from weft.runtime.shm.pipes import meet  # noqa: PLC0415 - loaded where it is used only
+
             store, position = self._prefixed(members, lane), members.index(self.rank)
             self._pipes[lane, members] = meet(store, position, len(members), look)
         return self._pipes[lane, members]

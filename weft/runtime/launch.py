@@ -30,9 +30,8 @@ from unittest import mock
 import torch
 
 from weft.runtime.backend import LOOPBACK, PrefixStore, Store, TCPStore, choose_backend
-from weft.runtime.groups import Group
 from weft.runtime.processes import TIMEOUT, ProcessTransport
-from weft.runtime.transport import CollectiveMismatch, Doing, RankFailed
+from weft.runtime.transport import CollectiveMismatch, Doing, Group, RankFailed
 from weft.runtime.watch import GRACE, Failure, describe, failure_key, read_states
 from weft.runtime.worker import Crew, Job, serve
 

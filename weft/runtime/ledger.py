@@ -117,7 +117,9 @@ def held_by(owner: Owner) -> Held:
     constants = [one for program in owner.programs for one in program.constants.values()]
     found = {
         "parameters": storages(parameters),
-        "kept": storages(one for program in owner.programs for one in (*program.parameters(), *program.kept.memory())),
+        "kept": storages(
+            one for program in owner.programs for one in (*program.parameters(), *program.full_weights.memory())
+        ),
         "gradients": storages(one.grad for one in parameters if one.grad is not None),
         "optimizer": storages(state_tensors(owner.optimizer)),
         "buffers": storages((*owner.module.buffers(), *constants)),

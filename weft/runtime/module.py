@@ -20,29 +20,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.runtime.ahead import Ahead
 from weft.runtime.collectives import Collectives
 from weft.runtime.cuts import Cuts, Place, index_at, whole
-from weft.runtime.end_sync import GradSync, separate
 from weft.runtime.ending import tied_loss, tied_outputs
-from weft.runtime.fetched import Fetches
+from weft.runtime.full_weights import FullWeights
 from weft.runtime.gathered import changed_since
 from weft.runtime.gives import take_part
+from weft.runtime.grad_sync import BucketSync as GradSync
 from weft.runtime.inner import Arrived, Inner, is_watched
-from weft.runtime.kept import Kept
 from weft.runtime.moves import Move, all_reduce
 from weft.runtime.own import Own
 from weft.runtime.precision import NO_SUMS
+from weft.runtime.prefetch import Prefetch
 from weft.runtime.random import Draw, Stream
 from weft.runtime.recompute import Given, run, run_chunks
 from weft.runtime.script import Index, Transfer
 from weft.runtime.stored import NO_TABLES, Behind, Container, Part, Table, Tables, check_axes, expand
-from weft.runtime.tape import Tape
+from weft.runtime.tape import Tape, Used
 from weft.runtime.transfers import size
 from weft.runtime.transport import Transport
+from weft.runtime.unshard import Gather
 from weft.runtime.values import Gradient, give_gradient
 
-__all__ = ["Container", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables", "separate"]
+__all__ = ["Container", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables"]
 
 
 T = TypeVar("T")
@@ -109,9 +109,11 @@ class ParallelModule(Own):
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self._tables = tables
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
-        self.grad_sync = grad_sync
-        self.kept, fetches = Kept(), Fetches()
-        self.ahead, self.ahead_back = Ahead(fetches), Ahead(fetches)
+        self.grad_sync = grad_sync or GradSync()
+        self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
+        self._orders: dict[bool, list[Gather]] = {}
+        self._num_forwards = 0
+        """Since the last backward."""
         self.masters: Behind | None = None
         self.sums = NO_SUMS
         self.sinks: dict[str, Gradient] = {}
@@ -210,6 +212,7 @@ class ParallelModule(Own):
         # what stands there next, once the one before is gone, is not it
         self._names.pop(id(self._parts.get(name)), None)
         self._parts[name], self._names[id(parameter)] = parameter, name
+        self._orders.clear()
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter."""
@@ -256,7 +259,7 @@ class ParallelModule(Own):
     @torch.no_grad()
     def share(self, source: ParallelModule) -> None:
         """Use the weights of another program: the very same parameters, so that their gradients are too."""
-        self.kept, self.masters, self.sums = source.kept, source.masters, source.sums
+        self.full_weights, self.masters, self.sums = source.full_weights, source.masters, source.sums
         if source.inner is not None:
             self.read_apart()
         for name in self.stored:
@@ -277,9 +280,10 @@ class ParallelModule(Own):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tape = self.tape = Tape()
-        self.ahead.begin()
         if self.rerun_mode is None:
             self._begin_turn()
+        self._num_forwards += torch.is_grad_enabled()
+        self.prefetch.begin(self._gathers(keeps=False))
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
         try:
@@ -290,9 +294,24 @@ class ParallelModule(Own):
 
     def _begin_turn(self) -> None:
         """Weights may be others than before."""
-        self.kept.begin()
+        self.full_weights.begin(self._gathers(keeps=True))
         if self.masters is not None:
             self.masters.refresh()
+
+    def _gathers(self, *, keeps: bool) -> list[Gather]:
+        """How the weights come that are stored in shards, in the order of use: those that are kept, or the others."""
+        if keeps not in self._orders:
+            found = self._orders[keeps] = [
+                self.comm.gather(name, part.use)
+                for name, part in self._stored.items()
+                if part.use and self.keeps(name) == keeps and name in self._parts
+            ]
+            by_group: dict[tuple[int, ...], list[Tensor]] = {}
+            for one in found if not keeps else ():
+                by_group.setdefault(one.key[0], []).append(one.stored)
+            for group, shards in by_group.items():
+                self.transport.lay(shards, group)
+        return self._orders[keeps]
 
     def draw(self, number: int, shape: tuple[int, ...], at: Cuts | Index | None = None) -> dict[str, Any]:
         """This rank's elements of a random draw: arguments of a random function.
@@ -390,18 +409,22 @@ class ParallelModule(Own):
             self.sinks.setdefault(name, Gradient(dtype=self.sums.added(parameter.dtype))).collect(parameter)
             self.grad_sync.arrived(self, name)
 
-    def used(self, tape: Tape, number: int, last: bool) -> None:
-        """A gradient has arrived for a use in another layout; `last`: no more will come."""
-        # where gradients are held back, backward passes a use before they come
-        if self._backward is not None and not (last and self.rerun_mode is not None):
-            self.grad_sync.used(self, tape, number, last=last)
+    def used(self, use: Used) -> None:
+        """Something has been added to the gradient of a use in another layout, or backward has passed it."""
+        if self._backward is not None:
+            self.grad_sync.used(use)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True while gradients of several backwards are added up, some of which may be put off."""
+        return self.rerun_mode is not None
 
     def begin_backward(self, tape: Tape) -> None:
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
             raise self.refusal(*TWICE)
         tape.spent = True
-        self.ahead_back.begin()
+        self.prefetch_back.begin(tape.gathered.again())
         if (name := tape.changed()) is not None:
             raise self.refusal(*changed_since(name))
         if self._backward is None:
@@ -410,10 +433,11 @@ class ParallelModule(Own):
                 if parameter.grad is not None:
                     self._backward.before[name], parameter.grad = parameter.grad, None
             self.sinks.clear()
-            self.grad_sync.begin(self)
+            self.grad_sync.begin(self, alone=self._num_forwards == 1)
             if self.rerun_mode is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward.tapes.append(tape)
+        self.grad_sync.enter(tape)
 
     def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
         """From now on backward does not complete gradients: more will come (`grad_accumulation.py`).
@@ -432,13 +456,14 @@ class ParallelModule(Own):
         if self._backward is None and anyway:
             self._backward = _Backward({}, [])
             self.sinks.clear()
-            self.grad_sync.begin(self)
+            self.grad_sync.begin(self, alone=False)
         if self._backward is not None:
             self._end_backward()
 
     def _end_backward(self) -> None:
         assert self._backward is not None
         backward, self._backward = self._backward, None
+        self._num_forwards = 0
         found = self.grad_sync.end(self, backward.tapes)
         if self.inner is not None and any(tape.used for tape in backward.tapes):
             # what is gathered may have been laid elsewhere, and nothing is to hold what it had

@@ -143,7 +143,7 @@ class Parallel(OneRank):
         self.refuse_surroundings()
         flow.program.stream = Stream(self.seed, self.step, self.replica)
         kind = "training" if flow is self._flow else f"evaluation {self._evaluations.index(flow)}"
-        if self._transport.begin_step(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+        if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
             self._refuse_other_batches(inputs)
         if self.training:
             self.step += 1
@@ -275,7 +275,7 @@ class Parallel(OneRank):
         self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
-        if self._transport.begin_step(self.step, f"{kind} {rows}"):
+        if self._transport.begin_program(self.step, f"{kind} {rows}"):
             self._refuse_other_batches([tensor for one in inputs for tensor in one])
         return inputs
 

@@ -1,7 +1,8 @@
 """Processes: the Transport whose ranks are processes of a torch.distributed job.
 
-In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo or NCCL (backend.py),
-and besides it `reduce_scatter`, and `start_sum`, which goes on in a second lane while the rank computes.
+In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo or NCCL (backend.py).
+What is started goes on in a second lane, a thread of its own, while the rank computes. Where the members of a group are
+processes of one host they read each other's memory (`shm/`); `buffer` is memory that they see.
 Promised: results equal the emulator's bit for bit where sums are added locally (gloo); no wait outlives its reason: a
 rank that raises, leaves or is killed ends the waits of all others in seconds, and each error says who waited for whom.
 """
@@ -11,23 +12,41 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.runtime.backend import Backend, Store
+from weft.runtime.buffer_pool import BufferPool, is_private
 from weft.runtime.channel import Channel
-from weft.runtime.groups import Group, Groups
-from weft.runtime.shared_sums import SharedSums, is_private
+from weft.runtime.groups import Groups
 from weft.runtime.signature import Signature
-from weft.runtime.transport import CollectiveMismatch, Doing, Expected, Stopped
+from weft.runtime.transport import (
+    CollectiveMismatch,
+    Doing,
+    Expected,
+    Expects,
+    Group,
+    Handle,
+    Sends,
+    Sharded,
+    Stopped,
+    Transport,
+)
 from weft.runtime.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
-from weft.runtime.wire import Want
+from weft.runtime.wire import LARGE, Want
+
+if TYPE_CHECKING:
+    from weft.runtime.shm.collectives import Work
+    from weft.runtime.shm.pool import SharedPool
 
 TIMEOUT = 60.0
 """Seconds that one collective may take."""
+SPARE = 4 << 20
+"""Bytes of a result up to which its memory is used again: new memory costs more than what is written there."""
+SPARES = 8 << 20
+"""Bytes of all memory that waits to be used again."""
 ASIDE = "aside"
 """The lane of what was started and not yet waited for."""
 
@@ -35,8 +54,8 @@ ASIDE = "aside"
 T = TypeVar("T")
 
 
-class Handle(Generic[T]):
-    """A collective under way in the second lane."""
+class Started(Generic[T]):
+    """A call in the second lane."""
 
     def __init__(self, future: Future[T], watch: Watch) -> None:
         self._future, self._watch = future, watch
@@ -49,16 +68,7 @@ class Handle(Generic[T]):
         return found
 
 
-@dataclass(frozen=True)
-class _Laid:
-    """What is to be summed: whether it may be written to, and whether it lies in memory that all members see."""
-
-    flat: Tensor
-    private: bool
-    shared: bool = False
-
-
-class ProcessTransport:
+class ProcessTransport(Transport):
     """One process's way to the others.
 
     Args:
@@ -95,6 +105,7 @@ class ProcessTransport:
         self._main, self._aside = (
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check) for lane in (MAIN, ASIDE)
         )
+        self._spare = BufferPool(SPARES)
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
@@ -114,9 +125,11 @@ class ProcessTransport:
     def check(self, on: bool) -> None:
         self._main.check = self._aside.check = on
 
-    def begin_step(self, step: int) -> None:
-        """From now on messages name this step."""
+    def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
+        if check is not None:
+            self.check = self.always_check or check
+        return self.check
 
     # -- the Transport interface
 
@@ -127,17 +140,9 @@ class ProcessTransport:
         return self._main.gather(tensor, self._same(self._main, "all_gather", tensor, group))
 
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: Group,
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        outside = (sends.keys() | expects.keys()) - set(group)
-        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
-        wants = {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
-        signature = Signature(kind, group, self._main.number(group), sends=sends, expects=expects)
-        return self._main.exchange(sends, wants, signature)
+        return self._exchange(self._main, sends, self._wants(sends, expects, group), group, kind)
 
     def barrier(self, group: Group) -> None:
         self._main.barrier(Signature("barrier", group, self._main.number(group)))
@@ -152,86 +157,99 @@ class ProcessTransport:
         except PeerLost as error:
             raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
 
-    # -- beyond it
+    # -- in the second lane
 
-    def reduce_scatter(self, parts: Sequence[Tensor], group: Group, op: str = "sum") -> Tensor:
-        """The sum, in group order, of the part that every member has for this rank.
-
-        Args:
-            parts: one for each member, in the order of `group`. All members' parts for one rank are alike.
-        """
-        assert len(parts) == len(group), f"{len(parts)} parts for the {len(group)} ranks of {group}"
-        own = [parts[group.index(self.rank)]] if self.rank in group else []
-        signature = Signature(
-            f"reduce_scatter({op})",
-            group,
-            self._main.number(group),
-            sends={peer: [part] for peer, part in zip(group, parts, strict=True) if peer != self.rank},
-            expects={peer: own for peer in group if peer != self.rank},
-        )
-        return self._main.reduce_scatter(parts, op, signature)
-
-    def start_exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: Group,
-        kind: str,
+    def start_all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:
-        """Begin an `all_to_all` in the second lane: what is sent stays as it is until it has been waited for."""
-        worker = self._opened_worker(group)
-        wants = {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
-        return Handle(worker.submit(self._exchange_aside, sends, expects, wants, group, kind), self._watch)
+        wants = self._wants(sends, expects, group)
+        return self._start(group, lambda: self._exchange(self._aside, sends, wants, group, kind))
 
-    def _exchange_aside(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        wants: Mapping[int, Sequence[Want]],
-        group: Group,
-        kind: str,
-    ) -> dict[int, list[Tensor]]:
-        signature = Signature(kind, group, self._aside.number(group), sends=sends, expects=expects)
-        return self._aside.exchange(sends, wants, signature)
+    def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        pool = self._pool(group)
+        if pool is not None and sum(part.nbytes for part in parts) >= LARGE:
+            return self._sum_shared(pool, parts, group)
+        private = len(parts) > 1 or is_private(parts[0])
+        flat = torch.cat([part.detach().reshape(-1) for part in parts]) if len(parts) > 1 else _flat(parts[0])
 
-    def start_sum(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
-        """Begin the sum of parts laid end to end, of one dtype; they are not looked at again if they are copied.
+        def work() -> Tensor:
+            signature = self._same(self._aside, "all_reduce(sum)", flat, group)
+            return self._aside.reduce(flat, "sum", signature, in_place=private)
 
-        All ranks begin sums in one order. They end in the order of their beginning, travel in groups of their own and
-        so pass by other calls. A part that is alone in its memory may be written to.
-        """
-        worker = self._opened_worker(group)
-        return Handle(worker.submit(self._sum_aside, self._laid(parts, group), group), self._watch)
+        return self._start(group, work)
 
-    def room(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
-        """A flat tensor whose sum can be started as it lies. `brief`: it will not be there for long."""
-        self._opened_worker(group)
-        shared = self._aside.shared_sums(group)
-        memory = None if shared is None else shared.lend(numel * dtype.itemsize, brief=brief)
-        return torch.empty(numel, dtype=dtype, device=self.device) if memory is None else memory.view(dtype)
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        pool = self._pool(group)
+        if pool is None or _num_bytes(tensors) < LARGE:
+            return super().start_all_gather(tensors, group)
+        from weft.runtime.shm.collectives import all_gather, shared  # noqa: PLC0415 - loaded where it is used only
 
-    def lends(self, group: Group) -> bool:
-        """True if these ranks see each other's memory (`room`). All of them ask."""
-        self._opened_worker(group)
-        return self._aside.shared_sums(group) is not None
+        shards, addresses = shared(pool, [one.shard.detach() for one in tensors])
+        return self._start_shared("all_gather", tensors, group, all_gather(tensors, addresses), shards)
 
-    def note(self, tensor: Tensor, group: Group) -> bytes | None:
-        """Where the others find a tensor that lies in a room."""
-        shared = self._aside.shared_sums(group)
-        return None if shared is None else shared.note(tensor)
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        pool = self._pool(group)
+        if pool is None or _num_bytes(tensors) < LARGE:
+            return super().start_reduce_scatter(tensors, group)
+        from weft.runtime.shm.collectives import reduce_scatter, shared  # noqa: PLC0415 - loaded where it is used only
 
-    def start_shared(
-        self, kind: str, alike: Tensor, group: Group, work: Callable[[SharedSums, Sequence[int]], None]
+        full, addresses = shared(pool, [one.full.detach() for one in tensors])
+        return self._start_shared("reduce_scatter", tensors, group, reduce_scatter(tensors, full, addresses))
+
+    def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        pool = self._pool(group)
+        memory = None if pool is None else pool.lend(numel * dtype.itemsize, brief=brief)
+        return super().buffer(numel, dtype, group) if memory is None else memory.view(dtype)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if numel * dtype.itemsize > SPARE or self.device.type != "cpu":
+            return super().empty(numel, dtype)
+        return self._spare.take(numel, dtype)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        pool = self._pool(group)
+        if pool is not None and sum(one.nbytes for one in tensors) >= LARGE:
+            from weft.runtime.shm.collectives import shared  # noqa: PLC0415 - loaded where it is used only
+
+            for tensor, laid in zip(tensors, shared(pool, [one.data for one in tensors], brief=False)[0], strict=True):
+                tensor.data = laid
+
+    @torch.no_grad()
+    def _sum_shared(self, pool: SharedPool, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        from weft.runtime.shm.collectives import all_reduce  # noqa: PLC0415 - loaded where it is used only
+
+        flat, address = parts[0], pool.address(parts[0]) if len(parts) == 1 else None
+        if address is None:
+            memory = pool.lend(sum(part.nbytes for part in parts))
+            assert memory is not None
+            flat = torch.cat([part.detach().reshape(-1) for part in parts], out=memory.view(parts[0].dtype))
+            address = pool.address(flat)
+            assert address is not None
+        signature = "all_reduce(sum)", flat, group
+        held = [all_reduce(flat, address)]
+
+        def work() -> Tensor:
+            self._aside.run_shared(held.pop(), self._same(self._aside, *signature))
+            return flat
+
+        return self._start(group, work)
+
+    def _start_shared(
+        self, kind: str, tensors: Sequence[Sharded], group: Group, work: Work, kept: object = None
     ) -> Handle[None]:
-        """Begin what all members do with what lies in their rooms; it is held until that has ended."""
-        worker = self._opened_worker(group)
-        return Handle(worker.submit(self._shared_aside, kind, alike, group, [work]), self._watch)
+        """Begin what all members do with what lies in their pools; `kept`: is held until that has ended."""
+        alike = torch.empty(_num_bytes(tensors), dtype=torch.uint8, device="meta")
+        # taken out: whoever waits for the end may use again what it holds, and the executor lets go of it later still
+        held = [(work, kept)]
 
-    def _shared_aside(
-        self, kind: str, alike: Tensor, group: Group, works: list[Callable[[SharedSums, Sequence[int]], None]]
-    ) -> None:
-        # taken out: whoever waits for the end may lend again what it holds, and the executor lets go of it later still
-        self._aside.run_shared(works.pop(), self._same(self._aside, kind, alike, group))
+        def run() -> None:
+            now, _ = held.pop()
+            self._aside.run_shared(now, self._same(self._aside, kind, alike, group))
+
+        return self._start(group, run)
+
+    def _start(self, group: Group, work: Callable[[], T]) -> Handle[T]:
+        return Started(self._opened_worker(group).submit(work), self._watch)
 
     def _opened_worker(self, group: Group) -> ThreadPoolExecutor:
         """The second lane, with the ways between the members of a group opened."""
@@ -243,29 +261,24 @@ class ProcessTransport:
             self._opened.add(group)
         return self._worker
 
-    @torch.no_grad()
-    def _laid(self, parts: Sequence[Tensor], group: Group) -> _Laid:
-        """The parts end to end, in memory that all members see if there is some."""
-        shared = self._aside.shared_sums(group) if self.rank in group else None
-        if shared is not None and len(parts) == 1 and shared.owns(parts[0]):
-            return _Laid(parts[0], private=True, shared=True)
-        memory = None if shared is None else shared.lend(sum(part.nbytes for part in parts))
-        if memory is None and len(parts) == 1:
-            private = is_private(parts[0])
-            return _Laid(parts[0].detach().contiguous().view(-1), private)
-        flat = parts[0].new_empty(0) if memory is None else memory.view(parts[0].dtype)
-        torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
-        return _Laid(flat, private=True, shared=memory is not None)
+    def _pool(self, group: Group) -> SharedPool | None:
+        self._opened_worker(group)
+        return self._aside.pool(group) if self.rank in group else None
 
-    def _sum_aside(self, laid: _Laid, group: Group) -> Tensor:
-        signature = self._same(self._aside, "all_reduce(sum)", laid.flat, group)
-        if laid.shared:
-            return self._aside.reduce_shared(laid.flat, "sum", signature)
-        return self._aside.reduce(laid.flat, "sum", signature, in_place=laid.private)
+    def _exchange(
+        self, channel: Channel, sends: Sends, wants: Mapping[int, Sequence[Want]], group: Group, kind: str
+    ) -> dict[int, list[Tensor]]:
+        signature = Signature(kind, group, channel.number(group), sends=sends, expects=wants)
+        return channel.exchange(sends, wants, signature)
+
+    def _wants(self, sends: Sends, expects: Expects, group: Group) -> dict[int, list[Want]]:
+        outside = (sends.keys() | expects.keys()) - set(group)
+        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
+        return {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
-        return [*self._main.memory(), *self._aside.memory()]
+        return [*self._main.memory(), *self._aside.memory(), *self._spare.memory()]
 
     # -- its end
 
@@ -306,3 +319,12 @@ class ProcessTransport:
         # a mode may have its own way with dtypes
         plain = not torch._C._len_torch_dispatch_stack()
         return tuple(shape), dtype if plain else torch.empty(0, dtype=dtype).dtype
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1)
+
+
+def _num_bytes(tensors: Sequence[Sharded]) -> int:
+    """The same on all members."""
+    return sum(one.full.nbytes for one in tensors)

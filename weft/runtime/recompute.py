@@ -169,6 +169,9 @@ def run(
     tensors: list[Tensor] = []
     uses: dict[int, tuple[Use, Gradient]] = {}
     arguments = [_dig(argument, owner.tape, tensors, uses) for argument in inputs]
+    for use, _ in reversed(uses.values()):
+        # before it runs again they are gathered again, the first one first
+        owner.tape.gathered.need(use)
     here = Ambient.here(), owner.stream, anchor
     work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses, returned)
     if not torch.is_grad_enabled():

@@ -6,8 +6,7 @@ ranks that hold the same parts in all replicas, over which gradients are average
 
 from __future__ import annotations
 
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.transport import Transport
+from weft.runtime.transport import Group, Transport
 from weft.runtime.within import Within
 
 
@@ -16,26 +15,23 @@ class Replica(Within):
 
     def __init__(self, transport: Transport, size: int) -> None:
         assert transport.num_ranks % size == 0, f"{transport.num_ranks} ranks are no multiple of {size}"
-        self.number, self.num_replicas = transport.rank // size, transport.num_ranks // size
+        self.number = transport.rank // size
         super().__init__(transport, range(self.number * size, (self.number + 1) * size))
         self._checked: set[str] = set()
 
     @property
-    def job(self) -> Transport:
-        """The transport of all ranks."""
-        return self.whole
+    def num_replicas(self) -> int:
+        return self.whole.num_ranks // self.num_ranks
 
     @property
-    def twins(self) -> tuple[int, ...]:
-        """The ranks of the job that hold what this one holds, one per replica."""
+    def twins(self) -> Group:
         return tuple(range(self.rank, self.whole.num_ranks, self.num_ranks))
 
-    def everywhere(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks of a group in all replicas, as ranks of the job."""
+    def everywhere(self, group: Group) -> Group:
         return tuple(number * self.num_ranks + rank for number in range(self.num_replicas) for rank in group)
 
-    def begin_step(self, step: int, program: str = "") -> bool:
-        """From now on messages name this step. All ranks of the job say so at the same place.
+    def begin_program(self, step: int, program: str) -> bool:
+        """A step begins, of a program. All ranks of the job say so at the same place.
 
         The first step of a program is one in which processes make sure, before every collective, that they mean the
         same; later steps of it repeat what was checked. `program` is the same text on all ranks, so all switch
@@ -44,9 +40,6 @@ class Replica(Within):
         Returns:
             whether this is such a step.
         """
-        if not isinstance(self.whole, ProcessTransport):
-            return False
-        self.whole.begin_step(step)
-        self.whole.check = self.whole.always_check or program not in self._checked
+        found = self.whole.begin_step(step, check=program not in self._checked)
         self._checked.add(program)
-        return self.whole.check
+        return found

@@ -37,6 +37,9 @@ class Part:
     Args:
         shape: of the whole.
         cuts: for each dim that is cut the axes, or how; a Table where that does not follow the axes.
+        use: how it is brought to where it is used, if that is in another layout than it is stored in, and the same
+            wherever it is used.
+        reads: how many operators read it as it is stored, in one forward; each of them in each chunk of a loop.
         sync: how the gradient of the parameter, used as it is stored, becomes complete: a sum along these axes, or
             moves one after the other; None if it is never used so.
         trained: it gets a gradient.
@@ -49,6 +52,8 @@ class Part:
     shape: tuple[int, ...]
     cuts: Cuts | Table | None = None
     dtype: torch.dtype = torch.float32
+    use: Sequence[Move] = ()
+    reads: int = 1
     sync: Axes | Sequence[Move] | Table | None = ()
     trained: bool = True
     tied: tuple[str, ...] = ()

@@ -8,26 +8,19 @@ With more it goes round twice: each member gets and adds its chunk of the block,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.runtime.groups import Group
+from weft.runtime.transport import Group, combine
 
 BLOCK = 4 << 20
 """Bytes of a block: large enough for the rate of a long message, small enough to stay in the cache."""
 ONE_ROUND = 1 << 16
 """Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
 bytes that it saves (gloo, 4 processes of one host)."""
-
-COMBINE: Mapping[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 class Carrier(Protocol):
@@ -44,17 +37,6 @@ class Carrier(Protocol):
     ) -> Callable[[], tuple[list[Tensor], Callable[[], None]]]: ...
 
     def scratch(self, name: str, size: int) -> Tensor: ...
-
-
-def combine(tensors: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
-    """Combine in order, into new memory or into `out`, which may be the first tensor or, of two, the second."""
-    function = COMBINE[op]
-    if len(tensors) == 1:
-        return tensors[0].clone() if out is None else out.copy_(tensors[0])
-    total = function(tensors[0], tensors[1], out=torch.empty_like(tensors[0]) if out is None else out)
-    for tensor in tensors[2:]:
-        function(total, tensor, out=total)
-    return total
 
 
 def add_up(carrier: Carrier, source: Tensor, total: Tensor, group: Group, op: str) -> None:

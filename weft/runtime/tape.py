@@ -11,19 +11,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.gathered import Gathered, Use, as_edge
+from weft.runtime.gathered import Gathered, Use, edge_and_mark
 from weft.runtime.script import Transfer
 from weft.runtime.transfers import together
 from weft.runtime.values import Gradient, Told, make_leaf
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Used:
     """One use of a parameter in a layout of its own."""
 
@@ -33,10 +34,16 @@ class Used:
     transfers: tuple[Transfer, ...]
     """From the layout of the gradient to where the parameter is stored."""
     dtype: torch.dtype
+    passed: bool = False
+    """Backward has passed all that reads it: what has not come by then was put off."""
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(sink.total is not None for _, sink in self.leaves)
 
 
-Tell = Callable[["Tape", int, bool], None]
-"""Hears of a tape and the number of a use that a gradient has arrived for it, or (True) that no more will come."""
+Tell = Callable[[Used], None]
+"""Hears that something has been added to the gradient of a use, or that backward has passed it."""
 
 
 @dataclass
@@ -97,24 +104,39 @@ class Tape:
         parts: Sequence[Tensor],
         transfers: tuple[Transfer, ...],
         dtype: torch.dtype,
+        anchor: Tensor,
         tell: Tell | None = None,
     ) -> list[Tensor]:
         """Leaves in place of the parts of a parameter; their gradients go home by these transfers.
 
-        `tell`: is called when a gradient has arrived for it."""
-        pairs = [self.leaf(part, self._sink(tell if len(parts) == 1 else None)) for part in parts]
-        self.used.append(Used(parameter, tuple((leaf.shape, sink) for leaf, sink in pairs), transfers, dtype))
-        return [leaf for leaf, _ in pairs]
+        `tell`: hears of them."""
+        use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell)
+        if tell is not None:
+            _, token = edge_and_mark(anchor, anchor, Gradient(), partial(_pass, use, tell))
+            self.tokens.append(token)
+        return [self.leaf(part, sink)[0] for part, (_, sink) in zip(parts, use.leaves, strict=True)]
 
-    def _sink(self, tell: Tell | None) -> Gradient:
-        number = len(self.used)
-        return Gradient() if tell is None else Told(lambda: tell(self, number, False))
+    def _used(
+        self,
+        parameter: str,
+        shapes: Sequence[Sequence[int]],
+        transfers: tuple[Transfer, ...],
+        dtype: torch.dtype,
+        tell: Tell | None,
+    ) -> Used:
+        sinks = [Gradient() if tell is None else Told(lambda: tell(use)) for _ in shapes]
+        leaves = tuple((torch.Size(shape), sink) for shape, sink in zip(shapes, sinks, strict=True))
+        use = Used(parameter, leaves, transfers, dtype)
+        self.used.append(use)
+        return use
 
     def edge(
-        self, use: Use, whole: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None
+        self, use: Use, whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None = None
     ) -> Tensor:
-        """What a use has gathered, as a leaf that dies with it."""
-        leaf = as_edge(whole, anchor, sink, done)
+        """What a use has gathered, as a leaf that dies with it; `passed`: is called when backward has passed it."""
+        leaf, token = edge_and_mark(whole, anchor, sink, passed)
+        if passed is not None:
+            self.tokens.append(token)
         self.sinks[id(leaf)], self.uses[id(leaf)] = (weakref.ref(leaf), sink), (weakref.ref(leaf), use)
         return leaf
 
@@ -127,11 +149,10 @@ class Tape:
         self, use: Use, stored: Tensor, shape: Sequence[int], sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell
     ) -> Tensor:
         """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        sink, done = self.expect(use.name, shape, sync, stored.dtype, tell)
-        return self.first(use, stored, anchor, sink, done)
+        return self.first(use, stored, anchor, *self.expect(use.name, shape, sync, stored.dtype, tell))
 
     def first(
-        self, use: Use, stored: Tensor, anchor: Tensor, sink: Gradient, done: Callable[[], None] | None = None
+        self, use: Use, stored: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None = None
     ) -> Tensor:
         """Gather it for the first time: autograd will gather it again."""
         whole = use.whole()
@@ -139,15 +160,19 @@ class Tape:
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
             whole = whole.clone()
         self.gathered.add(use, whole)
-        return self.edge(use, whole, anchor, sink, done)
+        return self.edge(use, whole, anchor, sink, passed)
 
     def expect(
         self, parameter: str, shape: Sequence[int], sync: tuple[Transfer, ...], dtype: torch.dtype, tell: Tell
     ) -> tuple[Gradient, Callable[[], None]]:
-        """Where the gradient of a use that is gathered is summed, and what to call when all of it has come."""
-        sink, number = self._sink(tell), len(self.used)
-        self.used.append(Used(parameter, ((torch.Size(shape), sink),), sync, dtype))
-        return sink, lambda: tell(self, number, True)
+        """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it."""
+        use = self._used(parameter, [shape], sync, dtype, tell)
+        return use.leaves[0][1], partial(_pass, use, tell)
+
+
+def _pass(use: Used, tell: Tell) -> None:
+    use.passed = True
+    tell(use)
 
 
 def tie(results: Sequence[Tensor], tokens: list[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
+from weft.runtime.transport import Group
 from weft.runtime.within import Within
 
 
@@ -22,19 +22,12 @@ class Team(Within):
         super().__init__(whole, ranks)
 
     @property
-    def job(self) -> Transport:
-        """The transport of all ranks."""
-        return self.whole.whole
-
-    @property
     def num_replicas(self) -> int:
         return self.whole.num_replicas
 
     @property
-    def twins(self) -> tuple[int, ...]:
-        """The ranks of the job that hold what this one holds, one per replica."""
+    def twins(self) -> Group:
         return self.whole.twins
 
-    def everywhere(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks of a group in all replicas, as ranks of the job."""
+    def everywhere(self, group: Group) -> Group:
         return self.whole.everywhere(self.outside(group))

@@ -8,68 +8,17 @@ all members.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from weft.runtime.script import Index, Piece, Transfer
+from weft.runtime.index import Shape, covers, put, size, take
+from weft.runtime.script import Piece, Transfer
 from weft.runtime.transport import Expected, Transport
 
-Shape = tuple[int, ...]
-
-
-def take(tensor: Tensor, index: Index) -> Tensor:
-    """The part at `index`: for each dim the intervals in order, laid end to end. Differentiable.
-
-    The tensor itself if the index takes everything.
-
-    >>> take(torch.arange(6), (((4, 6), (0, 1)),))
-    tensor([4, 5, 0])
-    """
-    assert len(index) == tensor.dim(), f"index of {len(index)} dims for a tensor of shape {tuple(tensor.shape)}"
-    for dim, intervals in enumerate(index):
-        if intervals == ((0, tensor.shape[dim]),):
-            continue
-        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
-        tensor = torch.cat(pieces, dim) if len(pieces) > 1 else (pieces[0] if pieces else tensor.narrow(dim, 0, 0))
-    return tensor
-
-
-def put(target: Tensor, index: Index, piece: Tensor, *, add: bool = False) -> None:
-    """Write the piece (or add it) at `index` of the target, in place: the reverse of `take`."""
-    assert tuple(piece.shape) == size(index), f"piece of shape {tuple(piece.shape)} for an index of shape {size(index)}"
-    for box in itertools.product(*(_runs(intervals) for intervals in index)):
-        into, part = target, piece
-        for dim, (start, at, length) in enumerate(box):
-            into, part = into.narrow(dim, start, length), part.narrow(dim, at, length)
-        if add:
-            into.add_(part)
-        else:
-            into.copy_(part)
-
-
-def _runs(intervals: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
-    """For each interval: where it lies in the target, where in the piece, and its length."""
-    runs, at = [], 0
-    for start, stop in intervals:
-        runs.append((start, at, stop - start))
-        at += stop - start
-    return runs
-
-
-def size(index: Index) -> Shape:
-    """Shape of what the index takes."""
-    return tuple(sum(stop - start for start, stop in intervals) for intervals in index)
-
-
-def covers(index: Index, shape: Shape) -> bool:
-    """True if the index is all of a tensor of that shape, in order."""
-    return all(intervals == (((0, length),) if length else ()) for intervals, length in zip(index, shape, strict=True))
+__all__ = ["assembled", "covers", "execute", "execute_all", "put", "real_dtype", "size", "take", "together"]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -131,60 +80,6 @@ def execute_all(
     for transfer in transfers:
         current = execute(transfer, current, transport, dtype=dtype)
     return current
-
-
-class Pending(Protocol):
-    """Transfers under way."""
-
-    def wait(self) -> list[Tensor]:
-        """What they bring."""
-        ...
-
-
-class Arriving(Protocol):
-    """An exchange under way."""
-
-    def wait(self) -> dict[int, list[Tensor]]: ...
-
-
-@runtime_checkable
-class Exchanges(Protocol):
-    """A transport that exchanges in the background."""
-
-    def start_exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str,
-    ) -> Arriving | None:
-        """Begin an `all_to_all`; None if that cannot be."""
-        ...
-
-
-def start_all(transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport) -> Pending | None:
-    """Begin to carry out transfers, if there is but one, which talks, and the transport can do it in the background."""
-    if len(transfers) != 1 or transfers[0].kind in ("local", "all_reduce") or not isinstance(transport, Exchanges):
-        return None
-    (transfer,), dtype = transfers, tensors[0].dtype
-    sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
-    arriving = transport.start_exchange(sends, expects, transfer.group, transfer.kind)
-    return None if arriving is None else _Started(transfer, arriving, transport, own, tuple(tensors))
-
-
-@dataclass(frozen=True)
-class _Started:
-    transfer: Transfer
-    arriving: Arriving
-    transport: Transport
-    own: Sequence[Tensor]
-    kept: tuple[Tensor, ...]
-
-    @torch.no_grad()
-    def wait(self) -> list[Tensor]:
-        queues = {**self.arriving.wait(), self.transport.rank: self.own}
-        pieces = _in_order(self.transfer, queues)
-        return assembled(self.transfer, pieces, self.kept[0].dtype, self.transport.device, kept=self.kept)
 
 
 def _received(

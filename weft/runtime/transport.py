@@ -1,5 +1,9 @@
 """Transport: how ranks talk. The interface, its errors, and the view of one group.
 
+A call that begins with `start_` returns a Handle, and may go on while the rank computes: `wait` gives the result. It
+takes several tensors at once. All members start such calls in one order, that of the program, and they end in it. A
+transport that has no background carries them out at once: `start_...(...).wait()` is the synchronous call.
+
 A collective call is identified by its group and its number among the calls that this rank has made in that group.
 Every member must make the same call: another kind, operation, shape or dtype is an error that names both sides, never
 a wrong number or a hang. Results are private: no tensor that enters or leaves a call shares memory with another rank.
@@ -9,13 +13,19 @@ reduce_scatter, all_to_all, exchange), so that a backend may carry it by the col
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from weft.runtime.index import narrowed, put, size, take
+from weft.runtime.script import Index
+
+Group = tuple[int, ...]
+"""Ranks; all members name them in the same order, which is that of sums."""
 Expected = tuple[tuple[int, ...], torch.dtype | None]
 """Shape and dtype of a tensor to come; dtype None: whatever the sender has."""
 
@@ -63,7 +73,62 @@ class Stopped(BaseException):
     Not an `Exception`, so that no handler in a user's operator swallows it."""
 
 
-class Transport(Protocol):
+T = TypeVar("T")
+S = TypeVar("S")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Handle(Protocol[T_co]):
+    """A call that was started."""
+
+    def wait(self) -> T_co:
+        """Its result, when it is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A call that has ended."""
+
+    result: T
+
+    def wait(self) -> T:
+        return self.result
+
+
+class Then(Generic[S, T]):
+    """A call, and what is made of its result when it is first waited for."""
+
+    def __init__(self, handle: Handle[S], make: Callable[[S], T]) -> None:
+        self._waiting: tuple[Handle[S], Callable[[S], T]] | None = (handle, make)
+
+    def wait(self) -> T:
+        if self._waiting is not None:
+            (handle, make), self._waiting = self._waiting, None
+            self._result = make(handle.wait())
+        return self._result
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A tensor of which the members of a group have parts.
+
+    Args:
+        full: all of it, here.
+        shard: this rank's part.
+        parts: the part of each member, in group order; None: nothing.
+    """
+
+    full: Tensor
+    shard: Tensor
+    parts: tuple[Index | None, ...]
+
+
+Sends = Mapping[int, Sequence[Tensor]]
+Expects = Mapping[int, Sequence[Expected]]
+
+
+class Transport(ABC):
     """One rank's way to the others. `group` lists ranks; all members pass the same tuple."""
 
     rank: int
@@ -71,37 +136,150 @@ class Transport(Protocol):
     device: torch.device
     """Where the rank's tensors live."""
     doing: Doing
-    """Kept up to date by the interpreter; read when something goes wrong."""
+    """Kept up to date by whoever runs; read when something goes wrong."""
 
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         """Sum (or max, min, prod) over the group, added in the order of `group`: equal bit for bit on all members."""
-        ...
 
-    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
         """The members' tensors in the order of `group`. All have one shape and dtype."""
-        ...
 
+    @abstractmethod
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         """Send tensors to peers and receive theirs. Members without pieces take part too."""
-        ...
 
-    def barrier(self, group: tuple[int, ...]) -> None:
+    @abstractmethod
+    def barrier(self, group: Group) -> None:
         """Wait until every member has come here."""
-        ...
 
+    @abstractmethod
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Send tensors to one rank, itself perhaps, under a tag of its own; does not wait for it to take them."""
-        ...
 
+    @abstractmethod
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         """What a rank posts under a tag; waits until it has come."""
-        ...
+
+    # Several tensors at once, while the rank computes.
+
+    def start_all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
+    ) -> Handle[dict[int, list[Tensor]]]:
+        """Begin an `all_to_all`: what is sent stays as it is until it has been waited for."""
+        return Done(self.all_to_all(sends, expects, group, kind))
+
+    def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        """Begin the sum of parts laid end to end, of one dtype. A part that is alone in its memory may be written to;
+        they are not looked at again if they are copied."""
+        return Done(self.all_reduce(torch.cat([part.detach().reshape(-1) for part in parts]), group))
+
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        """Begin to fill in each `full` from the members' shards. These stay as they are until it has ended."""
+        sends = [one.shard for one in tensors if one.parts[group.index(self.rank)] is not None]
+        expects = {peer: self._parts_of(tensors, at) for at, peer in enumerate(group) if peer != self.rank}
+        arriving = self.start_all_to_all(dict.fromkeys(expects, sends), expects, group, "all_gather")
+        return Then(arriving, lambda came: self._fill_in(tensors, group, {**came, self.rank: sends}))
+
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        """Begin to fill each `shard` with this rank's part of the sum, in group order, of the members' `full`."""
+        cut = {
+            peer: [take(one.full, part) for one in tensors if (part := one.parts[at]) is not None]
+            for at, peer in enumerate(group)
+        }
+        own = cut.pop(self.rank)
+        mine = self._parts_of(tensors, group.index(self.rank))
+        arriving = self.start_all_to_all(cut, dict.fromkeys(cut, mine), group, "reduce_scatter")
+        return Then(arriving, lambda came: self._add_up(tensors, group, {**came, self.rank: own}))
+
+    def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        """A flat tensor with any content, which members' calls use as it lies. `brief`: it is soon let go."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor with any content, for a result: memory that an earlier one has left, perhaps."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        """Let tensors lie where members' calls use them as they lie, if there is such memory: their `data` moves."""
+        return
+
+    def _parts_of(self, tensors: Sequence[Sharded], member: int) -> list[Expected]:
+        return [(size(part), one.full.dtype) for one in tensors if (part := one.parts[member]) is not None]
+
+    @torch.no_grad()
+    def _fill_in(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
+        for at, peer in enumerate(group):
+            shards = iter(came[peer])
+            for one in tensors:
+                part = one.parts[at]
+                if part is not None:
+                    put_shard(one.full, part, next(shards))
+
+    @torch.no_grad()
+    def _add_up(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
+        mine, addends = group.index(self.rank), [iter(came[peer]) for peer in group]
+        for one in tensors:
+            if one.parts[mine] is not None:
+                combine([next(each) for each in addends], "sum", one.shard)
+
+    # What it is a part of.
+
+    @property
+    def job(self) -> Transport:
+        """The transport of all ranks."""
+        return self
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas of the program run: their gradients are averaged."""
+        return 1
+
+    @property
+    def twins(self) -> Group:
+        """The ranks of the job that hold what this one holds, one per replica."""
+        return (self.rank,)
+
+    def everywhere(self, group: Group) -> Group:
+        """The ranks of a group in all replicas, as ranks of the job."""
+        return group
+
+    def begin_step(self, step: int, *, check: bool | None = None) -> bool:
+        """From now on messages name this step; `check`: whether members are to make sure that they mean the same.
+
+        Returns:
+            whether they do.
+        """
+        return False
+
+
+def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:
+    """Put a shard in its place, unless it lies there."""
+    view = narrowed(full, part)
+    if view is None or view.data_ptr() != shard.data_ptr() or view.stride() != shard.stride():
+        put(full, part, shard)
+
+
+COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def combine(tensors: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """Combine in order, into new memory or into `out`, which may be the first tensor or, of two, the second."""
+    function = COMBINE[op]
+    if len(tensors) == 1:
+        return tensors[0].clone() if out is None else out.copy_(tensors[0])
+    total = function(tensors[0], tensors[1], out=torch.empty_like(tensors[0]) if out is None else out)
+    for tensor in tensors[2:]:
+        function(total, tensor, out=total)
+    return total
 
 
 class GroupComm:

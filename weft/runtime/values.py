@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from weft.runtime.buffer_pool import is_private
+from weft.runtime.index import put
 from weft.runtime.script import Index
-from weft.runtime.shared_sums import is_private
-from weft.runtime.transfers import put
 
 
 class Gradient:

@@ -16,6 +16,9 @@ from torch import Tensor
 Want = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor to come."""
 
+LARGE = 64 << 10
+"""Bytes from which on a message between processes of one host lies in shared memory. A pipe of Linux holds as many."""
+
 NOTHING = torch.empty(0, dtype=torch.uint8)
 """What goes to a member that nothing goes to."""
 

@@ -6,26 +6,14 @@ In: a transport and some of its ranks. Out: a transport that shows a rank only t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from weft.runtime.transfers import Arriving, Exchanges
-from weft.runtime.transport import Doing, Expected, Transport
+from weft.runtime.transport import Doing, Expected, Expects, Group, Handle, Sends, Sharded, Then, Transport
 
 
-@dataclass(frozen=True)
-class _Mapped:
-    """What arrives, by ranks as they are counted inside."""
-
-    arriving: Arriving
-    ranks: tuple[int, ...]
-
-    def wait(self) -> dict[int, list[Tensor]]:
-        return {self.ranks.index(peer): tensors for peer, tensors in self.arriving.wait().items()}
-
-
-class Within:
+class Within(Transport):
     """The transport of some ranks of another one's; this rank is among them."""
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -40,46 +28,18 @@ class Within:
     def doing(self, doing: Doing) -> None:
         self.whole.doing = doing
 
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return self.whole.all_reduce(tensor, self.outside(group), op)
 
-    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
         return self.whole.all_gather(tensor, self.outside(group))
 
     def all_to_all(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str = "all_to_all",
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        arrived = self.whole.all_to_all(
-            {self.ranks[peer]: tensors for peer, tensors in sends.items()},
-            {self.ranks[peer]: shapes for peer, shapes in expects.items()},
-            self.outside(group),
-            kind,
-        )
-        return {self.ranks.index(peer): tensors for peer, tensors in arrived.items()}
+        return self._inside(self.whole.all_to_all(*self._mapped(sends, expects), self.outside(group), kind))
 
-    def start_exchange(
-        self,
-        sends: Mapping[int, Sequence[Tensor]],
-        expects: Mapping[int, Sequence[Expected]],
-        group: tuple[int, ...],
-        kind: str,
-    ) -> Arriving | None:
-        """Begin an `all_to_all`; None if the whole cannot."""
-        if not isinstance(self.whole, Exchanges):
-            return None
-        arriving = self.whole.start_exchange(
-            {self.ranks[peer]: tensors for peer, tensors in sends.items()},
-            {self.ranks[peer]: shapes for peer, shapes in expects.items()},
-            self.outside(group),
-            kind,
-        )
-        return None if arriving is None else _Mapped(arriving, self.ranks)
-
-    def barrier(self, group: tuple[int, ...]) -> None:
+    def barrier(self, group: Group) -> None:
         self.whole.barrier(self.outside(group))
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
@@ -88,6 +48,44 @@ class Within:
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         return self.whole.take(self.ranks[peer], tag, expects)
 
-    def outside(self, group: tuple[int, ...]) -> tuple[int, ...]:
+    def start_all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
+    ) -> Handle[dict[int, list[Tensor]]]:
+        arriving = self.whole.start_all_to_all(*self._mapped(sends, expects), self.outside(group), kind)
+        return Then(arriving, self._inside)
+
+    def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        return self.whole.start_all_reduce(parts, self.outside(group))
+
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        return self.whole.start_all_gather(tensors, self.outside(group))
+
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        return self.whole.start_reduce_scatter(tensors, self.outside(group))
+
+    def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        return self.whole.buffer(numel, dtype, self.outside(group), brief=brief)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.whole.empty(numel, dtype)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        self.whole.lay(tensors, self.outside(group))
+
+    @property
+    def job(self) -> Transport:
+        return self.whole.job
+
+    def outside(self, group: Group) -> Group:
         """Ranks as they are counted in the whole."""
         return tuple(self.ranks[rank] for rank in group)
+
+    def _mapped(self, sends: Sends, expects: Expects) -> tuple[Sends, Expects]:
+        return (
+            {self.ranks[peer]: tensors for peer, tensors in sends.items()},
+            {self.ranks[peer]: shapes for peer, shapes in expects.items()},
+        )
+
+    def _inside(self, came: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        """What came, by ranks as they are counted here."""
+        return {self.ranks.index(peer): tensors for peer, tensors in came.items()}

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from weft.runtime.backend import LOOPBACK, PrefixStore, Store, TCPStore, backend_named
-from weft.runtime.groups import Group, Groups
+from weft.runtime.groups import Groups
 from weft.runtime.heap import give_memory_back
 from weft.runtime.processes import ProcessTransport
+from weft.runtime.transport import Group
 
 FAILED = 1
 """Exit code of a process whose rank failed."""

@@ -37,8 +37,9 @@ from weft.compile.optimizer import make_optimizer
 from weft.compile.pieces import InPieces
 from weft.errors import RunError
 from weft.ir.program import Program
+from weft.runtime.buckets import BUCKET, in_buckets
 from weft.runtime.files import files_of
-from weft.runtime.grad_sync import make_buckets, summed_parameters
+from weft.runtime.grad_sync import summed_parameters
 from weft.runtime.largest import Largest
 from weft.runtime.ledger import Bytes, Owner, counted_step
 from weft.runtime.parallel import Parallel
@@ -137,8 +138,8 @@ def _first_update(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> N
 def _sums(module: Parallel) -> Iterator[int]:
     """Bytes of the buckets in which gradients are summed."""
     for program in module.program.modules:
-        for bucket in make_buckets(summed_parameters(program)):
-            yield sum(one.num_bytes for one in bucket.members)
+        for bucket in in_buckets(summed_parameters(program), BUCKET):
+            yield sum(one.num_bytes for one in bucket)
 
 
 def _opened(files: Content, transport: Transport, subject: Subject) -> Parallel:

@@ -216,7 +216,7 @@ def train(
     task: Task,
     transport: Transport,
     optimizer: Optimizer,
-    begin: Callable[[int], None] = lambda step: None,
+    begin: Callable[[int], object] = lambda step: None,
     record: Record | None = None,
 ) -> tuple[Local, ...]:
     """Two optimizer steps of one rank through its generated modules: what each of them computed.
@@ -315,7 +315,7 @@ class _Held:
 
 
 def _train(
-    opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], None]
+    opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], object]
 ) -> tuple[tuple[torch.Tensor, ...], list[list[dict[str, torch.Tensor]]]]:
     """The losses, and for each module the gradients of each step."""
     by_name: dict[str, list[nn.Parameter]] = {}

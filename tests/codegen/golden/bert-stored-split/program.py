@@ -15,29 +15,31 @@ GRID = {"dp": 2}
 LAYERS = {"bert.encoder.layer": 2}
 PARAMETERS: dict[str, Part] = {
     "bert.embeddings.word_embeddings.weight": Part(
-        (32, 16), {0: "dp"}, sync=None, tied=("cls.predictions.decoder.weight",)
+        (32, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None, tied=("cls.predictions.decoder.weight",)
     ),
-    "bert.embeddings.token_type_embeddings.weight": Part((2, 16), {0: "dp"}, sync=None),
-    "bert.embeddings.position_embeddings.weight": Part((8, 16), {0: "dp"}, sync=None),
+    "bert.embeddings.token_type_embeddings.weight": Part((2, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
+    "bert.embeddings.position_embeddings.weight": Part((8, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.embeddings.LayerNorm.weight": Part((16,), sync="dp"),
     "bert.embeddings.LayerNorm.bias": Part((16,), sync="dp"),
-    "bert.encoder.layer.*.attention.self.query.weight": Part((16, 16), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.attention.self.query.weight": Part((16, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.encoder.layer.*.attention.self.query.bias": Part((16,), sync="dp"),
-    "bert.encoder.layer.*.attention.self.key.weight": Part((16, 16), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.attention.self.key.weight": Part((16, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.encoder.layer.*.attention.self.key.bias": Part((16,), sync="dp"),
-    "bert.encoder.layer.*.attention.self.value.weight": Part((16, 16), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.attention.self.value.weight": Part((16, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.encoder.layer.*.attention.self.value.bias": Part((16,), sync="dp"),
-    "bert.encoder.layer.*.attention.output.dense.weight": Part((16, 16), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.attention.output.dense.weight": Part(
+        (16, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None
+    ),
     "bert.encoder.layer.*.attention.output.dense.bias": Part((16,), sync="dp"),
     "bert.encoder.layer.*.attention.output.LayerNorm.weight": Part((16,), sync="dp"),
     "bert.encoder.layer.*.attention.output.LayerNorm.bias": Part((16,), sync="dp"),
-    "bert.encoder.layer.*.intermediate.dense.weight": Part((32, 16), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.intermediate.dense.weight": Part((32, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.encoder.layer.*.intermediate.dense.bias": Part((32,), sync="dp"),
-    "bert.encoder.layer.*.output.dense.weight": Part((16, 32), {0: "dp"}, sync=None),
+    "bert.encoder.layer.*.output.dense.weight": Part((16, 32), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "bert.encoder.layer.*.output.dense.bias": Part((16,), sync="dp"),
     "bert.encoder.layer.*.output.LayerNorm.weight": Part((16,), sync="dp"),
     "bert.encoder.layer.*.output.LayerNorm.bias": Part((16,), sync="dp"),
-    "cls.predictions.transform.dense.weight": Part((16, 16), {0: "dp"}, sync=None),
+    "cls.predictions.transform.dense.weight": Part((16, 16), {0: "dp"}, use=[all_gather(0, "dp")], sync=None),
     "cls.predictions.transform.dense.bias": Part((16,), sync="dp"),
     "cls.predictions.transform.LayerNorm.weight": Part((16,), sync="dp"),
     "cls.predictions.transform.LayerNorm.bias": Part((16,), sync="dp"),

@@ -16,7 +16,7 @@ from weft.runtime.random import dropout
 GRID = {"dp": 2, "tp": 2}
 LAYERS = {"transformer.h": 2}
 PARAMETERS: dict[str, Part] = {
-    "transformer.wte.weight": Part((32, 16), {0: "tp"}, sync="dp", tied=("lm_head.weight",)),
+    "transformer.wte.weight": Part((32, 16), {0: "tp"}, reads=2, sync="dp", tied=("lm_head.weight",)),
     "transformer.wpe.weight": Part((8, 16)),
     "transformer.h.*.ln_1.weight": Part((16,), sync="dp"),
     "transformer.h.*.ln_1.bias": Part((16,), sync="dp"),

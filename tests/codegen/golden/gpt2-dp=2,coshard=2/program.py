@@ -13,7 +13,7 @@ from weft.runtime.random import dropout
 GRID = {"dp": 2}
 LAYERS = {"transformer.h": 2}
 PARAMETERS: dict[str, Part] = {
-    "transformer.wte.weight": Part((32, 16), sync="dp", tied=("lm_head.weight",)),
+    "transformer.wte.weight": Part((32, 16), reads=2, sync="dp", tied=("lm_head.weight",)),
     "transformer.wpe.weight": Part((8, 16)),
     "transformer.h.*.ln_1.weight": Part((16,), sync="dp"),
     "transformer.h.*.ln_1.bias": Part((16,), sync="dp"),

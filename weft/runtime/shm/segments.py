@@ -1,11 +1,11 @@
-"""Boxes: large messages between the processes of one host lie in shared memory, and only a note of where travels.
+"""Segments: large messages between the processes of one host lie in shared memory, and only a note of where travels.
 
 In: the bytes that go to each member of a group, and memory for what comes from each. Out: the bytes that came. A
-message of at least `LARGE` bytes is copied into a box of the sender; in its place a pipe (pipes.py) carries a note, so
-both sides know from the size alone how a message travels. The taker copies it out and writes into the box that it has
-it; a box whose takers have all done so is used again.
+message of at least `LARGE` bytes is copied into a segment of the sender; in its place a pipe (pipes.py) carries its
+address, so both sides know from the size alone how a message travels. The taker copies it out and writes into the
+segment that it has it; a segment whose takers have all done so is used again.
 
-Promised: a box is memory without a file and ends with its owner and those who look into it, however they end.
+Promised: a segment is memory without a file and ends with its owner and those who look into it, however they end.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.runtime.pipes import Exchange, Pipes
+from weft.runtime.shm.pipes import Exchange, Pipes
 from weft.runtime.watch import PeerLost
+from weft.runtime.wire import LARGE
 
-LARGE = 64 << 10
-"""Bytes from which on a message is laid into a box. A pipe of Linux holds as many."""
 ALIGNED = 4096
-NOTE = struct.Struct("<qqqqqq")
-"""The box: process, descriptor, serial number, size. The message in it: number, where it begins."""
+BEGIN = 64
+"""Bytes: tensors in a segment begin where vector instructions like it."""
+PIECE = 1 << 20
+"""Bytes that travel at a time: a longer message takes no more memory on its way."""
+ADDRESS = struct.Struct("<qqqqqq")
+"""The segment: process, descriptor, serial number, size. The message in it: number, where it begins."""
 TAKEN = struct.Struct("<q")
 PAUSE = 5e-5
-"""Seconds between two looks for a free box."""
+"""Seconds between two looks for a free segment."""
 LAST = 5.0
 """Seconds that an ending rank waits for others to take what they were sent; those that are gone never will."""
 FEW = 3
-"""Boxes that may wait for their takers before the sender waits too. A sum in two rounds (sums.py) begins three
-exchanges before members surely have ended the first: with fewer boxes they would wait for each other."""
+"""Segments that may wait for their takers before the sender waits too. A sum in two rounds (sums.py) begins three
+exchanges before members surely have ended the first: with fewer segments they would wait for each other."""
 
 
 @dataclass
-class Box:
+class Segment:
     """Shared memory of one sender. Its first bytes are the takers' marks: the number of the last message they took.
 
     `number`: of the message that is in it; `takers`: positions in the group of those that it is for. Descriptors are
-    used again for other boxes, serial numbers are not."""
+    used again for other segments, serial numbers are not."""
 
     descriptor: int
     serial: int
@@ -76,7 +79,7 @@ class Box:
 
 @dataclass
 class Passage:
-    """An exchange under way: the pipes' part of it, what that brings, and where what lies in boxes is to be put."""
+    """An exchange under way: the pipes' part of it, what that brings, and where what lies in segments is to be put."""
 
     exchange: Exchange
     brought: list[Tensor]
@@ -84,8 +87,8 @@ class Passage:
     incoming: Sequence[Tensor] | None
 
 
-class Boxes:
-    """The boxes of one rank in one group.
+class Segments:
+    """The segments of one rank in one group.
 
     Args:
         position: of this rank among the members.
@@ -95,13 +98,13 @@ class Boxes:
     def __init__(self, position: int, num_members: int, pipes: Pipes, look: Callable[[], None]) -> None:
         self.position, self.num_members = position, num_members
         self._pipes, self._look = pipes, look
-        self._own: list[Box] = []
-        self._theirs: dict[tuple[int, int], Box] = {}
+        self._own: list[Segment] = []
+        self._theirs: dict[tuple[int, int], Segment] = {}
         self._number, self._serial = 0, 0
 
     @property
     def marks(self) -> int:
-        """Bytes of a box before its first message."""
+        """Bytes of a segment before its first message."""
         return _marks(self.num_members)
 
     def begin(
@@ -123,25 +126,25 @@ class Boxes:
         messages = list(outgoing)
         if incoming is not None and sizes[self.position]:
             incoming[self.position].copy_(messages[self.position])
-        large = [at for at, message in enumerate(messages) if self._boxed(at, message.numel())]
+        large = [at for at, message in enumerate(messages) if self._is_large(at, message.numel())]
         if large:
-            self._put_in_box(messages, large, same=same)
+            self._put_in_segment(messages, large, same=same)
         brought = []
         for at, size in enumerate(sizes):
             own = at == self.position
-            if incoming is None or own or self._boxed(at, size):
-                length = 0 if own else NOTE.size if self._boxed(at, size) else size
+            if incoming is None or own or self._is_large(at, size):
+                length = 0 if own else ADDRESS.size if self._is_large(at, size) else size
                 brought.append(torch.empty(length, dtype=torch.uint8))
             else:
                 brought.append(incoming[at])
         return Passage(self._pipes.carry(messages, brought), brought, sizes, incoming)
 
     def finish(self, passage: Passage) -> None:
-        """Wait for an exchange, and fetch what lies in boxes."""
+        """Wait for an exchange, and fetch what lies in segments."""
         found, release = self.look(passage)
         assert passage.incoming is not None
         for at, into in enumerate(passage.incoming):
-            if self._boxed(at, passage.sizes[at]):
+            if self._is_large(at, passage.sizes[at]):
                 into.copy_(found[at])
         release()
 
@@ -149,18 +152,41 @@ class Boxes:
         """Wait for an exchange: what came from each member, where it lies, and what to call after the last look."""
         self._pipes.wait(passage.exchange, self._look)
         found = list(passage.brought)
-        taken: list[tuple[Box, int]] = []
+        taken: list[tuple[Segment, int]] = []
         for at, size in enumerate(passage.sizes):
-            if self._boxed(at, size):
-                box, number, start = self.opened(found[at])
-                found[at] = box.memory[start : start + size]
-                taken.append((box, number))
+            if self._is_large(at, size):
+                segment, number, start = self.opened(found[at])
+                found[at] = segment.memory[start : start + size]
+                taken.append((segment, number))
 
         def release() -> None:
-            for box, number in taken:
-                box.set_mark(self.position, number)
+            for segment, number in taken:
+                segment.set_mark(self.position, number)
 
         return found, release
+
+    def carry(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, same: bool) -> Callable[[], None]:
+        """Begin an exchange in which long messages travel in pieces, one under way while another is taken out.
+
+        Members need not agree on how many there are: each pair has as many as its message is long."""
+        longest = max(tensor.numel() for tensor in (*outgoing, *incoming))
+
+        def begun(start: int) -> Passage:
+            some = [tensor[start : start + PIECE] for tensor in incoming]
+            sent = [tensor[start : start + PIECE] for tensor in outgoing]
+            return self.begin(sent, [tensor.numel() for tensor in some], some, same=same)
+
+        first = begun(0)
+
+        def end() -> None:
+            last = first
+            for start in range(PIECE, longest, PIECE):
+                following = begun(start)
+                self.finish(last)
+                last = following
+            self.finish(last)
+
+        return end
 
     def tell(self, words: Tensor) -> list[Tensor]:
         """A few bytes to all members, and as many from each."""
@@ -173,98 +199,98 @@ class Boxes:
         self._pipes.wait(self._pipes.carry(outgoing, incoming), self._look)
 
     def close(self) -> None:
-        """Let go of all memory: the rank's own boxes, once all is taken out, and those it has looked into."""
+        """Let go of all memory: the rank's own segments, once all is taken out, and those it has looked into."""
         until = time.monotonic() + LAST
-        while time.monotonic() < until and not all(box.is_free() for box in self._own):
+        while time.monotonic() < until and not all(segment.is_free() for segment in self._own):
             time.sleep(PAUSE)
-        for box in (*self._own, *self._theirs.values()):
-            os.close(box.descriptor)
+        for segment in (*self._own, *self._theirs.values()):
+            os.close(segment.descriptor)
         self._own, self._theirs = [], {}
 
     def memory(self) -> list[Tensor]:
         """What is held for messages."""
-        return [box.memory for box in self._own]
+        return [segment.memory for segment in self._own]
 
-    def _boxed(self, at: int, size: int) -> bool:
+    def _is_large(self, at: int, size: int) -> bool:
         return size >= LARGE and at != self.position
 
-    def _put_in_box(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
-        """Lay messages one after the other into a free box; notes take their places in the list."""
+    def _put_in_segment(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
+        """Lay messages one after the other into a free segment; notes take their places in the list."""
         self._number += 1
         start = _marks(self.num_members)
         lengths = [messages[at].numel() for at in takers]
-        box = self._free(start + (lengths[0] if same else sum(lengths)))
-        box.number, box.takers = self._number, tuple(takers)
+        segment = self._free(start + (lengths[0] if same else sum(lengths)))
+        segment.number, segment.takers = self._number, tuple(takers)
         for k, at in enumerate(takers):
             if k == 0 or not same:
-                box.memory[start : start + lengths[k]].copy_(messages[at])
-            messages[at] = note_of(box, start)
+                segment.memory[start : start + lengths[k]].copy_(messages[at])
+            messages[at] = note_of(segment, start)
             start += 0 if same else lengths[k]
 
-    def _free(self, size: int) -> Box:
+    def _free(self, size: int) -> Segment:
         while True:
-            free = [box for box in self._own if box.is_free()]
-            fitting = [box for box in free if box.size >= size]
+            free = [segment for segment in self._own if segment.is_free()]
+            fitting = [segment for segment in free if segment.size >= size]
             if fitting:
-                return min(fitting, key=lambda box: box.size)
+                return min(fitting, key=lambda segment: segment.size)
             if free or len(self._own) < FEW:
                 return self._made(size, instead=free[0] if free and len(self._own) >= FEW else None)
             self._pipes.push()
             self._look()
             time.sleep(PAUSE)
 
-    def _made(self, size: int, instead: Box | None) -> Box:
+    def _made(self, size: int, instead: Segment | None) -> Segment:
         if instead is not None:
             # those who look into it keep its memory until they see that it is gone
             os.ftruncate(instead.descriptor, 0)
             os.close(instead.descriptor)
             self._own.remove(instead)
         self._serial += 1
-        box = new_box(size, self._serial)
-        self._own.append(box)
-        return box
+        segment = new_segment(size, self._serial)
+        self._own.append(segment)
+        return segment
 
-    def opened(self, note: Tensor) -> tuple[Box, int, int]:
-        """The box of a member that a note tells of, the message's number, and where in the box it begins."""
-        pid, descriptor, serial, size, number, start = NOTE.unpack(bytes(note.tolist()))
-        return self.box_of(pid, descriptor, serial, size), number, start
+    def opened(self, note: Tensor) -> tuple[Segment, int, int]:
+        """The segment of a member that a note tells of, the message's number, and where in the segment it begins."""
+        pid, descriptor, serial, size, number, start = ADDRESS.unpack(bytes(note.tolist()))
+        return self.segment_of(pid, descriptor, serial, size), number, start
 
-    def box_of(self, pid: int, descriptor: int, serial: int, size: int) -> Box:
-        """The box of a member that has this serial number there."""
-        box = self._theirs.get((pid, descriptor))
-        if box is None or box.serial != serial:
-            if box is not None:
+    def segment_of(self, pid: int, descriptor: int, serial: int, size: int) -> Segment:
+        """The segment of a member that has this serial number there."""
+        segment = self._theirs.get((pid, descriptor))
+        if segment is None or segment.serial != serial:
+            if segment is not None:
                 os.close(self._theirs.pop((pid, descriptor)).descriptor)
             try:
-                box = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
+                segment = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
             except OSError as error:
                 raise PeerLost(f"process {pid} is gone with what it sent") from error
-        return box
+        return segment
 
 
-def new_box(size: int, serial: int) -> Box:
+def new_segment(size: int, serial: int) -> Segment:
     """Shared memory of this process."""
     # some larger than asked for: the next message may be
     room = -(-size // ALIGNED) * ALIGNED
     descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, room)
-    return Box(descriptor, serial, mmap.mmap(descriptor, room))
+    return Segment(descriptor, serial, mmap.mmap(descriptor, room))
 
 
-def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Box:
-    """The box of another process of this host."""
+def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Segment:
+    """The segment of another process of this host."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    return Box(opened, serial, mmap.mmap(opened, size))
+    return Segment(opened, serial, mmap.mmap(opened, size))
 
 
-def note_of(box: Box, start: int) -> Tensor:
+def note_of(segment: Segment, start: int) -> Tensor:
     """Where another process finds a message."""
-    return torch.tensor(list(words_of(box, start)), dtype=torch.uint8)
+    return torch.tensor(list(address_of(segment, start)), dtype=torch.uint8)
 
 
-def words_of(box: Box, start: int) -> bytes:
+def address_of(segment: Segment, start: int) -> bytes:
     """The same as bytes."""
-    return NOTE.pack(os.getpid(), box.descriptor, box.serial, box.size, box.number, start)
+    return ADDRESS.pack(os.getpid(), segment.descriptor, segment.serial, segment.size, segment.number, start)
 
 
 def _marks(num_members: int) -> int:

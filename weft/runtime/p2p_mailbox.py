@@ -1,4 +1,4 @@
-"""Far letters: the letters of letters.py where processes are not of one host, over the backend's point to point.
+"""P2P mailbox: what one process posts for another, where they are not of one host, by the backend's point to point.
 
 In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A letter is a head of fixed
 size, which tells its tag and its length, and a body. Letters of one rank for another travel in the order of posting;
@@ -29,12 +29,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LAST
+from weft.runtime.inbox import Inbox
 from weft.runtime.watch import PeerLost
 from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")
 """Digest of the tag, bytes of the body, and whether it is a letter or the word that no more will come."""
+LAST = 5.0
+"""Seconds that an ending rank waits for what it has posted to arrive."""
 LOOK = 0.1
 """Seconds between two looks at whether a wait is in vain."""
 HEADS, BODIES = 1, 2
@@ -54,23 +56,22 @@ class Ways(Protocol):
 
 
 @dataclass(eq=False)
-class _Letter:
-    digest: bytes
+class _Post:
     size: int
     body: Tensor | None
     """None: still under way."""
 
 
 @dataclass
-class _Arrivals:
-    """What has come from one rank and not been asked for, in order."""
+class _Sender:
+    """What is known of a rank that posts come from."""
 
-    letters: deque[_Letter] = field(default_factory=deque)
-    count: int = 0
+    under_way: deque[_Post] = field(default_factory=deque)
+    """Those whose bodies are, in order."""
     lost: str | None = None
 
 
-class FarLetters:
+class P2PMailbox:
     """The letters of one rank. Calls are for one thread at a time.
 
     Args:
@@ -84,9 +85,9 @@ class FarLetters:
     ) -> None:
         self._rank, self._heads, self._ways, self._device, self._look = rank, heads, ways, device, look
         self._changed = threading.Condition()
-        self._came: dict[int, _Arrivals] = {}
-        self._own: dict[bytes, deque[Tensor]] = {}
+        self._inbox = Inbox[_Post]()
         self._senders: dict[int, _Sender] = {}
+        self._takers: dict[int, _Taker] = {}
 
     @torch.no_grad()
     def post(self, to: int, tag: str, tensors: Sequence[Tensor]) -> None:
@@ -96,82 +97,75 @@ class FarLetters:
         body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
         digest = _digest(tag)
         if to == self._rank:
-            self._own.setdefault(digest, deque()).append(body)
+            self._inbox.put(to, digest, _Post(body.numel(), body))
             return
-        if to not in self._senders:
-            self._senders[to] = _Sender(self._heads, self._rank, to)
+        if to not in self._takers:
+            self._takers[to] = _Taker(self._heads, self._rank, to)
         follows = self._ways is None
         if self._ways is not None and body.numel():
             self._ways.send(to, body)
-        self._senders[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
+        self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
 
     @torch.no_grad()
     def take(self, sender: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
         """What a rank left under a tag."""
         digest, size = _digest(tag), num_bytes(wants)
-        body = self._own_letter(digest, tag) if sender == self._rank else self._wait(sender, digest)
+        if sender == self._rank:
+            assert self._inbox.has(sender, digest), f"rank {self._rank} takes {tag} from itself before it posts it"
+        body = self._wait(sender, digest)
         assert body.numel() == size, f"{tag} has {body.numel()} bytes, {size} were expected"
         return unpack(body, [wants])[0]
 
     def num_came(self, sender: int) -> int:
         """How many letters have come from a rank so far."""
-        return self._came[sender].count if sender in self._came else 0
+        return self._inbox.counts[sender]
 
     def push(self) -> None:
         """Raise if something that was left cannot arrive any more."""
-        for sender in self._senders.values():
-            sender.check()
+        for taker in self._takers.values():
+            taker.check()
+
+    def memory(self) -> list[Tensor]:
+        """What is held for letters: nothing that is used again."""
+        return []
 
     def close(self) -> None:
         """There will be no further letter; wait a while for those under way."""
         until = time.monotonic() + LAST
-        for sender in self._senders.values():
-            sender.close()
-        for sender in self._senders.values():
-            sender.join(max(0.0, until - time.monotonic()))
-        self._senders = {}
-
-    def _own_letter(self, digest: bytes, tag: str) -> Tensor:
-        waiting = self._own.get(digest)
-        assert waiting, f"rank {self._rank} takes {tag} from itself before it posts it"
-        body = waiting.popleft()
-        if not waiting:
-            del self._own[digest]
-        return body
+        for taker in self._takers.values():
+            taker.close()
+        for taker in self._takers.values():
+            taker.join(max(0.0, until - time.monotonic()))
+        self._takers = {}
 
     def _wait(self, sender: int, digest: bytes) -> Tensor:
-        if sender not in self._came:
-            self._came[sender] = _Arrivals()
-            name = f"rank {self._rank} receives from rank {sender}"
-            threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
-        arrivals = self._came[sender]
+        if sender not in self._senders:
+            self._senders[sender] = _Sender()
+            if sender != self._rank:
+                name = f"rank {self._rank} receives from rank {sender}"
+                threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
         while True:
             with self._changed:
-                letters, lost = list(arrivals.letters), arrivals.lost
-                at = next((at for at, letter in enumerate(letters) if letter.digest == digest), None)
-                if at is None and lost is None and self._changed.wait(LOOK):
+                if self._inbox.has(sender, digest):
+                    post = self._inbox.pop(sender, digest)
+                    break
+                lost = self._senders[sender].lost
+                if lost is None and self._changed.wait(LOOK):
                     continue
-            if at is not None:
-                return self._fetched(sender, letters[: at + 1])
             self._look()
             if lost is not None:
                 raise PeerLost(f"rank {sender}, from which a letter was to come, has gone: {lost}")
-
-    def _fetched(self, sender: int, letters: Sequence[_Letter]) -> Tensor:
-        """The body of the last of some letters; bodies that are under way come in the order of their heads."""
-        for letter in letters:
-            if letter.body is None:
-                assert self._ways is not None
-                letter.body = self._ways.receive(sender, letter.size)
-        with self._changed:
-            self._came[sender].letters.remove(letters[-1])
-        body = letters[-1].body
-        assert body is not None
-        return body
+        under_way = self._senders[sender].under_way
+        while post.body is None:
+            # bodies come in the order of their heads
+            assert self._ways is not None
+            first = under_way.popleft()
+            first.body = self._ways.receive(sender, first.size)
+        return post.body
 
     def _receive(self, sender: int) -> None:
         """The life of a thread that receives from one rank."""
-        arrivals, head = self._came[sender], torch.empty(HEAD.size, dtype=torch.uint8)
+        head = torch.empty(HEAD.size, dtype=torch.uint8)
         try:
             while True:
                 self._heads.recv([head], sender, HEADS).wait()
@@ -183,18 +177,19 @@ class FarLetters:
                 if body is not None and size:
                     self._heads.recv([body], sender, BODIES).wait()
                 with self._changed:
-                    arrivals.letters.append(_Letter(digest, size, body))
-                    arrivals.count += 1
+                    post = _Post(size, body)
+                    self._inbox.put(sender, digest, post)
+                    self._senders[sender].under_way.extend([post] if body is None else [])
                     self._changed.notify_all()
             reason = "it has ended"
         except RuntimeError as error:
             reason = _reason(error)
         with self._changed:
-            arrivals.lost = reason
+            self._senders[sender].lost = reason
             self._changed.notify_all()
 
 
-class _Sender:
+class _Taker:
     """A thread that sends to one rank."""
 
     def __init__(self, heads: Any, rank: int, to: int) -> None:

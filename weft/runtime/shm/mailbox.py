@@ -1,7 +1,7 @@
-"""Letters: tensors that one process of a host leaves for another under a tag, and neither waits for the other.
+"""Shm mailbox: tensors that one process of a host leaves for another under a tag, and neither waits for the other.
 
 In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A small letter travels through
-a pipe (pipes.py) as it is; a large one lies in shared memory (boxes.py) and a note of where travels, so a pipe hardly
+a pipe (pipes.py) as it is; a large one lies in shared memory (segments.py) and its address travels, so a pipe hardly
 fills and sending does not wait. Letters that come before they are asked for are kept.
 
 Promised: no tag is used twice while a letter of it is under way; a member that is gone ends the wait for it.
@@ -13,15 +13,15 @@ import ctypes
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from weft.runtime.boxes import LAST, PAUSE, Box, Boxes, new_box, note_of
-from weft.runtime.pipes import Pipes
+from weft.runtime.inbox import Inbox
+from weft.runtime.shm.pipes import Pipes
+from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
 from weft.runtime.watch import PeerLost
 from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
 
@@ -31,29 +31,28 @@ HEAD = struct.Struct("<III")
 """Bytes of the tag, bytes of the body, and whether the body is a note."""
 
 
-class Letters:
+class ShmMailbox:
     """The letters of one rank in one group. For one thread at a time.
 
     Args:
-        boxes: its view of the others' shared memory.
+        segments: its view of the others' shared memory.
         look: called while waiting; raises if that is in vain.
     """
 
-    def __init__(self, pipes: Pipes, boxes: Boxes, look: Callable[[], None]) -> None:
-        self._pipes, self._boxes, self._look = pipes, boxes, look
-        self._own: list[Box] = []
+    def __init__(self, pipes: Pipes, segments: Segments, look: Callable[[], None]) -> None:
+        self._pipes, self._segments, self._look = pipes, segments, look
+        self._own: list[Segment] = []
         self._serial = 0
-        self._read = [bytearray() for _ in range(boxes.num_members)]
-        self._came: dict[tuple[int, str], deque[tuple[bytes, bool]]] = {}
-        self._counts = [0] * boxes.num_members
-        self._own_letters: dict[str, deque[list[Tensor]]] = {}
+        self._read = [bytearray() for _ in range(segments.num_members)]
+        self._came = Inbox[tuple[bytes, bool]]()
+        self._own_posts = Inbox[list[Tensor]]()
 
     @torch.no_grad()
     def post(self, at: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for the member at a position."""
-        if at == self._boxes.position:
+        if at == self._segments.position:
             kept = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self._own_letters.setdefault(tag, deque()).append(kept)
+            self._own_posts.put(at, tag, kept)
             return
         parts = [as_bytes(tensor) for tensor in tensors]
         size = sum(part.numel() for part in parts)
@@ -63,22 +62,20 @@ class Letters:
 
     def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
         """What the member at a position left under a tag."""
-        if at == self._boxes.position:
-            return self._own_letter(tag)
-        while not self._came.get((at, tag)):
+        if at == self._segments.position:
+            assert self._own_posts.has(at, tag), f"a rank takes {tag} from itself before it posts it"
+            return self._own_posts.pop(at, tag)
+        while not self._came.has(at, tag):
             self._read[at] += self._pipes.read(at, self._look)
             self._sort(at)
-        waiting = self._came[at, tag]
-        body, is_note = waiting.popleft()
-        if not waiting:
-            del self._came[at, tag]
+        body, is_note = self._came.pop(at, tag)
         flat = self._fetched(body, num_bytes(wants)) if is_note else _tensor_of(body)
         assert flat.numel() == num_bytes(wants), f"{tag} has {flat.numel()} bytes, {num_bytes(wants)} were expected"
         return unpack(flat, [wants])[0]
 
     def num_came(self, at: int) -> int:
         """How many letters have come from a member so far."""
-        return self._counts[at]
+        return self._came.counts[at]
 
     def push(self) -> None:
         """Send on what did not fit into the pipes."""
@@ -88,25 +85,19 @@ class Letters:
         """There will be no further letter; wait a while for others to take what lies here."""
         until = time.monotonic() + LAST
         with suppress(PeerLost):
-            while time.monotonic() < until and not (self._pipes.sent and all(box.is_free() for box in self._own)):
+            while time.monotonic() < until and not (
+                self._pipes.sent and all(segment.is_free() for segment in self._own)
+            ):
                 self.push()
                 time.sleep(PAUSE)
-        for box in self._own:
-            os.close(box.descriptor)
+        for segment in self._own:
+            os.close(segment.descriptor)
         self._own = []
-        self._boxes.close()
+        self._segments.close()
 
     def memory(self) -> list[Tensor]:
         """What is held for letters."""
-        return [box.memory for box in self._own]
-
-    def _own_letter(self, tag: str) -> list[Tensor]:
-        waiting = self._own_letters.get(tag)
-        assert waiting, f"a rank takes {tag} from itself before it posts it"
-        found = waiting.popleft()
-        if not waiting:
-            del self._own_letters[tag]
-        return found
+        return [segment.memory for segment in self._own]
 
     def _sort(self, at: int) -> None:
         """File what has come in full."""
@@ -118,30 +109,29 @@ class Letters:
                 return
             tag = bytes(read[HEAD.size : HEAD.size + length]).decode()
             body = bytes(read[HEAD.size + length : end])
-            self._came.setdefault((at, tag), deque()).append((body, bool(is_note)))
-            self._counts[at] += 1
+            self._came.put(at, tag, (body, bool(is_note)))
             del read[:end]
 
     def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:
-        """Lay a letter into a box; the note of where it is."""
-        start = self._boxes.marks
-        fitting = [box for box in self._own if box.is_free() and box.size >= start + size]
-        box = min(fitting, key=lambda one: one.size) if fitting else self._made(start + size)
-        box.number, box.takers = box.number + 1, (at,)
-        torch.cat(list(parts), out=box.memory[start : start + size])
-        return bytes(note_of(box, start).tolist())
+        """Lay a letter into a segment; the note of where it is."""
+        start = self._segments.marks
+        fitting = [segment for segment in self._own if segment.is_free() and segment.size >= start + size]
+        segment = min(fitting, key=lambda one: one.size) if fitting else self._made(start + size)
+        segment.number, segment.takers = segment.number + 1, (at,)
+        torch.cat(list(parts), out=segment.memory[start : start + size])
+        return bytes(note_of(segment, start).tolist())
 
-    def _made(self, size: int) -> Box:
+    def _made(self, size: int) -> Segment:
         self._serial += 1
         # apart from the serial numbers of messages and of sums
-        box = new_box(size, self._serial + (1 << 40))
-        self._own.append(box)
-        return box
+        segment = new_segment(size, self._serial + (1 << 40))
+        self._own.append(segment)
+        return segment
 
     def _fetched(self, note: bytes, size: int) -> Tensor:
-        box, number, start = self._boxes.opened(_tensor_of(note))
-        found = box.memory[start : start + size].clone()
-        box.set_mark(self._boxes.position, number)
+        segment, number, start = self._segments.opened(_tensor_of(note))
+        found = segment.memory[start : start + size].clone()
+        segment.set_mark(self._segments.position, number)
         return found
 
 

@@ -1,0 +1,46 @@
+"""Buckets: which tensors travel in one collective, and how many bytes.
+
+In: tensors in the order of the program, each with its group and dtype. Out: lists of those that share both, in the
+order of their last members: that is when they can be started. It is the same on all members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol, TypeVar
+
+BUCKET = 32 << 20
+"""Bytes of gradients in one all-reduce."""
+FULL = 4 << 20
+"""Bytes of full tensors in one all-gather or reduce-scatter: so many exist besides those in use."""
+
+
+class Travels(Protocol):
+    """A tensor that travels."""
+
+    @property
+    def key(self) -> Hashable:
+        """What all tensors of a bucket have in common."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Travels)
+
+
+def in_buckets(tensors: Sequence[T], size: int) -> list[list[T]]:
+    """A tensor as large as a bucket is its own; smaller ones share one until it is full, also if others stand between
+    them."""
+    made: list[tuple[int, list[T]]] = []
+    unfilled: dict[Hashable, list[T]] = {}
+    for place, one in enumerate(tensors):
+        bucket = [one] if one.num_bytes >= size else [*unfilled.pop(one.key, ()), one]
+        if sum(each.num_bytes for each in bucket) >= size:
+            made.append((place, bucket))
+        else:
+            unfilled[one.key] = bucket
+    last = {id(one): place for place, one in enumerate(tensors)}
+    made += [(last[id(bucket[-1])], bucket) for bucket in unfilled.values()]
+    return [bucket for _, bucket in sorted(made, key=lambda pair: pair[0])]
