@@ -396,6 +396,8 @@ class Prover:
     def _start(self, name: str, tensor: str | None) -> None:
         """A gradient enters, once and whole, on every device that holds what it is of."""
         root = self._find(name)
+        if self.program.values[name].grad is None:
+            raise FaultError(f"backward starts from %{name}, for which no gradient is planned")
         for where, content in root.contents.items():
             if isinstance(content, str) or content.tensor != tensor:
                 raise FaultError(f"backward starts from {name}, which does not hold {tensor}")

@@ -76,7 +76,7 @@ def _by_chunk(program: Program, transfers: Transfers, rank: int, value: str) -> 
 
 def transfer_entries(transfers: Transfers, moves: Iterable[Move], rank: int) -> list[dict[str, Any]]:
     """The transfers of the moves that a rank takes part in."""
-    found = (transfers.of(move, rank) for move in moves)
+    found = (transfers.spelled_out(move, rank) for move in moves)
     return [_entry(one, rank) for one in found if one is not None]
 
 

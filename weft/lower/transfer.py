@@ -21,6 +21,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self._routings: dict[Move, Routing] = {}
+        self._from_all: dict[tuple[Move, tuple[int, ...]], bool] = {}
 
     def of(self, move: Move, device: int) -> Transfer | None:
         """What `device` does in `move`; None if it takes no part."""
@@ -38,6 +39,17 @@ class Transfers:
         firsts = {(part.device, part.slot): _first_alike(move.source, part) for part in move.source.parts()}
         found = self._through(move, device, lambda route: firsts[route.source_device, route.source_slot] == slot)
         return replace(found, sends=_at_first(found.sends))
+
+    def spelled_out(self, move: Move, device: int) -> Transfer | None:
+        """The same as `of`; all-gathers and reduce-scatters are carried as such, so what only bears the name is an
+        exchange."""
+        found = self.of(move, device)
+        if found is None or found.kind not in ("all_gather", "reduce_scatter"):
+            return found
+        key = move, found.group
+        if key not in self._from_all:
+            self._from_all[key] = _from_all(move, found.group, self._routing(move))
+        return found if self._from_all[key] else replace(found, kind="exchange")
 
     def is_local(self, move: Move) -> bool:
         """True if nothing leaves a device."""
@@ -105,6 +117,14 @@ def _kind(move: Move, group: tuple[int, ...]) -> str:
     if len(group) == 1:
         return "local"
     return "exchange" if move.kind in ("all_reduce", "local") else move.kind
+
+
+def _from_all(move: Move, group: tuple[int, ...], routing: Routing) -> bool:
+    """True if every member that gets something gets it from all that hold something."""
+    pairs = {(route.source_device, route.target_device) for route in _within(routing, group)}
+    holders = {device for device in group if any(all(part.shape) for part in move.source.parts_on(device))}
+    takers = {taker for _, taker in pairs}
+    return all((holder, taker) in pairs for taker in takers for holder in holders - {taker})
 
 
 def _sent(route: Route) -> Piece:
