@@ -25,6 +25,7 @@ from weft.runtime.script import Transfer
 from weft.runtime.transfers import execute_all, together
 from weft.runtime.transport import Handle, Transport
 from weft.runtime.unshard import Gather, start_gathers
+from weft.runtime.wire import LARGE
 
 Key = tuple[str, int]
 """A parameter, and the number of how it is brought to where it is used."""
@@ -111,7 +112,9 @@ class FullWeights:
     def _lay_out(self, gathers: Sequence[Gather]) -> None:
         """Make memory for full weights, with their shards in it."""
         transport, (group, dtype) = gathers[0].transport, gathers[0].key
-        lengths = [_aligned(prod(one.shape), dtype) for one in gathers]
+        lengths = [prod(one.shape) for one in gathers]
+        if sum(lengths) * dtype.itemsize >= LARGE:
+            lengths = [_aligned(length, dtype) for length in lengths]
         flat = transport.buffer(sum(lengths), dtype, group)
         for gather, room in zip(gathers, flat.split(lengths), strict=True):
             full = room[: prod(gather.shape)].view(gather.shape)
