@@ -220,7 +220,7 @@ def test_what_is_recomputed_has_the_bits_of_weights_that_stay() -> None:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets hold one weight each."""
-    monkeypatch.setattr(prefetch, "FULL", 1)
+    monkeypatch.setattr(prefetch, "AHEAD", 1)
 
 
 def test_nothing_gathered_lives_between_the_two_runs_of_what_is_recomputed(one_by_one: None) -> None:

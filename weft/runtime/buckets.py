@@ -12,7 +12,9 @@ from typing import Protocol, TypeVar
 BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
 FULL = 4 << 20
-"""Bytes of full tensors in one all-gather or reduce-scatter: so many exist besides those in use."""
+"""Bytes of full gradients in one reduce-scatter, and of kept weights in one all-gather."""
+AHEAD = 1 << 20
+"""Bytes of weights in one all-gather ahead of their use: what comes too early leaves the cache before it is used."""
 
 
 class Travels(Protocol):

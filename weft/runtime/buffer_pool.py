@@ -32,10 +32,6 @@ class BufferPool:
         # another tensor: what is here is free when it lies alone in its memory
         return made.view(length)
 
-    def memory(self) -> list[Tensor]:
-        """What was handed out, or may be."""
-        return list(self._held)
-
 
 def is_private(tensor: Tensor) -> bool:
     """True if nothing else lies in the tensor's memory: it may be written to.

@@ -25,6 +25,7 @@ from weft.runtime.script import Transfer
 from weft.runtime.transfers import execute_all, together
 from weft.runtime.transport import Handle, Transport
 from weft.runtime.unshard import Gather, start_gathers
+from weft.runtime.wire import LARGE
 
 Key = tuple[str, int]
 """A parameter, and the number of how it is brought to where it is used."""
@@ -51,6 +52,8 @@ class FullWeights:
         self._turn = 0
         self._order: Sequence[Gather] = ()
         self._started = True
+        self._planned: tuple[Sequence[Gather], list[tuple[list[Gather], list[_Full]]]] = ((), [])
+        """The buckets of an order."""
 
     def begin(self, order: Sequence[Gather]) -> None:
         """From now on weights may be others than before. `order`: those that a program keeps, as it asks for them."""
@@ -96,11 +99,10 @@ class FullWeights:
     def _start(self) -> None:
         """Begin to refresh all that the turn will ask for."""
         self._started = True
-        for gathers in in_buckets([one for one in self._order if one.parts is not None], FULL):
-            known = [self._kept.get(self._key(one)) for one in gathers]
-            if None in known:
-                self._lay_out([one for one, full in zip(gathers, known, strict=True) if full is None])
-            kept = [self._kept[self._key(one)] for one in gathers]
+        if self._planned[0] is not self._order:
+            made = in_buckets([one for one in self._order if one.parts is not None], FULL)
+            self._planned = self._order, [(bucket, self._laid_out(bucket)) for bucket in made]
+        for gathers, kept in self._planned[1]:
             coming = start_gathers(gathers, [one.tensors[0] for one in kept])
             for full, gather in zip(kept, gathers, strict=True):
                 full.coming, full.turn, full.shards = coming, self._turn, (gather.stored,)
@@ -108,10 +110,18 @@ class FullWeights:
     def _key(self, gather: Gather) -> Key:
         return gather.name, self._numbers.of(gather.transfers)
 
+    def _laid_out(self, gathers: Sequence[Gather]) -> list[_Full]:
+        """What is kept for the weights of a bucket."""
+        if new := [one for one in gathers if self._key(one) not in self._kept]:
+            self._lay_out(new)
+        return [self._kept[self._key(one)] for one in gathers]
+
     def _lay_out(self, gathers: Sequence[Gather]) -> None:
         """Make memory for full weights, with their shards in it."""
         transport, (group, dtype) = gathers[0].transport, gathers[0].key
-        lengths = [_aligned(prod(one.shape), dtype) for one in gathers]
+        lengths = [prod(one.shape) for one in gathers]
+        if sum(lengths) * dtype.itemsize >= LARGE:
+            lengths = [_aligned(length, dtype) for length in lengths]
         flat = transport.buffer(sum(lengths), dtype, group)
         for gather, room in zip(gathers, flat.split(lengths), strict=True):
             full = room[: prod(gather.shape)].view(gather.shape)

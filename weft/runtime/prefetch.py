@@ -3,7 +3,7 @@
 In: the order in which a run (a forward, or a backward) will ask for weights, and its requests. Out: each full weight;
 nothing here holds it afterwards. That of a forward is written in the program (`Part.use`), that of a backward is what
 its forward has saved, from the last on. When all that was under way has been asked for, the next ones are started,
-several in one all-gather; so not many more than `FULL` bytes are held too early.
+several in one all-gather; so not many more than `AHEAD` bytes are held too early.
 
 Promised: gathers start in one order on all members, since the same program asks for them; what is asked for out of
 order is gathered then, and what is passed over is let go.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from weft.runtime.buckets import FULL
+from weft.runtime.buckets import AHEAD
 from weft.runtime.transport import Handle
 from weft.runtime.unshard import Gather, start_gathers
 
@@ -85,7 +85,7 @@ class Prefetch:
         num_bytes, first = 0, None
         for one in self._order[self._at :]:
             first = first or one
-            if one.parts is None or one.key != first.key or num_bytes >= FULL:
+            if one.parts is None or one.key != first.key or num_bytes >= AHEAD:
                 break
             num_bytes += one.num_bytes
             yield one

@@ -105,7 +105,7 @@ class ProcessTransport(Transport):
         self._main, self._aside = (
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check) for lane in (MAIN, ASIDE)
         )
-        self._spare = BufferPool(SPARES)
+        self._spare = {True: BufferPool(SPARES), False: BufferPool(0)}
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
@@ -201,10 +201,10 @@ class ProcessTransport(Transport):
         memory = None if pool is None else pool.lend(numel * dtype.itemsize, brief=brief)
         return super().buffer(numel, dtype, group) if memory is None else memory.view(dtype)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
         if numel * dtype.itemsize > SPARE or self.device.type != "cpu":
             return super().empty(numel, dtype)
-        return self._spare.take(numel, dtype)
+        return self._spare[brief].take(numel, dtype)
 
     def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
         pool = self._pool(group)
@@ -278,7 +278,7 @@ class ProcessTransport(Transport):
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
-        return [*self._main.memory(), *self._aside.memory(), *self._spare.memory()]
+        return [*self._main.memory(), *self._aside.memory()]
 
     # -- its end
 

@@ -34,6 +34,8 @@ class Used:
     transfers: tuple[Transfer, ...]
     """From the layout of the gradient to where the parameter is stored."""
     dtype: torch.dtype
+    number: int | None = None
+    """Of its transfers (`use_sync.py`)."""
     passed: bool = False
     """Backward has passed all that reads it: what has not come by then was put off."""
 

@@ -199,7 +199,7 @@ class Transport(ABC):
         """A flat tensor with any content, which members' calls use as it lies. `brief`: it is soon let go."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
         """A flat tensor with any content, for a result: memory that an earlier one has left, perhaps."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 

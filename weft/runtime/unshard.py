@@ -85,7 +85,7 @@ def start_gathers(gathers: Sequence[Gather], full: Sequence[Tensor] | None = Non
     with torch._C.DisableTorchFunction():
         transport, group = gathers[0].transport, gathers[0].key[0]
         if full is None:
-            full = [transport.empty(prod(one.shape), one.stored.dtype).view(one.shape) for one in gathers]
+            full = [transport.empty(prod(one.shape), one.stored.dtype, brief=True).view(one.shape) for one in gathers]
         before, transport.doing = transport.doing, Doing(f"use of {listed([one.name for one in gathers])}")
         made = list(full)
         handle = transport.start_all_gather([one.sharded(to) for one, to in zip(gathers, full, strict=True)], group)

@@ -107,7 +107,9 @@ class UseSync:
         return found
 
     def _way(self, use: Used) -> Way:
-        return use.parameter, self._numbers.of(use.transfers)
+        if use.number is None:
+            use.number = self._numbers.of(use.transfers)
+        return use.parameter, use.number
 
     def _take(self, use: Used) -> None:
         """Let the gradient of a use go: home, or to the others of its kind."""

@@ -66,8 +66,8 @@ class Within(Transport):
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         return self.whole.buffer(numel, dtype, self.outside(group), brief=brief)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.whole.empty(numel, dtype)
+    def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
+        return self.whole.empty(numel, dtype, brief=brief)
 
     def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
         self.whole.lay(tensors, self.outside(group))

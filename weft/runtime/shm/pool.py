@@ -68,10 +68,10 @@ class SharedPool:
         """Where other members find a tensor; None if it does not lie here from its first byte to its last."""
         if not tensor.is_contiguous():
             return None
+        begin, num_bytes = tensor.data_ptr(), tensor.nbytes
         for segment in self._own:
-            start = tensor.data_ptr() - segment.memory.data_ptr()
-            if start >= 0 and start + tensor.nbytes <= segment.size:
-                return address_of(segment, start)
+            if segment.begin <= begin and begin + num_bytes <= segment.begin + segment.size:
+                return address_of(segment, begin - segment.begin)
         return None
 
     def find(self, addresses: Sequence[bytes]) -> list[list[tuple[Segment, int]]]:

@@ -56,10 +56,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         self.memory = torch.frombuffer(self.mapping, dtype=torch.uint8)
-
-    @property
-    def size(self) -> int:
-        return self.memory.numel()
+        self.begin, self.size = self.memory.data_ptr(), self.memory.numel()
 
     def look_away(self) -> None:
         """Until the next look its memory does not count as this process's too."""
