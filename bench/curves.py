@@ -23,9 +23,9 @@ import torch
 
 from bench.machine import machine
 from weft.compile.model_file import load_model_file
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
 from weft.train.command import Settings, train_file
+from weft.verify.draw_mode import DrawMode
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gpt.py"

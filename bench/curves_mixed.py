@@ -32,10 +32,10 @@ from bench.curves import (
     write,
 )
 from weft.compile.model_file import load_model_file
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.precision import Precision
 from weft.runtime.random import Stream
+from weft.runtime.weights.precision import Precision
 from weft.train.command import Settings, train_file
+from weft.verify.draw_mode import DrawMode
 from weft.verify.mixed import OneDevice
 
 PLAN = "dp=2,tp=2,zero=2"

@@ -8,7 +8,7 @@ its module and trained two steps, above what it had before with everything impor
 counts in each of them. Widths are multiples of 64, tried by bisection until neighbours fit and do not fit; where to try
 next is guessed from the trials before. Ours runs with every block recomputed, and once more with co-shard: attention
 and MLP in two chunks, one after the other, each with its own parts of the weights. FSDP2 runs as it comes, with every
-block checkpointed, and both once more with processes that give memory back as ours do (`weft/runtime/heap.py`).
+block checkpointed, and both once more with processes that give memory back as ours do (`weft/runtime/jobs/heap.py`).
 Nothing is judged here.
 """
 
@@ -40,10 +40,10 @@ from bench.overhead import averaged, stepper
 from bench.sharded import share
 from bench.turns import Step, torch_group
 from weft.compile import compile_program
-from weft.runtime.initialise import begin
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
-from weft.train.amounts import read_bytes
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.start.initialise import begin
+from weft.train.memory.amounts import read_bytes
 from weft.train.opened import open_rank
 from weft.train.weights import Replayed
 

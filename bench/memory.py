@@ -5,8 +5,8 @@
 Each side runs in processes of its own, in turn. What is told is the most that a process had resident while it made its
 module and trained five steps, above what it had before with everything imported; of the ranks the largest, of the
 repeats the median, and the ratio of ours to theirs, below 1 where Weft takes less. Memory that processes share counts
-in each of them. Weft's processes let the C library give memory back (`weft/runtime/heap.py`), torch's own do not: the
-peer runs as it comes, and once more with that setting (`theirs_giving_back`). Nothing is judged here.
+in each of them. Weft's processes let the C library give memory back (`weft/runtime/jobs/heap.py`), torch's own do not:
+the peer runs as it comes, and once more with that setting (`theirs_giving_back`). Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bench.overhead import WARM_UP
 from bench.sharded import PEERS, compare_all, ours, theirs
 from bench.turns import torch_group
 from weft.compile import compile_program
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "memory.json"

@@ -46,10 +46,10 @@ from bench.gpt import GPT, SIZES, example, model
 from bench.machine import machine
 from bench.turns import Side, Step, Taken, in_turn, over_rounds, take_turns, torch_group
 from weft.compile import compile_program
-from weft.runtime.alone import Alone
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.training import call
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.single_rank import SingleRank
+from weft.runtime.training.step import call
 from weft.train.opened import open_rank
 
 ROOT = Path(__file__).parents[1]
@@ -156,7 +156,7 @@ def one_device(name: str, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     make, batch = subjects()[name]
     files = compile_program(make(), batch, "dp=1").files
-    ours, theirs = stepper(open_rank(files, Alone(), make()), batch), stepper(make(), batch)
+    ours, theirs = stepper(open_rank(files, SingleRank(), make()), batch), stepper(make(), batch)
     for step in (ours, theirs):
         step()
     start = time.perf_counter()

@@ -32,9 +32,9 @@ from bench.gpt import GPT, SIZES, example, model
 from bench.machine import machine
 from bench.turns import SETTLE
 from weft.compile import compile_program
-from weft.runtime.launch import Pool
-from weft.runtime.parallel import Parallel
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.training.parallel import Parallel
 from weft.train.opened import open_rank
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"

@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.machine import machine
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -27,8 +27,8 @@ from bench.gpt import GPT, SIZES, model
 from bench.machine import machine
 from bench.overhead import averaged, stepper
 from bench.turns import Step
-from weft.runtime.initialise import begin
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.start.initialise import begin
 from weft.train.opened import open_rank
 from weft.train.weights import Replayed
 

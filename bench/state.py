@@ -17,8 +17,8 @@ from bench.overhead import tell
 from bench.sharded import PEERS, compare_all, ours, theirs
 from bench.turns import Side, Taken, in_turn, take_turns, torch_group
 from weft.compile import compile_program
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "state.json"

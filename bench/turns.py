@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
 
 TIMEOUT = 300.0
 """Seconds that a step may take."""

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests.captures import CAPTURES
 from tests.pools import Pools, preload, shared
 from weft.capture import door
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
 
 torch.set_num_threads(1)
 # A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of it need it back.

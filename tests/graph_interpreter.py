@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from weft.ir.graph import Graph, Op, Ref, Size
-from weft.runtime.calls import FUNCTIONS
+from weft.runtime.operators.calls import FUNCTIONS
 
 
 def run_graph(graph: Graph, module: nn.Module, example: Any) -> dict[str, torch.Tensor]:

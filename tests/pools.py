@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
 
 Pools = Callable[[int], Pool]
 """A pool of so many processes."""
 
-NEEDED = ("weft.verify.generated", "weft.train.command", "weft.train.measured", "tests.processes.bodies")
+NEEDED = ("weft.verify.generated", "weft.train.command", "weft.train.memory.measured", "tests.processes.bodies")
 _preload = forkserver.set_forkserver_preload
 
 

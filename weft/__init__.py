@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from weft.plan import recompute as recompute
     from weft.plan import save_plan as save_plan
     from weft.plan import w as w
-    from weft.runtime.algorithms import Exchange as Exchange
-    from weft.runtime.algorithms import register_algorithm as register_algorithm
-    from weft.runtime.custom import register_op as register_op
-    from weft.runtime.reduction import per_token as per_token
-    from weft.runtime.scaling import GradScaler as GradScaler
+    from weft.runtime.operators.algorithms import Exchange as Exchange
+    from weft.runtime.operators.algorithms import register_algorithm as register_algorithm
+    from weft.runtime.operators.custom import register_op as register_op
+    from weft.runtime.training.reduction import per_token as per_token
+    from weft.runtime.training.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
     from weft.train import parallelize as parallelize
     from weft.verify import verify as verify
@@ -49,20 +49,20 @@ __version__ = "0.1.0"
 _PLAN = ("Plan", "match", "cut", "copy", "algorithm", "recompute", "before", "save_plan", "load_plan")
 _EVENTS = ("f", "b", "w")
 """Reachable as `weft.f`, but no names for `from weft import *` to scatter."""
-_HOMES = {
+_EXPORTS = {
     "Graph": "weft.ir.graph",
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
     **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
     **dict.fromkeys(("parallelize", "clip_grad_norm_"), "weft.train"),
-    "GradScaler": "weft.runtime.scaling",
+    "GradScaler": "weft.runtime.training.scaling",
     "dynamic": "weft.capture.example",
-    **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.algorithms"),
-    "register_op": "weft.runtime.custom",
-    "per_token": "weft.runtime.reduction",
+    **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.operators.algorithms"),
+    "register_op": "weft.runtime.operators.custom",
+    "per_token": "weft.runtime.training.reduction",
     "Precision": "weft.capture.precision",
 }
-_ROOMS = ("capture", "verify", "errors")
+_CALLABLE = ("capture", "verify", "errors")
 
 __all__ = [
     "__version__",
@@ -94,10 +94,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _CALLABLE:
         return importlib.import_module(f"weft.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _Room(ModuleType):
+class _CallableModule(ModuleType):
     """A sub-package that can be called: `weft.verify(...)` is `weft.verify.verify(...)`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("capture", "verify") and isinstance(value, ModuleType):
-            value.__class__ = _Room
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 

@@ -13,9 +13,9 @@ from tests.models import GPT, MLP, GPTConfig
 from weft.capture import capture
 from weft.compile.model_file import Subject
 from weft.ir.graph import Graph, Op
-from weft.plan.basic import dp
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
+from weft.plan.recipes.basic import dp
 from weft.verify.compare import Sample
 from weft.verify.reference import run_reference
 

@@ -17,10 +17,10 @@ from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.runtime.emulator import run_ranks
-from weft.runtime.program_files import load_program
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.load import load_program
 from weft.runtime.random import Stream
-from weft.runtime.transport import Transport
 
 
 class PeakMemory(TorchDispatchMode):

@@ -28,7 +28,7 @@ from weft.ir.graph import Graph
 from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.runtime.module import ParallelModule
+from weft.runtime.program.module import ParallelModule
 from weft.verify.compare import Sample, compare
 from weft.verify.door import verify
 from weft.verify.generated import run_generated

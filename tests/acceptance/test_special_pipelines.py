@@ -23,12 +23,12 @@ from weft.order.names import make_schedule
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan, save_plan
 from weft.plan.primitives import b, before, cut, f
-from weft.plan.recycling import repeated
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.pipeline_files import load_pipeline
-from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
+from weft.plan.recipes.recycling import repeated
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.training.load import load_pipeline
+from weft.runtime.weights.grad_sync import BucketSync
 from weft.verify.door import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

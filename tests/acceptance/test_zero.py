@@ -31,11 +31,11 @@ from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.microbatches import split_arguments
 from weft.runtime.random import Stream
-from weft.runtime.several import as_one
+from weft.runtime.training.combined_optimizer import as_one
+from weft.runtime.training.microbatches import split_arguments
 from weft.verify.compare import Sample, compare
+from weft.verify.draw_mode import DrawMode
 from weft.verify.generated import run_generated
 from weft.verify.processes import one_thread
 from weft.verify.reference import run_reference

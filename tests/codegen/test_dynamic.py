@@ -12,16 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import weft
-from weft.codegen.affine import Expression, fit, fit_quotient
-from weft.codegen.logical import logical_lines
+from weft.codegen.sizes.affine import Expression, fit, fit_quotient
+from weft.codegen.sizes.logical import logical_lines
 from weft.compile import Compiled, compile_program
 from weft.compile.model_file import Subject
 from weft.errors import CaptureError, PlanError, WeftError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
-from weft.runtime.batch import BatchMismatch, Form
-from weft.runtime.files import files_of
-from weft.runtime.sizes import evaluate
+from weft.runtime.program.batch import BatchMismatch, Form
+from weft.runtime.program.files import files_of
+from weft.runtime.program.sizes import evaluate
 from weft.verify import verify
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated

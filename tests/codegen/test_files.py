@@ -15,12 +15,12 @@ from weft.codegen import emit, generate
 from weft.ir.program import Program
 from weft.lower import lower
 from weft.plan.load import load_plan
-from weft.runtime.emulator import run_ranks
-from weft.runtime.files import changes, files_of
-from weft.runtime.module import ParallelModule
-from weft.runtime.program_files import load_program
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import changes, files_of
+from weft.runtime.program.load import load_program
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
-from weft.runtime.transport import Transport
 
 
 def program(model: str, plan: str) -> Program:
@@ -42,8 +42,8 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import torch
-from weft.runtime.emulator import run_ranks
-from weft.runtime.program_files import load_program
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.program.load import load_program
 
 def body(transport):
     torch.manual_seed(0)

@@ -14,8 +14,8 @@ from tests.ops import cases
 from tests.ops.cases import Form, form, i, moving_cases, r
 from tests.ops.cases_numeric import numeric_cases
 from tests.ops.cases_talking import statistics
-from weft.codegen.calling import show
-from weft.codegen.operators import TEMPLATES, Written, expression
+from weft.codegen.statements.calling import show
+from weft.codegen.statements.operators import TEMPLATES, Written, expression
 from weft.ops.arguments import overload
 
 CPU = torch.device("cpu")

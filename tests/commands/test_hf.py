@@ -13,7 +13,7 @@ import transformers
 from weft.cli import main
 from weft.compile.model_file import load_model_file
 from weft.errors import ModelFileError
-from weft.runtime.training import call
+from weft.runtime.training.step import call
 
 SMALL = "hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32"
 LLAMA = f"hf:LlamaConfig({SMALL}, vocab_size=32)"

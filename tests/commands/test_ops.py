@@ -14,7 +14,7 @@ from weft.cli import main
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.plan import Plan, copy, cut
 from weft.plan.divided import divided
-from weft.plan.recipe_string import parse_recipe
+from weft.plan.recipes.text import parse_recipe
 
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
-from weft.runtime.files import changes
+from weft.runtime.program.files import changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP, GPT = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")

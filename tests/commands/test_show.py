@@ -13,7 +13,7 @@ from weft.commands.modules import module_rows
 from weft.compile.model_file import load_model_file
 from weft.lower import lower
 from weft.plan.load import load_plan
-from weft.runtime.files import changes
+from weft.runtime.program.files import changes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MLP, GPT = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")

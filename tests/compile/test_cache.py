@@ -17,8 +17,8 @@ from weft.errors import RunError
 from weft.ir.graph import Tensor
 from weft.plan import Plan, cut
 from weft.plan.load import load_plan
-from weft.runtime.algorithms import REGISTRY
-from weft.runtime.files import META, PARTS, content_hash
+from weft.runtime.operators.algorithms import REGISTRY
+from weft.runtime.program.files import META, PARTS, content_hash
 
 
 @pytest.fixture(scope="module")

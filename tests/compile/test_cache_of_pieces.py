@@ -13,7 +13,7 @@ from weft.ir.schedule import Pipeline, Schedule
 from weft.order import make_schedule
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.runtime.files import PIPELINE
+from weft.runtime.program.files import PIPELINE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlp.py"
 PLAN = "pp=2,microbatches=5"

@@ -15,7 +15,7 @@ from weft.ir.layout import Layout
 from weft.ir.program import Move
 from weft.ir.routes import Index, Routing, adds
 from weft.lower.transfer import Transfers
-from weft.runtime.script import Transfer
+from weft.runtime.layout.transfer import Transfer
 
 Parts = dict[tuple[int, int], np.ndarray]
 """The tensor of each (device, slot)."""

@@ -31,8 +31,8 @@ MAX_LINES = 450
 LONG_FILES = {
     "weft/lower/prove.py",
     "weft/plan/lines.py",
-    "weft/runtime/channel.py",
-    "weft/runtime/module.py",
+    "weft/runtime/links/channel.py",
+    "weft/runtime/program/module.py",
 }
 
 MAX_MODULES = 20

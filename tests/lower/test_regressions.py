@@ -17,13 +17,13 @@ from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, 
 from weft.ir.routes import Routing
 from weft.lower import lower
 from weft.lower.check import check
-from weft.lower.typed_moves import FaultError
-from weft.lower.typed_ops import refuse_hanging_talk
+from weft.lower.proof.moves import FaultError
+from weft.lower.proof.ops import refuse_hanging_talk
 from weft.plan.plan import Plan
 from weft.plan.primitives import copy, cut
-from weft.runtime.script import Piece, Transfer
-from weft.runtime.transfers import execute
-from weft.runtime.transport import Doing
+from weft.runtime.layout.execute import execute
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.links.transport import Doing
 
 
 def layers() -> Case:

@@ -23,11 +23,11 @@ from weft.ir.program import Move, Program
 from weft.lower import lower
 from weft.lower.check import check
 from weft.lower.pipeline import lower_pieces
+from weft.lower.proof.moves import FaultError, MoveProofs
 from weft.lower.transfer import Transfers
-from weft.lower.typed_moves import FaultError, MoveProofs
 from weft.ops.book import RuleBook
 from weft.plan.load import load_plan
-from weft.runtime.script import Piece, Transfer
+from weft.runtime.layout.transfer import Piece, Transfer
 
 MORE_RECIPES = ("dp=2,tp=2,coshard=2", "dp=2,recompute=*")
 PIPELINES = ("pp=2", "pp=2,tp=2", "pp=2,dp=2,zero=3,microbatches=2")

@@ -24,7 +24,7 @@ from weft.ops.arguments import numbered
 from weft.ops.derive import cell_view, operands, require
 from weft.ops.rule import Call, CellView, Group, Rule
 from weft.ops.table import rule_for
-from weft.runtime.calls import resolve
+from weft.runtime.operators.calls import resolve
 from weft.runtime.random import Draw, Stream
 
 TOLERANCE = 1e-12

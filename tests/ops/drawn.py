@@ -8,8 +8,8 @@ import torch
 
 from tests.ops.cases import Form
 from tests.ops.cells import STREAM, prove_cells, whole_case
-from weft.runtime.calls import resolve
-from weft.runtime.drawmode import DrawMode
+from weft.runtime.operators.calls import resolve
+from weft.verify.draw_mode import DrawMode
 
 
 def prove_drawn(target: str, form: Form) -> None:

@@ -23,7 +23,7 @@ from weft.ir.oplayout import Carried, Cut, OpLayout, Use
 from weft.ops.derive import cell_view, operands, require
 from weft.ops.rule import Call, Rule
 from weft.ops.table import rule_for
-from weft.runtime.calls import resolve
+from weft.runtime.operators.calls import resolve
 
 TOLERANCE = 1e-11
 

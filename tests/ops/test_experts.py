@@ -10,7 +10,7 @@ from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Ref, Tensor
 from weft.ops.precision import Float64Mode
 from weft.ops.table import rule_for
-from weft.runtime.experts import grouped_mm, grouped_product
+from weft.runtime.operators.experts import grouped_mm, grouped_product
 
 ENDS = ([2, 7, 7, 9], [0, 0, 9, 9], [1, 3, 6, 8])
 """Groups of several sizes, of none, and rows that belong to no group."""

@@ -9,7 +9,7 @@ from weft.errors import RuleError
 from weft.ir.graph import Tensor
 from weft.ops.grammar import instantiate, parse
 from weft.ops.rule import Rule
-from weft.runtime.algorithms import Exchange
+from weft.runtime.operators.algorithms import Exchange
 
 
 def _fit(text: str, reads: list[tuple[int, ...]], makes: list[tuple[int, ...]], **more: object) -> Rule:

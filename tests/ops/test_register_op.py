@@ -21,7 +21,7 @@ from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.plan.load import load_plan
 from weft.runtime.comm import Comms, sum_over, sum_to_copy
-from weft.runtime.custom import CustomOp, defined_in, need_operator, tensors_in
+from weft.runtime.operators.custom import CustomOp, defined_in, need_operator, tensors_in
 
 FILE = Path(custom_ops.__file__)
 

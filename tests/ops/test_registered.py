@@ -22,7 +22,7 @@ from weft.compile.model_file import Subject
 from weft.errors import PlanError
 from weft.lower import lower
 from weft.ops.book import RuleBook
-from weft.runtime.algorithms import REGISTRY, Exchange, register_algorithm
+from weft.runtime.operators.algorithms import REGISTRY, Exchange, register_algorithm
 
 SOFTMAX = "aten.softmax"
 TALK = Exchange("copy", "partial", ("all_reduce", "all_reduce"), ("all_reduce",))

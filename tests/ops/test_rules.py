@@ -24,8 +24,8 @@ from weft.ir.oplayout import plain_cut
 from weft.ops.arguments import overload
 from weft.ops.build import OpView
 from weft.ops.discover import nothing
-from weft.ops.pointwise import UNTAGGED, is_pointwise
 from weft.ops.precision import Float64Mode
+from weft.ops.rules.pointwise import UNTAGGED, is_pointwise
 from weft.ops.table import RULES, look_up, rule_for
 
 NO_EMPTY = (

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.runtime.comm import Comm, Comms, reduce, sum_over
-from weft.runtime.indices import Intervals
-from weft.runtime.indices import indices as numbers
+from weft.runtime.layout.indices import Intervals
+from weft.runtime.layout.indices import indices as numbers
 
 
 def summed_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, *, comm: Comms) -> Tensor:

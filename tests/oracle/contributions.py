@@ -15,7 +15,7 @@ from tests.oracle.terms import Content, Term, Universe, incomplete
 from weft.ir.graph import Graph, Op
 from weft.ir.program import Compute, Program, walk
 from weft.ir.ranges import Ranges, ascending, volume, whole
-from weft.lower.typed_moves import FaultError
+from weft.lower.proof.moves import FaultError
 from weft.ops.book import RuleBook
 from weft.ops.rule import CellView, Rule
 

@@ -15,9 +15,9 @@ from weft.ir.graph import Graph
 from weft.ir.layout import verify_layout
 from weft.ir.program import Move, Value
 from weft.ir.ranges import Ranges, overlap, text, tidy
+from weft.lower.proof.moves import FaultError
 from weft.lower.transfer import Transfers
-from weft.lower.typed_moves import FaultError
-from weft.runtime.script import Transfer
+from weft.runtime.layout.transfer import Transfer
 
 Where = tuple[int, int]
 """Device and slot."""

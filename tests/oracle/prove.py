@@ -31,8 +31,8 @@ from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value, outputs_of
 from weft.ir.ranges import Ranges, ascending, count, tidy, whole
 from weft.lower.check import Report
-from weft.lower.typed_moves import FaultError
-from weft.lower.typed_ops import refuse_cuts, refuse_hanging_talk
+from weft.lower.proof.moves import FaultError
+from weft.lower.proof.ops import refuse_cuts, refuse_hanging_talk
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
 from weft.ops.rule import CellView, Rule

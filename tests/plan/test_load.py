@@ -11,7 +11,7 @@ import yaml
 from tests.plan.graphs import gpt_graph, grouped_graph, layers, odd_graph
 from weft.errors import PlanError
 from weft.plan import Micro, Plan, algorithm, b, before, copy, cut, f, load_plan, recompute, save_plan, tp
-from weft.plan.recipe_string import parse_recipe
+from weft.plan.recipes.text import parse_recipe
 
 GRAPH = layers()
 

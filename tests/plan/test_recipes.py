@@ -13,8 +13,8 @@ from weft.ir.oplayout import Copied, Cut
 from weft.ops.book import RuleBook
 from weft.ops.work import multiplications
 from weft.plan import Plan, copy, coshard, dp, tp
-from weft.plan.basic import recompute
-from weft.plan.weigh import weigh
+from weft.plan.recipes.basic import recompute
+from weft.plan.recipes.weigh import weigh
 
 
 def cuts(plan: Plan, axis: str) -> dict[str, str]:

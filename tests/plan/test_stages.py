@@ -16,7 +16,7 @@ from weft.ops.book import RuleBook
 from weft.ops.work import light_ops, work_of
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.plan.stages import balanced, begun_at
+from weft.plan.recipes.stages import balanced, begun_at
 
 WIDTH = 64
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.pipeline_files import load_pipeline
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.replicas import Replica
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Doing, GroupComm, Sharded, Transport
+from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import PIECE, Segments
-from weft.runtime.transport import Doing, GroupComm, Sharded, Transport
-from weft.runtime.watch import PeerLost
-from weft.runtime.wire import LARGE
+from weft.runtime.training.load import load_pipeline
+from weft.runtime.weights.grad_sync import BucketSync
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 

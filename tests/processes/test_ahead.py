@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.processes.conftest import Pools
-from weft.runtime import products as F
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.moves import all_gather, reduce_scatter
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.transport import Transport
+from weft.runtime.layout.moves import all_gather, reduce_scatter
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights import products as F
+from weft.runtime.weights.grad_sync import BucketSync
 
 STORED = Part((6, 6), {0: "dp"}, dtype=torch.float64, use=[all_gather(0, "dp")], sync=None)
 PARTS = {f"layers.{i}.weight": STORED for i in range(4)}

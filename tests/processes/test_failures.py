@@ -16,8 +16,8 @@ import pytest
 
 from tests.processes import bodies
 from tests.processes.conftest import Pools
-from weft.runtime.launch import Pool, ProcessFailed
-from weft.runtime.transport import CollectiveMismatch, RankFailed
+from weft.runtime.jobs.launch import Pool, ProcessFailed
+from weft.runtime.links.transport import CollectiveMismatch, RankFailed
 
 ROOT = Path(__file__).parents[2]
 QUICK = 30.0
@@ -139,7 +139,7 @@ def test_a_foreign_group_is_refused(ready: Callable[[int], Pool]) -> None:
 
 LAUNCHER = """
 import sys
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
 if __name__ == "__main__":
     with Pool(2) as pool:
         pool.start()

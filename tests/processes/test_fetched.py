@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes.conftest import Pools
-from weft.runtime.prefetch import Prefetch
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.script import Index, Piece, Transfer
-from weft.runtime.unshard import Gather
+from weft.runtime.layout.transfer import Index, Piece, Transfer
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.weights.prefetch import Prefetch
+from weft.runtime.weights.unshard import Gather
 
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "small": ((7,), 0),

@@ -13,10 +13,10 @@ from tests.processes import bodies
 from tests.processes.conftest import Pools
 from tests.processes.test_failures import failed
 from tests.runtime.test_pipeline import batches, write_pipeline
-from weft.runtime.emulator import run_ranks
-from weft.runtime.launch import ProcessFailed
-from weft.runtime.transport import CollectiveMismatch
-from weft.runtime.watch import is_deadlock
+from weft.runtime.jobs.launch import ProcessFailed
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import CollectiveMismatch
+from weft.runtime.links.watch import is_deadlock
 
 
 @pytest.fixture(params=["pipes", "backend"])

@@ -13,7 +13,7 @@ from weft.compile.subject import capture_subject, in_precision, make_plan
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.plan import Plan
-from weft.runtime.precision import Precision
+from weft.runtime.weights.precision import Precision
 from weft.verify.generated import run_generated
 from weft.verify.processes import compare_with_emulator, one_thread
 

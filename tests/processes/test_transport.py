@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.processes import bodies
 from tests.processes.conftest import Pools
-from weft.runtime.backend import GLOO
-from weft.runtime.channel import Channel
-from weft.runtime.emulator import run_ranks
-from weft.runtime.launch import Pool, entry_name, run_processes
-from weft.runtime.watch import PeerLost
+from weft.runtime.jobs.launch import Pool, entry_name, run_processes
+from weft.runtime.links.backend import GLOO
+from weft.runtime.links.channel import Channel
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.watch import PeerLost
 from weft.verify.ranks import same_bits
 
 

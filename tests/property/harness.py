@@ -19,13 +19,13 @@ from torch import Tensor
 from weft.codegen import generate
 from weft.ir.graph import Graph, Op, map_refs
 from weft.ir.program import Program
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.emulator import run_ranks
-from weft.runtime.files import ProgramFiles
-from weft.runtime.program_files import load_program
+from weft.runtime.layout.transfer import Index
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import ProgramFiles
+from weft.runtime.program.load import load_program
 from weft.runtime.random import Stream
-from weft.runtime.script import Index
-from weft.runtime.transport import Transport
+from weft.verify.draw_mode import DrawMode
 
 TOLERANCE = 1e-10
 FLOOR = 1e-3

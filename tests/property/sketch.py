@@ -16,7 +16,7 @@ import torch
 
 from tests.property.harness import STREAM, call
 from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Source, Tensor
-from weft.runtime.drawmode import DrawMode
+from weft.verify.draw_mode import DrawMode
 
 MOST_ELEMENTS = 600
 

@@ -20,10 +20,10 @@ from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.plan import Plan
 from weft.plan.primitives import cut
-from weft.runtime.emulator import run_ranks
-from weft.runtime.program_files import load_program
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.load import load_program
 from weft.runtime.random import Stream
-from weft.runtime.transport import Transport
 
 HEADS, WIDTH, VOCABULARY, LENGTH, BATCH = 2, 8, 12, 5, 4
 

@@ -22,7 +22,7 @@ from tests.property.samples import Sample, samples
 from weft.errors import CheckError
 from weft.ir.program import Program
 from weft.lower.check import check
-from weft.lower.typed_moves import FaultError
+from weft.lower.proof.moves import FaultError
 
 QUICK, FULL = 2000, 20_000
 

@@ -32,12 +32,12 @@ from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
 from weft.order import check_schedule
 from weft.plan.plan import Plan
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.pipeline_files import load_pipeline
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
 from weft.runtime.random import Stream
-from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
+from weft.runtime.training.load import load_pipeline
+from weft.runtime.weights.grad_sync import BucketSync
 
 QUICK, FULL, SHARDS = 40, 3000, 10
 SEED, STEP = 7, 3

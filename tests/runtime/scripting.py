@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.reshard import Reshard
-from weft.runtime.script import Index, Transfer
+from weft.runtime.layout.reshard import Reshard
+from weft.runtime.layout.transfer import Index, Transfer
 
 F64 = torch.float64
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.runtime.elementwise import mixing, mixing_of, settings_of
-from weft.runtime.scales import Scales, agreed
+from weft.runtime.checks.elementwise import mixing, mixing_of, settings_of
+from weft.runtime.checks.scales import Scales, agreed
 
 
 def of(kind: Any, **settings: Any) -> torch.optim.Optimizer:

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from weft.runtime.emulator import run_ranks
-from weft.runtime.transport import CollectiveMismatch, Doing, GroupComm, RankFailed, Transport
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import CollectiveMismatch, Doing, GroupComm, RankFailed, Transport
 
 QUICK = 30.0
 """Far below any timeout: what is found must be found at once."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.runtime.losses import MEAN, NAMES, SUM, entropy
+from weft.runtime.operators.losses import MEAN, NAMES, SUM, entropy
 
 
 def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

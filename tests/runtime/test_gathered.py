@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.runtime import prefetch
-from weft.runtime import products as F
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import Given, ParallelModule, Part
-from weft.runtime.moves import all_gather, reduce_scatter
-from weft.runtime.transport import RankFailed, Transport
+from weft.runtime.layout.moves import all_gather, reduce_scatter
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import RankFailed, Transport
+from weft.runtime.program.module import Given, ParallelModule, Part
+from weft.runtime.weights import prefetch
+from weft.runtime.weights import products as F
+from weft.runtime.weights.grad_sync import BucketSync
 
 NUM_RANKS = 2
 STORED = Part((8, 8), {0: "dp"}, torch.float64, use=[all_gather(0, "dp")], sync=None)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from tests.runtime.test_gathered import Split, batch, kept, made
 from tests.runtime.test_mail import Starting
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_accumulation import Queue, accumulating, add_queued
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.products import addmm, linear, matmul
-from weft.runtime.transport import Transport
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights.grad_accumulation import Queue, accumulating, add_queued
+from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.products import addmm, linear, matmul
 
 NUM_RANKS = 2
 PARTS = {

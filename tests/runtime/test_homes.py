@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.runtime import products as F
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.launch import Pool
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.moves import all_gather, reduce_scatter
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.transport import Transport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.layout.moves import all_gather, reduce_scatter
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights import products as F
+from weft.runtime.weights.grad_sync import BucketSync
 
 RANKS = 3
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {

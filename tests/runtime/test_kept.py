@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.runtime import products as F
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.moves import all_gather, reduce_scatter
-from weft.runtime.transport import Transport
+from weft.runtime.layout.moves import all_gather, reduce_scatter
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights import products as F
+from weft.runtime.weights.grad_sync import BucketSync
 
 SHAPE = (6, 4)
 KEEPS = ((), ("weight",), ("weight", "gradient"))

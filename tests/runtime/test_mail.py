@@ -18,14 +18,14 @@ from weft.ir.schedule import Pipeline
 from weft.lower.pipeline import lower_pieces
 from weft.order import make_schedule
 from weft.plan.load import load_plan
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.mail import Crossing, Readers
-from weft.runtime.pipeline import Rank
-from weft.runtime.pipeline_files import crossings_of, load_pipeline
-from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
-from weft.runtime.values import Gradient, make_leaf
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.training.load import crossings_of, load_pipeline
+from weft.runtime.training.pipeline import Rank
+from weft.runtime.training.stage_io import Crossing, Readers
+from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.gradient import Gradient, make_leaf
 
 MICROS = 2
 

@@ -14,14 +14,14 @@ from weft.ir.schedule import Pipeline
 from weft.lower.pipeline import lower_pieces
 from weft.order import make_schedule
 from weft.plan.load import load_plan
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.microbatches import TooFewRows, default_dims, shares, split, split_arguments
-from weft.runtime.pipeline import Event, Rank
-from weft.runtime.pipeline_files import load_pipeline
-from weft.runtime.replicas import Replica
-from weft.runtime.teams import Team
-from weft.runtime.transport import CollectiveMismatch, Doing, Transport
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.teams import Team
+from weft.runtime.links.transport import CollectiveMismatch, Doing, Transport
+from weft.runtime.training.load import load_pipeline
+from weft.runtime.training.microbatches import TooFewRows, default_dims, shares, split, split_arguments
+from weft.runtime.training.pipeline import Event, Rank
+from weft.runtime.weights.grad_sync import BucketSync
 
 MICROS = 3
 

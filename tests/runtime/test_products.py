@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.runtime import products
-from weft.runtime.products import Direct, Target, Write
+from weft.runtime.weights import products
+from weft.runtime.weights.products import Direct, Target, Write
 
 IDS = torch.tensor([[0, 2, 3], [2, 0, 1]])
 

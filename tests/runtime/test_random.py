@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.runtime import random
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Draw, Stream, gaussian, uniform, whole_draw
+from weft.verify.draw_mode import DrawMode
 
 STREAM = Stream(7, 2, 1)
 

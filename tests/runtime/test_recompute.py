@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.runtime.scripting import F64, box, close, randn
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import Given, ParallelModule, Part
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import Given, ParallelModule, Part
 from weft.runtime.random import Stream, dropout
-from weft.runtime.transport import Transport
+from weft.runtime.weights.grad_sync import BucketSync
 
 
 class Memory(TorchDispatchMode):

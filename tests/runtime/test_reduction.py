@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from weft.runtime.microbatches import part_sizes, shares
-from weft.runtime.reduction import BadReduction, Reduction, per_token, reduced
+from weft.runtime.training.microbatches import part_sizes, shares
+from weft.runtime.training.reduction import BadReduction, Reduction, per_token, reduced
 
 MICROS = [((), {"x": torch.zeros(2), "labels": torch.tensor([[1, -100], [2, 3]])}), ((), {"labels": torch.zeros(1, 2)})]
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tests.runtime.scripting import F64, all_reduce, reshard, whole
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.reshard import Reshard, run_reshard
-from weft.runtime.script import Piece, Transfer
-from weft.runtime.transport import Transport
+from weft.runtime.layout.reshard import Reshard, run_reshard
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights.grad_sync import BucketSync
 
 PAIR = (0, 1)
 

@@ -10,15 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.scripting import F64, all_reduce, box, whole
-from weft.runtime.emulator import run_ranks
-from weft.runtime.script import Piece, Transfer
-from weft.runtime.transfers import execute, execute_all, put, size, take
-from weft.runtime.transport import CollectiveMismatch, RankFailed, Transport
+from weft.runtime.layout.execute import execute, execute_all, put, size, take
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import CollectiveMismatch, RankFailed, Transport
 
 X = torch.arange(24.0, dtype=F64).reshape(4, 6)
 
 
-class Silent:
+class FakeTransport:
     """A transport that must not be used."""
 
     rank, num_ranks, device = 0, 1, torch.device("cpu")
@@ -53,26 +53,26 @@ def test_put_refuses_a_piece_of_another_shape() -> None:
 
 def test_local_transfer_needs_no_transport() -> None:
     slices = Transfer("local", (), (Piece(0, 0, box((0, 4), (2, 5))),), (Piece(0, 0, whole(4, 3)),), ((4, 3),))
-    (found,) = execute(slices, [X], Silent())
+    (found,) = execute(slices, [X], FakeTransport())
     assert torch.equal(found, X[:, 2:5]) and found.is_contiguous()
     assert found.untyped_storage().nbytes() == found.nbytes, "a part must not keep the whole alive"
     same = Transfer("local", (), (Piece(0, 0, whole(4, 6)),), (Piece(0, 0, whole(4, 6)),), ((4, 6),))
-    (found,) = execute(same, [X], Silent())
+    (found,) = execute(same, [X], FakeTransport())
     assert found.data_ptr() == X.data_ptr()
 
 
 def test_local_transfer_that_names_another_rank_is_refused() -> None:
     wrong = Transfer("local", (), (Piece(1, 0, whole(4, 6)),), (), ())
     with pytest.raises(AssertionError, match="other ranks"):
-        execute(wrong, [X], Silent())
+        execute(wrong, [X], FakeTransport())
 
 
 def test_zeros_where_nothing_comes() -> None:
     nothing = Transfer("local", (), (), (), ((2, 3),))
-    (found,) = execute(nothing, [], Silent(), dtype=torch.float32)
+    (found,) = execute(nothing, [], FakeTransport(), dtype=torch.float32)
     assert torch.equal(found, torch.zeros(2, 3)) and found.dtype == torch.float32
     with pytest.raises(AssertionError, match="dtype"):
-        execute(nothing, [], Silent())
+        execute(nothing, [], FakeTransport())
 
 
 def test_adding_does_not_write_to_the_source() -> None:
@@ -85,7 +85,7 @@ def test_adding_does_not_write_to_the_source() -> None:
         ((4, 6),),
         True,
     )
-    (found,) = execute(both, [source, X], Silent())
+    (found,) = execute(both, [source, X], FakeTransport())
     assert torch.equal(found, 2 * X) and torch.equal(source, X)
 
 
@@ -138,10 +138,10 @@ def test_reduce_scatter_then_gather_is_a_sum(shares: tuple[int, int]) -> None:
 
 
 def test_all_reduce_of_one_rank_and_of_two_slots() -> None:
-    (found,) = execute(all_reduce((4, 6), 0), [X], Silent())
+    (found,) = execute(all_reduce((4, 6), 0), [X], FakeTransport())
     assert torch.equal(found, X)
     with pytest.raises(AssertionError, match="one local tensor"):
-        execute(all_reduce((4, 6), 0, 1), [X, X], Silent())
+        execute(all_reduce((4, 6), 0, 1), [X, X], FakeTransport())
 
 
 def test_wrong_dtype_is_refused_not_converted() -> None:
@@ -189,7 +189,7 @@ def test_a_mode_that_widens_dtypes_widens_what_is_expected() -> None:
     assert sent == [] and torch.equal(found, X) and zeros.dtype == F64
 
 
-class Gathers(Silent):
+class Gathers(FakeTransport):
     """Brings rows of `X` in one memory, with a hole of some rows for what the rank has itself."""
 
     rank, num_ranks = 1, 3

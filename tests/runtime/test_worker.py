@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from weft.runtime import worker
+from weft.runtime.jobs import worker
 
 
 class Failing:

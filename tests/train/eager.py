@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import GPT, MLP, GPTConfig, gpt_example
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
-from weft.runtime.training import call
+from weft.runtime.training.step import call
+from weft.verify.draw_mode import DrawMode
 
 STEPS = 3
 

@@ -17,11 +17,11 @@ from tests.train.eager import STEPS
 from weft.cli import main
 from weft.compile.model_file import load_model_file
 from weft.errors import PlanError, WeftError
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
 from weft.train.command import train_file
 from weft.train.data import Own
 from weft.train.settings import Settings
+from weft.verify.draw_mode import DrawMode
 
 ROOT = Path(__file__).parents[2]
 MLP = str(ROOT / "examples" / "mlp.py")

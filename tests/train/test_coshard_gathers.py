@@ -18,13 +18,13 @@ from weft.codegen.emit import generate
 from weft.compile import compile_program
 from weft.compile.model_file import Subject
 from weft.ir.program import Chunks
-from weft.runtime.emulator import run_ranks
-from weft.runtime.prefetch import Prefetch
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.transfers import take, together
-from weft.runtime.transport import Transport
-from weft.runtime.unshard import Gather
-from weft.train.expected import expect_rank
+from weft.runtime.layout.execute import take, together
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.transport import Transport
+from weft.runtime.weights.prefetch import Prefetch
+from weft.runtime.weights.unshard import Gather
+from weft.train.memory.expected import expect_rank
 from weft.train.opened import open_rank
 
 RANKS, WIDTH, DEPTH = 2, 32, 3

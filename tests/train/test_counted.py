@@ -13,11 +13,11 @@ import weft
 from tests.models import GPT, GPTConfig, gpt_example
 from tests.train.test_initialise import Odd, gpt2, llama
 from weft.errors import RunError
-from weft.runtime.counted import Counted, NotElementwise
-from weft.runtime.elements import CHUNK
-from weft.runtime.initialise import begin, build, module_tensors
-from weft.runtime.record import At
-from weft.runtime.transfers import size, take
+from weft.runtime.layout.execute import size, take
+from weft.runtime.start.counted import Counted, NotElementwise
+from weft.runtime.start.elements import CHUNK
+from weft.runtime.start.initialise import begin, build, module_tensors
+from weft.runtime.start.record import At
 
 
 def counted(make, seed: int = 3) -> tuple[Counted, dict[str, At]]:

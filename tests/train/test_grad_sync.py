@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.train.toys import eager, shares, state, tower
-from weft.runtime.buckets import in_buckets
-from weft.runtime.buffer_pool import is_private
-from weft.runtime.emulator import run_ranks
-from weft.runtime.grad_sync import BucketSync, Summed
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.buffer_pool import is_private
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.weights.buckets import in_buckets
+from weft.runtime.weights.grad_sync import BucketSync, Summed
 
 Gradients = dict[str, Tensor | None]
 

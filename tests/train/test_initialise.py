@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 import weft
 from tests.models import GPT, GPTConfig, gpt_example
-from weft.runtime.initialise import begin, build, module_tensors, part_of
-from weft.runtime.record import At
-from weft.runtime.recording import Unrecordable, record_module
-from weft.runtime.replaying import replay
+from weft.runtime.start.initialise import begin, build, module_tensors, part_of
+from weft.runtime.start.record import At
+from weft.runtime.start.recording import Unrecordable, record_module
+from weft.runtime.start.replaying import replay
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 IDS = {"vocab_size": 1500, "bos_token_id": 0, "eos_token_id": 0}

@@ -16,11 +16,11 @@ from weft.cli import main
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
-from weft.runtime.launch import Pool
-from weft.runtime.ledger import Bytes
-from weft.train.expected import alike_ranks, expect_memory, expect_rank
-from weft.train.limit import check_limit
-from weft.train.measured import measure
+from weft.runtime.checks.ledger import Bytes
+from weft.runtime.jobs.launch import Pool
+from weft.train.memory.expected import alike_ranks, expect_memory, expect_rank
+from weft.train.memory.limit import check_limit
+from weft.train.memory.measured import measure
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 NEAR = 0.02
@@ -31,7 +31,7 @@ STATE = ("parameters", "kept", "gradients", "optimizer", "buffers")
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """Processes in which nothing else has run: what lives in them is counted."""
-    with Pool(2, preload=("weft.train.measured",)) as pool:
+    with Pool(2, preload=("weft.train.memory.measured",)) as pool:
         yield pool
 
 

@@ -14,9 +14,9 @@ import weft
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject
 from weft.errors import RunError
-from weft.runtime.precision import Precision
-from weft.runtime.transport import Transport
-from weft.train.expected import expect_rank
+from weft.runtime.links.transport import Transport
+from weft.runtime.weights.precision import Precision
+from weft.train.memory.expected import expect_rank
 from weft.train.opened import open_rank
 from weft.train.programs import Programs
 from weft.verify.mixed import OneDevice

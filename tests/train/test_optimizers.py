@@ -17,9 +17,9 @@ import weft
 from tests.train.eager import mlp
 from tests.train.ranks import on_ranks
 from weft.errors import RunError
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
-from weft.runtime.training import call
+from weft.runtime.training.step import call
+from weft.verify.draw_mode import DrawMode
 
 STEPS = 3
 Make = Callable[[nn.Module], Any]

@@ -13,9 +13,9 @@ import weft
 from tests.train.eager import STEPS, adamw, check_same, gpt, mlp, train_eager
 from weft.compile import compile_program
 from weft.errors import PlanError, RunError
-from weft.runtime.launch import Pool
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.transfers import take
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.layout.execute import take
+from weft.runtime.links.processes import ProcessTransport
 from weft.train.opened import open_rank
 
 

@@ -16,15 +16,15 @@ import weft
 from weft.compile import compile_program
 from weft.compile.model_file import Subject
 from weft.errors import RunError
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.emulator import run_ranks
-from weft.runtime.files import files_of
-from weft.runtime.microbatches import split_arguments
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import files_of
 from weft.runtime.random import Stream
-from weft.runtime.reduction import Reduction
-from weft.runtime.transport import Transport
+from weft.runtime.training.microbatches import split_arguments
+from weft.runtime.training.reduction import Reduction
 from weft.train.opened import open_rank
 from weft.train.programs import Once, Programs
+from weft.verify.draw_mode import DrawMode
 
 PLAN = "pp=2,microbatches=4"
 VOCABULARY = 11

@@ -15,12 +15,12 @@ from tests.train.eager import STEPS, adamw, check_same, gpt, mlp
 from tests.train.test_torchrun import launch
 from weft.compile.model_file import load_model_file
 from weft.errors import PlanError, RunError
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.microbatches import split_arguments
 from weft.runtime.random import Stream
+from weft.runtime.training.microbatches import split_arguments
 from weft.train.command import train_file
 from weft.train.data import Own
 from weft.train.settings import Settings
+from weft.verify.draw_mode import DrawMode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, TIED = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")

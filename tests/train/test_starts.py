@@ -18,10 +18,10 @@ from weft.cli import main
 from weft.compile import compile_subject, weight_files
 from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
-from weft.runtime.initialise import Start, build
-from weft.runtime.silent import Silent
-from weft.runtime.transfers import take
-from weft.train.limit import PROCESS, tell_scarce
+from weft.runtime.layout.execute import take
+from weft.runtime.links.fake_transport import FakeTransport
+from weft.runtime.start.initialise import Start, build
+from weft.train.memory.limit import PROCESS, tell_scarce
 from weft.train.opened import open_rank
 from weft.train.starting import values_of
 from weft.train.weights import copy_part
@@ -295,7 +295,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.runtime.silent import Silent
+from weft.runtime.links.fake_transport import Silent
 
 WIDTH, DEPTH = 1024, 16
 
@@ -384,9 +384,9 @@ def test_the_command_takes_weights_and_init(tmp_path: Path, capsys: pytest.Captu
 def test_processes_that_will_not_fit_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(Plain(), BATCH)
     compiled, said = compile_subject(subject, "dp=2"), list[str]()
-    monkeypatch.setattr("weft.train.limit.available", lambda: 64 << 30)
+    monkeypatch.setattr("weft.train.memory.limit.available", lambda: 64 << 30)
     tell_scarce(compiled, subject, 4, said.append)
-    monkeypatch.setattr("weft.train.limit.available", lambda: 4 * PROCESS + (20 << 10))
+    monkeypatch.setattr("weft.train.memory.limit.available", lambda: 4 * PROCESS + (20 << 10))
     tell_scarce(compiled, subject, 4, said.append)
     (text,) = said
     assert "4 processes will need" in text and "parameters 2.156 KiB" in text and "zero=3" in text
@@ -401,7 +401,7 @@ def test_a_hugging_face_folder_is_read_in_ranges(tmp_path: Path) -> None:
     files = compile_subject(subject, "dp=2,zero=3").files
     own = values_of(Start(subject.model, subject.record))
     for rank in range(2):
-        found = open_rank(files, Silent(rank, 2), subject.weights, otherwise=own).program
+        found = open_rank(files, FakeTransport(rank, 2), subject.weights, otherwise=own).program
         for name, index in found.stored.items():
             if name in model.state_dict():
                 assert torch.equal(found.part(name), take(model.state_dict()[name], index)), name

@@ -24,8 +24,8 @@ from weft.ir.program import Program, Reshard
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
-from weft.runtime.drawmode import DrawMode
 from weft.runtime.random import Stream
+from weft.verify.draw_mode import DrawMode
 
 ROOT = Path(__file__).parents[2]
 PLANS = ["dp=2", "tp=2", "dp=2,tp=2", "dp=2,zero=3", "dp=2,recompute=down"]

@@ -10,9 +10,9 @@ import pytest
 from torch.distributed import HashStore
 
 from weft.errors import CheckError, PlanError, WeftError
-from weft.runtime.connect import Job
-from weft.runtime.transport import Stopped
-from weft.train.expected import Unforeseen
+from weft.runtime.jobs.connect import Job
+from weft.runtime.links.transport import Stopped
+from weft.train.memory.expected import Unforeseen
 from weft.train.together import read, shared, written
 
 

@@ -10,10 +10,10 @@ import torch
 import weft
 from tests.train.eager import gpt
 from weft.errors import RunError
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.holdings import Holdings
 from weft.runtime.random import Stream
-from weft.runtime.training import call
+from weft.runtime.training.shard_owners import ShardOwners
+from weft.runtime.training.step import call
+from weft.verify.draw_mode import DrawMode
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3", "dp=2,tp=2"])
@@ -37,7 +37,7 @@ def test_each_element_has_one_rank_that_answers_for_it() -> None:
     """Also where ranks hold different parts with elements in common."""
     whole, rows, columns = ((0, 4),), ((0, 2),), ((1, 3), (3, 4))
     ranks = ({"w": (rows, rows)}, {"w": (whole, rows)}, {"w": (rows, rows)}, {"w": (whole, columns)}, {})
-    holdings, count = Holdings(ranks), torch.zeros(4, 4)
+    holdings, count = ShardOwners(ranks), torch.zeros(4, 4)
     for rank, held in enumerate(ranks):
         if "w" in held:
             at, mine = held["w"], holdings.answers_for("w", rank)

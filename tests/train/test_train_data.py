@@ -18,7 +18,7 @@ from weft.capture import capture
 from weft.cli import main
 from weft.compile.model_file import Subject, load_model_file
 from weft.errors import RunError
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
 from weft.train.command import train_file
 from weft.train.data import Choice, Own, Source, make_source
 from weft.train.schedule import Rates, Schedule

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from weft.compile.model_file import load_model_file
 from weft.errors import WeftError
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
 from weft.train.command import train_file
 from weft.train.saved import open_saved
 from weft.train.settings import Settings, Trained

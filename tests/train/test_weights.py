@@ -13,10 +13,10 @@ from torch import nn
 from tests.train.eager import gpt
 from weft.compile import compile_program
 from weft.errors import RunError
-from weft.runtime.emulator import run_ranks
-from weft.runtime.initialise import build, replay_parts, stored_parts
-from weft.runtime.replicas import Replica
-from weft.runtime.transfers import take
+from weft.runtime.layout.execute import take
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.replicas import Replica
+from weft.runtime.start.initialise import build, replay_parts, stored_parts
 from weft.train.opened import open_flow
 from weft.train.weights import fill, sample_hash
 

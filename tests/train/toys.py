@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.products import linear
+from weft.runtime.program.module import ParallelModule, Part
+from weft.runtime.weights.products import linear
 
 ROWS = 12
 WEIGHT = Part((6, 6), dtype=torch.float64, sync="dp")

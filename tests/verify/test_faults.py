@@ -16,7 +16,7 @@ from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.plan.primitives import copy, cut
-from weft.runtime.transport import Transport
+from weft.runtime.links.transport import Transport
 from weft.verify import ranks
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated

@@ -10,8 +10,8 @@ from torch import nn
 
 import weft
 from weft.compile.model_file import Subject, load_model_file
-from weft.runtime.microbatches import TooFewRows, split_arguments
-from weft.runtime.reduction import Reduction
+from weft.runtime.training.microbatches import TooFewRows, split_arguments
+from weft.runtime.training.reduction import Reduction
 from weft.verify.reference import run_reference, shares_of
 
 
@@ -64,7 +64,7 @@ PACKED = """
 import torch
 from torch import nn
 
-from weft.runtime.reduction import per_token
+from weft.runtime.training.reduction import per_token
 
 
 class Tagger(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import weft
 from weft.compile.optimizer import needs_closure
 from weft.errors import ModelFileError, PlanError
-from weft.runtime.elementwise import mixes_elements
+from weft.runtime.checks.elementwise import mixes_elements
 
 MODEL = """
 import sys

@@ -10,7 +10,7 @@ import torch
 
 from weft.cli import main
 from weft.errors import PlanError, RunError
-from weft.runtime.files import CONSTANTS, META, PARTS, changes
+from weft.runtime.program.files import CONSTANTS, META, PARTS, changes
 from weft.verify import verify_program
 from weft.verify.program_dir import open_directory
 

@@ -15,7 +15,7 @@ from weft.cli import main
 from weft.compile.model_file import adamw, load_model_file
 from weft.compile.subject import capture_subject
 from weft.errors import PlanError, RunError
-from weft.runtime.files import PIPELINE, changes
+from weft.runtime.program.files import PIPELINE, changes
 from weft.verify import verify, verify_program
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated

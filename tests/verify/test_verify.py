@@ -21,7 +21,7 @@ from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.program import Program, Reshard, Step, Sync
 from weft.lower import lower
 from weft.plan import Plan
-from weft.runtime.module import ParallelModule
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
 from weft.verify import judged
 from weft.verify.compare import Result

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ops.arguments import overload
-from weft.ops.pointwise import is_pointwise
+from weft.ops.rules.pointwise import is_pointwise
 from weft.ops.trial import FAILURES
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.builder import Builder, Call, Context, may_alias
 from weft.capture.draws import drops_nothing, is_random
-from weft.capture.expect import EXPECT, Expectation
 from weft.capture.functional import (
     RESHAPING,
     Cell,
@@ -33,8 +32,6 @@ from weft.capture.functional import (
     unwritable,
     write,
 )
-from weft.capture.intercept import ENTER, FUNCTION, LEAVE, Interception
-from weft.capture.refuse import NUMBER, NUMBER_REMEDY
 from weft.capture.rewritten import (
     Selected,
     emit_bag,
@@ -48,6 +45,9 @@ from weft.capture.rewritten import (
 )
 from weft.capture.sizes import is_data_dependent
 from weft.capture.source import source_of_trace
+from weft.capture.tracing.expect import EXPECT, Expectation
+from weft.capture.tracing.intercept import ENTER, FUNCTION, LEAVE, Interception
+from weft.capture.tracing.refuse import NUMBER, NUMBER_REMEDY
 from weft.capture.views import Step
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Ref

@@ -13,18 +13,18 @@ from weft.capture.assemble import assemble
 from weft.capture.builder import Builder, Context, known_shapes
 from weft.capture.convert import Converter
 from weft.capture.example import Example, flatten_example, marked
-from weft.capture.expect import emit_expectations
 from weft.capture.functional import read
-from weft.capture.modules import refuse_modules
 from weft.capture.precision import chosen_precision
 from weft.capture.sizes import Sizes, guards_of
 from weft.capture.state import bind_state
-from weft.capture.trace import Trace, trace
-from weft.capture.watch import Watch
+from weft.capture.tracing.expect import emit_expectations
+from weft.capture.tracing.modules import refuse_modules
+from weft.capture.tracing.trace import Trace, trace
+from weft.capture.tracing.watch import Watch
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
-from weft.runtime.precision import Precision
+from weft.runtime.weights.precision import Precision
 
 
 @known_shapes()

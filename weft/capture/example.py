@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, relative
 from weft.errors import CaptureError
-from weft.runtime.precision import Precision
+from weft.runtime.weights.precision import Precision
 
 
 @dataclass(frozen=True)

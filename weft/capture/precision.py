@@ -12,8 +12,8 @@ from torch import nn
 
 from weft.capture.source import place_of_call
 from weft.errors import RunError, WeftError
-from weft.runtime import precision
-from weft.runtime.precision import BadPrecision
+from weft.runtime.weights import precision
+from weft.runtime.weights.precision import BadPrecision
 
 
 class Precision(precision.Precision):

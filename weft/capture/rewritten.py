@@ -27,11 +27,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from weft.capture.builder import Builder, Call, Context
-from weft.capture.expect import Expectation
 from weft.capture.functional import Handle, read
+from weft.capture.tracing.expect import Expectation
 from weft.errors import CaptureError
 from weft.ir.graph import Op, Ref
-from weft.runtime.embedding import embedding_bag
+from weft.runtime.operators.embedding import embedding_bag
 
 aten = torch.ops.aten
 HEADS = -3

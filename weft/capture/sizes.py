@@ -22,11 +22,11 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft.capture.example import Example, forward_place
-from weft.capture.refuse import FIXED_REMEDY
 from weft.capture.source import is_users, relative
+from weft.capture.tracing.refuse import FIXED_REMEDY
 from weft.errors import CaptureError
 from weft.ir.graph import Dim, Graph, Size, Source
-from weft.runtime.sizes import evaluate
+from weft.runtime.program.sizes import evaluate
 
 STRIDES = ("_prims_common", "_refs")
 """Where torch thinks about strides and memory formats."""

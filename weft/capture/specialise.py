@@ -20,7 +20,7 @@ from weft.capture.builder import known_shapes
 from weft.errors import CaptureError
 from weft.ir.graph import Graph, Op, Ref, Size, Tensor
 from weft.ops.arguments import overload
-from weft.runtime.calls import FUNCTIONS
+from weft.runtime.operators.calls import FUNCTIONS
 
 
 def specialise(graph: Graph, sizes: Mapping[str, int]) -> Graph:

@@ -1,4 +1,4 @@
-"""Program -> readable PyTorch: `emit` writes a directory that `weft.runtime.program_files.load_program` runs."""
+"""Program -> readable PyTorch: `emit` writes a directory that `weft.runtime.program.load.load_program` runs."""
 
 from weft.codegen.emit import Emitted, emit, generate
 

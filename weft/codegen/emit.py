@@ -26,7 +26,7 @@ from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
-from weft.runtime.files import CONSTANTS, META, PARTS, content_hash, file_hash
+from weft.runtime.program.files import CONSTANTS, META, PARTS, content_hash, file_hash
 
 
 @dataclass(frozen=True)

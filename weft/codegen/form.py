@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from weft.ir.graph import Dim, Graph, Size
-from weft.runtime.batch import Form, dtype_name
-from weft.runtime.sizes import FreeSize, Guard
+from weft.runtime.program.batch import Form, dtype_name
+from weft.runtime.program.sizes import FreeSize, Guard
 
 
 def form_of(graph: Graph, sizes: Sequence[FreeSize] = (), names: Mapping[str, str] | None = None) -> Form:

@@ -1,6 +1,6 @@
 """Irregular changes of layout as table entries: the transfers of one rank, as JSON.
 
-In: moves and a rank. Out: what `runtime/program_files.py` reads back. A transfer that stays on its rank names no
+In: moves and a rank. Out: what `load.py` reads back. A transfer that stays on its rank names no
 rank, so that ranks that do the same share one entry.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 from weft.ir.layout import Layout
 from weft.ir.program import Move, Program
 from weft.lower.transfer import Transfers
-from weft.runtime.program_files import SELF
-from weft.runtime.script import Piece, Transfer
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.program.load import SELF
 
 
 def move_entry(

@@ -16,9 +16,9 @@ from weft.ir import program as ir
 from weft.ir.layout import Layout
 from weft.ir.ranges import count, select
 from weft.lower.transfer import Transfers
-from weft.runtime import moves as rt
-from weft.runtime.cuts import Cut, as_axes, whole
-from weft.runtime.script import Transfer
+from weft.runtime.layout import moves as rt
+from weft.runtime.layout.cuts import Cut, as_axes, whole
+from weft.runtime.layout.transfer import Transfer
 
 FEW = 64
 """Up to so many ranks all are compared."""

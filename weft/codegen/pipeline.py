@@ -20,8 +20,8 @@ from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.returned import returned
 from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
-from weft.runtime.files import PIPELINE, description_hash, file_hash
-from weft.runtime.script import Transfer
+from weft.runtime.layout.transfer import Transfer
+from weft.runtime.program.files import PIPELINE, description_hash, file_hash
 
 
 def generate_pipeline(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from weft.codegen.body import say_all, write_body
-from weft.codegen.frame import Frame
-from weft.codegen.layers import Folder
 from weft.codegen.names import legal
-from weft.codegen.reads import INPUT, Stack
 from weft.codegen.sheet import Sheet
+from weft.codegen.statements.body import say_all, write_body
+from weft.codegen.statements.frame import Frame
+from weft.codegen.statements.layers import Folder
+from weft.codegen.statements.reads import INPUT, Stack
 from weft.codegen.stored import buffer_entries, folded, parameter_entries, table_lines
 from weft.codegen.text import TAB, WIDTH, literal, statement
 from weft.ir.program import Program, Step, Sync
@@ -32,7 +32,7 @@ def file_text(sheet: Sheet, title: str) -> str:
     forward = _forward(sheet)
     parameters, layers = folded(parameter_entries(sheet))
     buffers, more = folded(buffer_entries(sheet))
-    sheet.need("weft.runtime.module", {"ParallelModule", *(["Part"] if parameters or buffers else [])})
+    sheet.need("weft.runtime.program.module", {"ParallelModule", *(["Part"] if parameters or buffers else [])})
     grid = dict(sheet.spreads.grid)
     options = ["ParallelModule", "grid=GRID", "parameters=PARAMETERS"]
     options += ["buffers=BUFFERS"] if buffers else []
@@ -45,7 +45,7 @@ def file_text(sheet: Sheet, title: str) -> str:
     for i, method in enumerate([forward, *sheet.methods]):
         lines += ([""] if i else []) + method
     if not parameters:
-        sheet.need("weft.runtime.module", {"Part"})
+        sheet.need("weft.runtime.program.module", {"Part"})
     tables = [*sheet.definitions.values(), *([""] if sheet.definitions else []), *tables]
     body = "\n".join([*tables, "", "", *lines])
     return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{sheet.sources.commented(body)}\n'

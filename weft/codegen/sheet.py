@@ -20,11 +20,11 @@ from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
 from weft.codegen.names import RESERVED, base_names, legal
-from weft.codegen.operators import PRODUCTS
-from weft.codegen.reads import INPUT, reads_of
 from weft.codegen.sources import Sources
-from weft.codegen.spent import spent_values
 from weft.codegen.spread import Spreads, Team
+from weft.codegen.statements.operators import PRODUCTS
+from weft.codegen.statements.reads import INPUT, reads_of
+from weft.codegen.statements.spent import spent_values
 from weft.codegen.tables import Tables
 from weft.codegen.text import literal, statement
 from weft.ir.graph import Buffer, Graph, Op, Parameter
@@ -48,11 +48,11 @@ from weft.ir.ranges import count
 from weft.lower.chunks import Chunk, given, taken
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
-from weft.runtime import moves as rt_moves
-from weft.runtime.alone import Alone
-from weft.runtime.calls import FUNCTIONS
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.module import Container, ParallelModule
+from weft.runtime.layout import moves as rt_moves
+from weft.runtime.links.single_rank import SingleRank
+from weft.runtime.operators.calls import FUNCTIONS
+from weft.runtime.program.module import Container, ParallelModule
+from weft.runtime.weights.grad_sync import BucketSync
 
 _CONTAINER = Container()
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
@@ -136,7 +136,7 @@ class Sheet:
     def need_cut(self, text: str) -> None:
         """Import Cut if a text says one."""
         if "Cut(" in text:
-            self.need("weft.runtime.cuts", {"Cut"})
+            self.need("weft.runtime.layout.cuts", {"Cut"})
 
     # Names.
 
@@ -298,7 +298,7 @@ class Sheet:
         typed += [f"{word}: int" if word == "draw" else f"{word}: Container" for word in extra]
         typed += [f"{names[value]}: {self._type(value)}" for value in arguments]
         if any(word != "draw" for word in extra):
-            self.need("weft.runtime.module", {"Container"})
+            self.need("weft.runtime.program.module", {"Container"})
         types = [self._type(value) if not chunked else "Tensor" for value in returned]
         kinds = types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
         key = "\n".join([*typed, *lines])
@@ -398,4 +398,4 @@ def _is_plain(word: str) -> bool:
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
-    return ParallelModule(Alone(), grad_sync=BucketSync())
+    return ParallelModule(SingleRank(), grad_sync=BucketSync())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from weft.ir.layout import PARTIAL, Grid, Layout
 from weft.ir.program import Compute, Program, walk
 from weft.ir.ranges import Ranges, count
-from weft.runtime.cuts import Cut, Place
+from weft.runtime.layout.cuts import Cut, Place
 
 GridOf = tuple[tuple[str, int], ...]
 

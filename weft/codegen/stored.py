@@ -76,14 +76,14 @@ def _cuts(sheet: Sheet, layout: Layout, name: str) -> tuple[str, str]:
                 break
             words.append(f"{dim}: {cut_text(cut)}")
             if "Cut(" in words[-1]:
-                sheet.need("weft.runtime.cuts", {"Cut"})
+                sheet.need("weft.runtime.layout.cuts", {"Cut"})
         else:
             return (f"{{{', '.join(words)}}}" if words else ""), ""
     entries = {
         rank: layout.parts_on(rank)[0].ranges if layout.parts_on(rank) else None
         for rank in range(sheet.program.devices)
     }
-    sheet.need("weft.runtime.module", {"Table"})
+    sheet.need("weft.runtime.program.module", {"Table"})
     return f'Table("{sheet.tables.key("stored", name, entries)}")', ""
 
 
@@ -94,7 +94,7 @@ def _use(sheet: Sheet, one: Parameter) -> list[str]:
     found = [] if reads == 1 else [f"reads={reads}"]
     if len(ways) == 1:
         (words,) = ways
-        sheet.need("weft.runtime.moves", functions_of(words))
+        sheet.need("weft.runtime.layout.moves", functions_of(words))
         sheet.need_cut(moves_text(words))
         found.append(f"use={moves_text(words)}")
     return found
@@ -123,11 +123,11 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
                     }
                     for rank in sheet.team.ranks
                 }
-                sheet.need("weft.runtime.module", {"Table"})
+                sheet.need("weft.runtime.program.module", {"Table"})
                 return [f'sync=Table("{sheet.tables.key("moves", "sync", entries)}")']
             if len(words) == 1 and words[0].kind == "all_reduce":
                 return [f"sync={axes_text(words[0].axes)}"]
-            sheet.need("weft.runtime.moves", functions_of(words))
+            sheet.need("weft.runtime.layout.moves", functions_of(words))
             return [f"sync={moves_text(words)}"]
     return ["sync=None"]
 

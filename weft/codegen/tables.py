@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from weft.codegen.spread import GridOf
-from weft.runtime.cuts import Place
+from weft.runtime.layout.cuts import Place
 
 
 class Tables:

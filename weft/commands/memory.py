@@ -18,10 +18,10 @@ from weft.commands.aside import headed, wide_console
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
-from weft.runtime.ledger import KINDS, Bytes
-from weft.train.expected import Unforeseen, alike_ranks, expect_rank
-from weft.train.limit import available
-from weft.train.measured import measure
+from weft.runtime.checks.ledger import KINDS, Bytes
+from weft.train.memory.expected import Unforeseen, alike_ranks, expect_rank
+from weft.train.memory.limit import available
+from weft.train.memory.measured import measure
 
 Say = Callable[[str], None]
 

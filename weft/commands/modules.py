@@ -21,7 +21,7 @@ from weft.ir.routes import Routing
 from weft.ops.book import RuleBook
 from weft.ops.rule import Group
 from weft.plan.select import fold
-from weft.train.amounts import shown
+from weft.train.memory.amounts import shown
 
 INPUTS, MODEL = "(inputs)", "(model)"
 SOME = 3

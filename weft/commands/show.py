@@ -31,7 +31,7 @@ from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
-from weft.runtime.files import changes, files_of
+from weft.runtime.program.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 

@@ -26,7 +26,7 @@ from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
 from weft.plan.lines import ScheduleLine
 from weft.plan.plan import Plan
-from weft.runtime.files import ProgramFiles, changes, files_of
+from weft.runtime.program.files import ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from weft.compile.hf_shards import has_all_of
 from weft.compile.packages import needed
 from weft.errors import ModelFileError, WeftError
-from weft.runtime.initialise import Start, begin
-from weft.runtime.record import Record
+from weft.runtime.start.initialise import Start, begin
+from weft.runtime.start.record import Record
 
 PREFIX = "hf:"
 SEED = 0

@@ -26,12 +26,12 @@ from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError
 from weft.plan.batch import BatchDims
-from weft.runtime.custom import keep, kept_name
-from weft.runtime.initialise import Start, begin
-from weft.runtime.precision import Mixed, Precision
-from weft.runtime.record import Record
-from weft.runtime.reduction import BadReduction, Reduction
-from weft.runtime.several import as_one
+from weft.runtime.operators.custom import keep, kept_name
+from weft.runtime.start.initialise import Start, begin
+from weft.runtime.start.record import Record
+from weft.runtime.training.combined_optimizer import as_one
+from weft.runtime.training.reduction import BadReduction, Reduction
+from weft.runtime.weights.precision import Mixed, Precision
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]

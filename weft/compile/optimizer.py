@@ -17,7 +17,7 @@ from torch import nn
 from weft.compile.model_file import Inside, Subject
 from weft.errors import ModelFileError, PlanError
 from weft.ops.precision import Float64Mode
-from weft.runtime.elementwise import mixing
+from weft.runtime.checks.elementwise import mixing
 
 GIVEN = "optimizer(parameters) is given a list of parameters, as in torch.optim.SGD(parameters, lr=0.1)"
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.capture.specialise import at_example
 from weft.codegen import generate
-from weft.codegen.sampled import Make, generate_for_sizes
+from weft.codegen.sizes.sampled import Make, generate_for_sizes
 from weft.compile import cache
 from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
@@ -32,7 +32,7 @@ from weft.ir.program import Program
 from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
-from weft.runtime.returns import NotReturned, Returns, lost, returns_of
+from weft.runtime.program.returns import NotReturned, Returns, lost, returns_of
 
 Say = Callable[[str], None]
 

@@ -33,7 +33,7 @@ from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
 from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
-from weft.runtime.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
+from weft.runtime.training.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
 
 
 @dataclass(frozen=True)

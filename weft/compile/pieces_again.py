@@ -29,7 +29,7 @@ from weft.order import make_schedule
 from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.runtime.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
+from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""

@@ -25,7 +25,7 @@ from weft.ops.arguments import arguments, overload
 from weft.ops.precision import widen
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.runtime.precision import Precision
+from weft.runtime.weights.precision import Precision
 
 PlanLike = Plan | str | Path | Callable[[Graph], Plan]
 

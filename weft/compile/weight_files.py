@@ -21,8 +21,8 @@ from torch import Tensor
 
 from weft.compile.packages import needed
 from weft.errors import RunError
-from weft.runtime.initialise import Whole
-from weft.runtime.script import Index
+from weft.runtime.layout.transfer import Index
+from weft.runtime.start.initialise import Whole
 
 Files = str | Path | Sequence[str | Path]
 

@@ -16,13 +16,13 @@ import torch
 
 from weft.cost.links import KINDS, Links
 from weft.errors import RunError, WeftError
-from weft.runtime.cuts import Place, whole
-from weft.runtime.launch import Pool
-from weft.runtime.moves import Move, all_gather, all_reduce, all_to_all, reduce_scatter
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.script import Piece, Transfer
-from weft.runtime.transfers import execute
-from weft.runtime.transport import CollectiveMismatch, RankFailed
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.layout.cuts import Place, whole
+from weft.runtime.layout.execute import execute
+from weft.runtime.layout.moves import Move, all_gather, all_reduce, all_to_all, reduce_scatter
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.transport import CollectiveMismatch, RankFailed
 
 BACKENDS = ("gloo",)
 """What can be measured without an accelerator."""

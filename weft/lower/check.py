@@ -21,8 +21,8 @@ from weft.errors import CheckError
 from weft.ir.graph import Op
 from weft.ir.program import Compute, Give, Program, Reshard, Step, Take
 from weft.ir.show_program import around
-from weft.lower.typed import TypedProof
-from weft.lower.typed_moves import FaultError
+from weft.lower.proof.moves import FaultError
+from weft.lower.proof.walk import TypedProof
 from weft.ops.book import RuleBook
 
 

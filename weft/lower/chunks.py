@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weft.ir.layout import positions
 from weft.ir.merge import merge
 from weft.ir.program import Give, Program, Take
-from weft.runtime.script import Index
+from weft.runtime.layout.transfer import Index
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Attention with shared heads: keys and values that are repeated for it alone are read as they are.
 
-In: a Program, proven. Out: the same Program for those who spell it out (`script.py`, `codegen/`); where an attention
+In: a Program, proven. Out: the same Program for those who spell it out (`transfer.py`, `codegen/`); where an attention
 without a mask reads keys and values whose heads are repeated on the spot, one copy for each of the query heads that
 share them, it reads those that are repeated, and is called with `enable_gqa`. Whoever cuts the heads does not notice:
 what is left is a repetition on each device, and that is all that is looked at.

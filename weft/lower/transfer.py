@@ -13,7 +13,7 @@ from dataclasses import replace
 from weft.ir.layout import Layout, Part
 from weft.ir.program import Move
 from weft.ir.routes import Route, Routing, adds, sums_fiber
-from weft.runtime.script import Piece, Transfer
+from weft.runtime.layout.transfer import Piece, Transfer
 
 
 class Transfers:

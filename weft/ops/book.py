@@ -21,7 +21,7 @@ from weft.ops.registered import registered_rule
 from weft.ops.rule import Rule
 from weft.ops.stated import stated, stated_rule
 from weft.ops.table import look_up
-from weft.runtime.algorithms import REGISTRY
+from weft.runtime.operators.algorithms import REGISTRY
 
 
 class RuleBook:

@@ -33,7 +33,7 @@ from weft.ops.rule import (
     fixed,
     linear_sets,
 )
-from weft.runtime.algorithms import Exchange
+from weft.runtime.operators.algorithms import Exchange
 
 COPY_IT = "keep the op copied: plan.trans(op, copy(...))"
 

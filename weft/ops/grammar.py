@@ -16,7 +16,7 @@ from functools import cache
 from weft.errors import RuleError
 from weft.ir.graph import Tensor
 from weft.ops.rule import Dim, Dims, Factor, Rule, dim, fixed, linear_sets
-from weft.runtime.algorithms import Exchange
+from weft.runtime.operators.algorithms import Exchange
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_][A-Za-z_0-9]*|[0-9]+|[,&()*+^!]|\S|$)")
 _ENDS = frozenset({",", "->", ""})

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.runtime.experts import grouped_product
+from weft.runtime.operators.experts import grouped_product
 
 NO_FLOAT64: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: lambda a, b, offs=None, bias=None, out_dtype=None: grouped_product(a, b, offs),

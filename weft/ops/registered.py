@@ -20,8 +20,8 @@ from weft.ops.arguments import family
 from weft.ops.rule import Rule
 from weft.ops.stated import checked_rule, stated
 from weft.ops.table import rule_for
-from weft.runtime.algorithms import OWN, REGISTRY, Algorithm
-from weft.runtime.custom import CustomOp, Stated
+from weft.runtime.operators.algorithms import OWN, REGISTRY, Algorithm
+from weft.runtime.operators.custom import CustomOp, Stated
 
 
 def registered_rule(op: Op, graph: Graph, name: str = "") -> Rule:

@@ -25,7 +25,7 @@ import torch
 
 from weft.ir.graph import Op, Tensor
 from weft.ir.ranges import Ranges, count, product, shift, whole
-from weft.runtime.algorithms import Exchange
+from weft.runtime.operators.algorithms import Exchange
 
 Factor = str | int
 """A name, or an anonymous size that nobody may cut."""

@@ -40,8 +40,8 @@ from weft.ops.specimen import (
 )
 from weft.ops.table import look_up
 from weft.ops.trial import FAILURES, Specimen, Talk, first_line, try_cut, undisturbed
-from weft.runtime.algorithms import Exchange
-from weft.runtime.custom import CustomOp, Stated, stated_of
+from weft.runtime.operators.algorithms import Exchange
+from weft.runtime.operators.custom import CustomOp, Stated, stated_of
 
 EXCHANGES = tuple(Exchange(output, gradient) for output in ("copy", "partial") for gradient in ("partial", "copy"))
 """What an algorithm may leave behind, the usual first."""

@@ -11,24 +11,24 @@ from collections.abc import Mapping
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op
 from weft.ops.arguments import family
-from weft.ops.attention import RULES as ATTENTION
 from weft.ops.build import OpView, RuleOf
-from weft.ops.distances import RULES as DISTANCES
-from weft.ops.embedding import RULES as EMBEDDING
-from weft.ops.experts import RULES as EXPERTS
-from weft.ops.indexing import RULES as INDEXING
-from weft.ops.linalg import RULES as LINALG
-from weft.ops.losses import RULES as LOSSES
-from weft.ops.matmul import RULES as MATMUL
-from weft.ops.norms import RULES as NORMS
-from weft.ops.pieces import RULES as PIECES
-from weft.ops.pointwise import RULES as POINTWISE
-from weft.ops.pointwise import is_pointwise, pointwise_rule
-from weft.ops.random_ops import RULES as RANDOM
-from weft.ops.reductions import RULES as REDUCTIONS
 from weft.ops.rule import Rule
-from weft.ops.views import RULES as VIEWS
-from weft.ops.windows import RULES as WINDOWS
+from weft.ops.rules.attention import RULES as ATTENTION
+from weft.ops.rules.distances import RULES as DISTANCES
+from weft.ops.rules.embedding import RULES as EMBEDDING
+from weft.ops.rules.experts import RULES as EXPERTS
+from weft.ops.rules.indexing import RULES as INDEXING
+from weft.ops.rules.linalg import RULES as LINALG
+from weft.ops.rules.losses import RULES as LOSSES
+from weft.ops.rules.matmul import RULES as MATMUL
+from weft.ops.rules.norms import RULES as NORMS
+from weft.ops.rules.pieces import RULES as PIECES
+from weft.ops.rules.pointwise import RULES as POINTWISE
+from weft.ops.rules.pointwise import is_pointwise, pointwise_rule
+from weft.ops.rules.random import RULES as RANDOM
+from weft.ops.rules.reductions import RULES as REDUCTIONS
+from weft.ops.rules.views import RULES as VIEWS
+from weft.ops.rules.windows import RULES as WINDOWS
 
 RULES: Mapping[str, RuleOf] = {
     **ATTENTION,

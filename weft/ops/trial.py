@@ -26,9 +26,9 @@ from weft.ops.arguments import numbered, overload
 from weft.ops.derive import Operands, cell_view, operands
 from weft.ops.precision import Float64Mode
 from weft.ops.rule import Call, Group, Rule, floating
-from weft.runtime.calls import resolve
-from weft.runtime.emulator import run_ranks
-from weft.runtime.transport import CollectiveMismatch, GroupComm, RankFailed, Transport
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import CollectiveMismatch, GroupComm, RankFailed, Transport
+from weft.runtime.operators.calls import resolve
 
 TOLERANCE = 1e-10
 """Of the largest number met: sums of float64 in another order differ by less, wrong cuts by far more."""

@@ -40,7 +40,7 @@ from weft.plan.primitives import (
     is_count,
     resolve,
 )
-from weft.runtime.algorithms import OWN
+from weft.runtime.operators.algorithms import OWN
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
 from weft.ops.book import RuleBook
 from weft.plan.colors import Color, TensorDim, find_colors
-from weft.runtime.microbatches import BatchDim
+from weft.runtime.training.microbatches import BatchDim
 
 BatchDims = Mapping[str, int | None] | Sequence[int | None]
 

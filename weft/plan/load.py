@@ -19,7 +19,7 @@ from weft.ir.graph import Graph
 from weft.plan.batch import BatchDims
 from weft.plan.plan import Plan
 from weft.plan.plan_file import read_plan
-from weft.plan.recipe_string import check_devices, parse_recipe
+from weft.plan.recipes.text import check_devices, parse_recipe
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -24,7 +24,7 @@ from weft.ir.oplayout import Copied, Cut, Use
 from weft.ir.schedule import PHASES, Before, Event, Micro
 from weft.ops.registered import unknown
 from weft.ops.rule import Dim, Rule
-from weft.runtime.algorithms import OWN, REGISTRY
+from weft.runtime.operators.algorithms import OWN, REGISTRY
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.runtime.indices import Intervals, indices, linear_index
+from weft.runtime.layout.indices import Intervals, indices, linear_index
 
 Device = torch.device | str | Tensor | None
 """Where numbers are made: a device, or a tensor that lies there."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RunError
-from weft.runtime.clip import clip_rank
-from weft.runtime.parallel import Parallel
+from weft.runtime.training.clip import clip_rank
+from weft.runtime.training.parallel import Parallel
 from weft.train.emulated import Emulated
 
 

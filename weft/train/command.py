@@ -30,13 +30,13 @@ from weft.compile.subject import in_precision
 from weft.compile.weight_files import open_files
 from weft.errors import PlanError, RunError
 from weft.ops.coverage import coverage, unruled_warnings
-from weft.runtime.initialise import Start
-from weft.runtime.launch import Pool
-from weft.runtime.program_files import cut_parameters
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.program.load import cut_parameters
+from weft.runtime.start.initialise import Start
 from weft.train.data import Choice, Source, check_file, make_source
-from weft.train.expected import alike_ranks
-from weft.train.limit import check_limit, tell_scarce
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
+from weft.train.memory.expected import alike_ranks
+from weft.train.memory.limit import check_limit, tell_scarce
 from weft.train.opened import Wanted
 from weft.train.programs import Programs
 from weft.train.saved import check_saved, check_target, open_saved

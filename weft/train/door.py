@@ -37,19 +37,19 @@ from weft.compile.model_file import Subject
 from weft.compile.subject import PlanLike
 from weft.errors import PlanError, RunError
 from weft.plan.batch import BatchDims
-from weft.runtime.agree import other_than
-from weft.runtime.alone import Alone
-from weft.runtime.connect import connect, is_launched
-from weft.runtime.files import files_of
-from weft.runtime.guards import mark_replaced
-from weft.runtime.initialise import Start, begin, original_order
-from weft.runtime.parallel import Parallel
-from weft.runtime.precision import Precision
-from weft.runtime.reduction import BadReduction, How, Reduction
-from weft.runtime.transport import Transport
+from weft.runtime.checks.batch_checksum import other_than
+from weft.runtime.checks.guards import mark_replaced
+from weft.runtime.jobs.connect import connect, is_launched
+from weft.runtime.links.single_rank import SingleRank
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import files_of
+from weft.runtime.start.initialise import Start, begin, original_order
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.training.reduction import BadReduction, How, Reduction
+from weft.runtime.weights.precision import Precision
 from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
-from weft.train.limit import check_limit
+from weft.train.memory.limit import check_limit
 from weft.train.opened import Content, MakeFiles, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
@@ -151,7 +151,7 @@ def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, pr
     if not is_launched():
         files = files_of(trained())
         refuse_processes(files.devices)
-        return opened.rank(files, Alone(), programs)
+        return opened.rank(files, SingleRank(), programs)
     job = connect()
     refuse_different(job.transport, start)
     files = files_of(shared(job, trained))

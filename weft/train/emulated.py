@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weft.errors import RunError, WeftError
-from weft.runtime.batch import BatchMismatch
-from weft.runtime.context import Ambient, Modes
-from weft.runtime.ending import refuse_parts
-from weft.runtime.guarded import guard_all
-from weft.runtime.guards import CLIP, Guard, handed_out
-from weft.runtime.inner import is_watched
-from weft.runtime.module import TWICE
-from weft.runtime.own import Loaded, LoadsByName
-from weft.runtime.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
-from weft.runtime.stored import shapes_of
-from weft.runtime.training import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
-from weft.runtime.transfers import take
-from weft.runtime.transport import Transport
-from weft.runtime.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
+from weft.runtime.checks.guarded import guard_all
+from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
+from weft.runtime.layout.execute import take
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.context import Ambient, Modes
+from weft.runtime.program.module import TWICE
+from weft.runtime.program.name_passthrough import Loaded, LoadsByName
+from weft.runtime.program.stored import shapes_of
+from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
+from weft.runtime.training.step import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
+from weft.runtime.weights.ending import refuse_parts
+from weft.runtime.weights.leaf_aliases import is_watched
 from weft.train.opened import MakeFiles, Wanted, refusal
 from weft.verify.ranks import emulate, join
 

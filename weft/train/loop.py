@@ -21,15 +21,15 @@ from weft.compile.model_file import Optimizer, Subject, load_model_file
 from weft.compile.optimizer import make_optimizer
 from weft.compile.subject import in_precision
 from weft.errors import RunError
-from weft.runtime.backend import PrefixStore, peak_memory
-from weft.runtime.clip import Clip
-from weft.runtime.connect import Job
-from weft.runtime.files import files_of
-from weft.runtime.initialise import Start, original_order
-from weft.runtime.parallel import Parallel
-from weft.runtime.processes import ProcessTransport
-from weft.runtime.scaling import GradScaler
-from weft.runtime.training import call
+from weft.runtime.jobs.connect import Job
+from weft.runtime.links.backend import PrefixStore, peak_memory
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.program.files import files_of
+from weft.runtime.start.initialise import Start, original_order
+from weft.runtime.training.clip import Clip
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.training.scaling import GradScaler
+from weft.runtime.training.step import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
 from weft.train.opened import Content, Wanted, open_rank

@@ -12,18 +12,18 @@ from typing import Any
 
 from weft.capture.source import place_of_call
 from weft.errors import RunError
-from weft.runtime.files import files_of
-from weft.runtime.flow import Flow, open_flow, pieces_of
-from weft.runtime.grad_sync import BucketSync
-from weft.runtime.guarded import guard_rank
-from weft.runtime.masters import masters_of, tell_sums
-from weft.runtime.microbatches import Arguments
-from weft.runtime.parallel import Parallel
-from weft.runtime.pipeline_files import load_sizes
-from weft.runtime.precision import Mixed
-from weft.runtime.reduction import Reduction
-from weft.runtime.replicas import Replica
-from weft.runtime.transport import Transport
+from weft.runtime.checks.guarded import guard_rank
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import files_of
+from weft.runtime.training.flow import Flow, open_flow, pieces_of
+from weft.runtime.training.load import load_sizes
+from weft.runtime.training.microbatches import Arguments
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.training.reduction import Reduction
+from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.masters import masters_of, tell_sums
+from weft.runtime.weights.precision import Mixed
 from weft.train.weights import Values, fill_all
 
 Content = Mapping[str, bytes]

@@ -30,8 +30,8 @@ from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
-from weft.runtime.files import files_of
-from weft.runtime.microbatches import Arguments
+from weft.runtime.program.files import files_of
+from weft.runtime.training.microbatches import Arguments
 from weft.train.opened import Content, MakeFiles, Wanted
 
 

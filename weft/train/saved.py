@@ -25,12 +25,12 @@ from torch import Tensor
 
 from weft.errors import RunError
 from weft.ir.graph import Graph
-from weft.runtime.batch import dtype_name
-from weft.runtime.holdings import Holdings, exchange, gather, tell_all
-from weft.runtime.initialise import Whole, part_of
-from weft.runtime.parallel import Parallel
-from weft.runtime.pieces import Pieces
-from weft.runtime.stored import shapes_of
+from weft.runtime.program.batch import dtype_name
+from weft.runtime.program.stored import shapes_of
+from weft.runtime.start.initialise import Whole, part_of
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.training.pieces import Pieces
+from weft.runtime.training.shard_owners import ShardOwners, exchange, gather, tell_all
 from weft.train.weights import listed, open_weights
 
 FORMAT = "weft training run 1"
@@ -86,7 +86,7 @@ def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Prog
         _write(directory, tensors, states, whole)
 
 
-def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
+def _gather_model(module: Parallel, holdings: ShardOwners) -> dict[str, Tensor]:
     """The original state dict, on rank 0."""
     program, found = module.masters, dict[str, Tensor]()
     for name, part in program.stored_parts().items():
@@ -99,7 +99,7 @@ def _gather_model(module: Parallel, holdings: Holdings) -> dict[str, Tensor]:
 
 
 def _gather_optimizer(
-    module: Parallel, optimizer: Any, holdings: Holdings
+    module: Parallel, optimizer: Any, holdings: ShardOwners
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
     program = module.masters

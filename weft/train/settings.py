@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import RunError
-from weft.train.amounts import read_bytes
+from weft.train.memory.amounts import read_bytes
 from weft.train.schedule import Schedule
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RunError
-from weft.runtime.initialise import Start, begin, begin_hollow, module_tensors
-from weft.runtime.recording import Unrecordable
+from weft.runtime.start.initialise import Start, begin, begin_hollow, module_tensors
+from weft.runtime.start.recording import Unrecordable
 from weft.train.weights import PASS_A_FUNCTION, Replayed, Values, Weights, listed
 
 Model = nn.Module | Callable[[], nn.Module]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from weft import errors
 from weft.errors import WeftError
-from weft.runtime.connect import Job
-from weft.runtime.transport import Stopped
+from weft.runtime.jobs.connect import Job
+from weft.runtime.links.transport import Stopped
 from weft.train.opened import Content
 
 MISTAKE = "mistake.json"

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from weft.compile.weight_files import Files, open_files
 from weft.errors import RunError
-from weft.runtime.counted import Counted, NotElementwise
-from weft.runtime.initialise import Whole, module_tensors, part_of
-from weft.runtime.record import At, Record
-from weft.runtime.replaying import replay
-from weft.runtime.script import Index
-from weft.runtime.stored import Holds, shapes_of
+from weft.runtime.layout.transfer import Index
+from weft.runtime.program.stored import Holds, shapes_of
+from weft.runtime.start.counted import Counted, NotElementwise
+from weft.runtime.start.initialise import Whole, module_tensors, part_of
+from weft.runtime.start.record import At, Record
+from weft.runtime.start.replaying import replay
 
 Weights = nn.Module | Mapping[str, Tensor] | Files
 

@@ -21,9 +21,9 @@ from weft.compile.pieces import refuse_inference
 from weft.compile.subject import PlanLike, in_precision, make_subject
 from weft.cost.links import load as load_links
 from weft.order import check_schedule
-from weft.runtime.files import files_of
-from weft.runtime.precision import Precision
-from weft.runtime.program_files import cut_parameters
+from weft.runtime.program.files import files_of
+from weft.runtime.program.load import cut_parameters
+from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
 from weft.verify.locate import Traceable

@@ -25,23 +25,23 @@ from weft.compile.subject import whole_tensors
 from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.plan.plan import Plan
-from weft.runtime.files import ProgramFiles, Source, files_of
-from weft.runtime.flow import open_flow, pieces_of
-from weft.runtime.launch import Pool
-from weft.runtime.masters import masters_of, tell_sums
-from weft.runtime.microbatches import default_dims, split
-from weft.runtime.module import ParallelModule
-from weft.runtime.pieces import Pieces
-from weft.runtime.precision import Mixed
-from weft.runtime.processes import TIMEOUT, ProcessTransport
-from weft.runtime.program_files import load_program
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.layout.execute import take
+from weft.runtime.links.processes import TIMEOUT, ProcessTransport
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import ProgramFiles, Source, files_of
+from weft.runtime.program.load import load_program
+from weft.runtime.program.module import ParallelModule
+from weft.runtime.program.stored import Holds
 from weft.runtime.random import Stream
-from weft.runtime.reduction import reduced
-from weft.runtime.replicas import Replica
-from weft.runtime.several import with_empties
-from weft.runtime.stored import Holds
-from weft.runtime.transfers import take
-from weft.runtime.transport import Transport
+from weft.runtime.training.combined_optimizer import with_empties
+from weft.runtime.training.flow import open_flow, pieces_of
+from weft.runtime.training.microbatches import default_dims, split
+from weft.runtime.training.pieces import Pieces
+from weft.runtime.training.reduction import reduced
+from weft.runtime.weights.masters import masters_of, tell_sums
+from weft.runtime.weights.precision import Mixed
 from weft.verify.compare import Noise, Sample, noise_in
 from weft.verify.precision import Float64Mode
 from weft.verify.ranks import Local, assemble, emulate, told

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from weft.compile.model_file import Subject
 from weft.ir.graph import Graph
-from weft.runtime.files import Source, files_of
-from weft.runtime.launch import Pool
-from weft.runtime.microbatches import BatchDim
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.program.files import Source, files_of
+from weft.runtime.training.microbatches import BatchDim
 from weft.verify.compare import Difference, Processes, Result, Rounded, Sample, compare, count_silenced
 from weft.verify.generated import run_generated
 from weft.verify.locate import Traceable, locate, locate_in_code

@@ -21,7 +21,7 @@ from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
 from weft.ir.program import Compute, Program, walk
-from weft.runtime.transfers import put
+from weft.runtime.layout.execute import put
 from weft.verify.compare import FirstDifference, Sample, apart_in, compare, difference, scale_of
 from weft.verify.generated import Record, run_traced
 

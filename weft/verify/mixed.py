@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.precision import Precision, Rules
+from weft.runtime.weights.precision import Precision, Rules
 
 
 class OneDevice:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from weft.runtime.backend import choose_backend
-from weft.runtime.launch import Pool
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.backend import choose_backend
 from weft.verify.compare import Processes, Sample, compare
 from weft.verify.ranks import same_bits
 

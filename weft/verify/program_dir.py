@@ -28,11 +28,11 @@ from weft.errors import PlanError, RunError, WeftError
 from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import Span, check_schedule
-from weft.runtime.batch import dtype_name
-from weft.runtime.files import CONSTANTS, META, PARTS, PIPELINE, ProgramFiles, changes, files_of
-from weft.runtime.module import ParallelModule
-from weft.runtime.precision import Precision
-from weft.runtime.program_files import cut_parameters, load_classes, load_constants
+from weft.runtime.program.batch import dtype_name
+from weft.runtime.program.files import CONSTANTS, META, PARTS, PIPELINE, ProgramFiles, changes, files_of
+from weft.runtime.program.load import cut_parameters, load_classes, load_constants
+from weft.runtime.program.module import ParallelModule
+from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
 from weft.verify.processes import make_pool
@@ -43,7 +43,7 @@ ANEW = "move the directory away and write the program anew: weft show FILE --pla
 
 
 @dataclass(frozen=True)
-class Lying:
+class ProgramDirectory:
     """A program in a directory.
 
     Args:
@@ -88,46 +88,46 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
         tell: is told, before anything runs, what became of the program since it was emitted.
         model_or_file, example, seed, tolerance, processes, precision, say: as of `verify`.
     """
-    lying = open_directory(program)
-    files = lying.files
+    found = open_directory(program)
+    files = found.files
     if devices is not None and devices != files.devices:
         raise PlanError(
             f"the program is for {files.devices} devices, {devices} were asked for",
-            place=str(lying.directory),
+            place=str(found.directory),
             remedy="leave out --devices, or emit a program for that many: weft show FILE --plan P --out DIR",
         )
     say("loading the model")
     subject = in_precision(make_subject(model_or_file, example), precision)
     say("capturing the model")
     graph = capture_subject(subject)
-    lying = compare_origin(lying, graph)
-    tell(str(lying))
+    found = compare_origin(found, graph)
+    tell(str(found))
     # whatever is wrong with the text is told with its own line
-    with OwnLines(lying):
+    with OwnLines(found):
         classes = load_classes(files)
-    check_program_fits(lying, classes, graph, subject)
+    check_program_fits(found, classes, graph, subject)
     check_on_parts(subject, cut_parameters(files))
-    with OwnLines(lying), ExitStack() as stack:
+    with OwnLines(found), ExitStack() as stack:
         pool = stack.enter_context(make_pool(files.devices)) if processes else None
         result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
         summary: dict[str, Any] = {"operators": len(graph.ops)}
         if files.in_pieces:
             summary = summarize_pieces(*order_of(files.about), spans_in(files.about), graph)
-        result = replace(result, summary={**summary, "program": lying.as_json()})
+        result = replace(result, summary={**summary, "program": found.as_json()})
         if files.in_pieces:
             return result
         return with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
-def open_directory(directory: str | Path) -> Lying:
+def open_directory(directory: str | Path) -> ProgramDirectory:
     """What lies there, without running any of it. A missing or broken file is told by name."""
     folder = Path(directory)
     if not folder.is_dir():
         raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
     try:
         files = files_of(folder)
-        lying = Lying(folder, files, changes(files))
-        missing = [name for name, what in lying.edited.items() if what == "missing"]
+        found = ProgramDirectory(folder, files, changes(files))
+        missing = [name for name, what in found.edited.items() if what == "missing"]
         for one in files.folders.values() if not missing else ():
             _ = one.devices, str(one.about["class"]), one.about["ranks"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -146,7 +146,7 @@ def open_directory(directory: str | Path) -> Lying:
     if files.in_pieces:
         # the events may be edited too: they are proven before they run
         check_schedule(*order_of(files.about))
-    return lying
+    return found
 
 
 def _read_tables(files: ProgramFiles) -> None:
@@ -182,15 +182,17 @@ def spans_in(told: Mapping[str, Any]) -> dict[str, Span]:
     return {name: Span(*times) for name, times in told["spans"].items()}
 
 
-def compare_origin(lying: Lying, graph: Graph) -> Lying:
+def compare_origin(found: ProgramDirectory, graph: Graph) -> ProgramDirectory:
     """What the program was made from that is not so now."""
-    made, now = lying.files.about.get("made_from", {}), origin(graph)
+    made, now = found.files.about.get("made_from", {}), origin(graph)
     words = {"graph": "another state of the model", "weft": "another weft", "torch": f"torch {made.get('torch')}"}
     # a program emitted by hand says nothing of its origin: whether it fits is seen all the same
-    return replace(lying, stale=tuple(words[key] for key in words if key in made and made[key] != now[key]))
+    return replace(found, stale=tuple(words[key] for key in words if key in made and made[key] != now[key]))
 
 
-def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], graph: Graph, subject: Subject) -> None:
+def check_program_fits(
+    found: ProgramDirectory, classes: Sequence[type[ParallelModule]], graph: Graph, subject: Subject
+) -> None:
     """Refuse a program whose parameters, buffers or inputs are not the model's."""
     model = subject.model
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -213,9 +215,9 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
     ]
     tied = {each for cls in classes for part in cls.stored_parts().values() for each in part.tied}
     wrong += [f"the model has {name}, which it does not store" for name in known if name in held - tied - set(stored)]
-    about = lying.files.about
+    about = found.files.about
     batch = about.get("batch", {}).get("tensors", [])
-    inputs = [row[0] for row in batch] if lying.files.in_pieces else [one["index"] for one in about.get("inputs", [])]
+    inputs = [row[0] for row in batch] if found.files.in_pieces else [one["index"] for one in about.get("inputs", [])]
     if inputs != [one.index for one in graph.inputs]:
         wrong.append(
             f"it takes {len(inputs)} tensors of a batch, the example has {len(graph.inputs)}, or in other places"
@@ -223,12 +225,12 @@ def check_program_fits(lying: Lying, classes: Sequence[type[ParallelModule]], gr
     for _, where, shape, dtype in batch:
         one = next((graph.tensors[one.tensor] for one in graph.inputs if one.where == where), None)
         if one is not None and not (fits(shape, one.sizes) and dtype_name(one.dtype) == dtype):
-            found = f"{list(one.sizes)} of {dtype_name(one.dtype)}"
-            wrong.append(f"it takes {where} as {list(shape)} of {dtype}, the example has {found}")
+            given = f"{list(one.sizes)} of {dtype_name(one.dtype)}"
+            wrong.append(f"it takes {where} as {list(shape)} of {dtype}, the example has {given}")
     if wrong:
         raise PlanError(
             f"the program was made from another model or example: {wrong[0]}",
-            place=str(lying.directory),
+            place=str(found.directory),
             remedy="give the model file that it was made from, or write it anew: weft show FILE --plan P --out DIR",
         )
 
@@ -242,8 +244,8 @@ def fits(shape: Sequence[int | str], sizes: Sequence[int]) -> bool:
 class OwnLines:
     """Turns whatever the code in a program's directory raises into an error with the line there."""
 
-    def __init__(self, lying: Lying) -> None:
-        self._lying = lying
+    def __init__(self, found: ProgramDirectory) -> None:
+        self._program = found
 
     def __enter__(self) -> None:
         return None
@@ -253,14 +255,16 @@ class OwnLines:
             return
         place = self._place(error)
         if isinstance(error, RunError):
-            if place or self._lying.edited:
-                remedy = f"look at what was edited in {self._lying.directory}" if self._lying.edited else error.remedy
+            if place or self._program.edited:
+                remedy = (
+                    f"look at what was edited in {self._program.directory}" if self._program.edited else error.remedy
+                )
                 raise RunError(error.message, place=place or error.place, remedy=remedy) from error
             return
         raise RunError(
             f"the program cannot be loaded: {type(error).__name__}: {getattr(error, 'msg', None) or error}",
-            place=place or str(self._lying.directory),
-            remedy=f"mend it, or {ANEW}" if self._lying.edited else ANEW,
+            place=place or str(self._program.directory),
+            remedy=f"mend it, or {ANEW}" if self._program.edited else ANEW,
         ) from error
 
     def _place(self, error: Exception) -> str:
@@ -268,8 +272,8 @@ class OwnLines:
         if isinstance(error, SyntaxError):
             return f"{error.filename}:{error.lineno}  {(error.text or '').strip()}".rstrip()
         text = "".join(traceback.format_exception(error))
-        folder = re.escape(str(self._lying.directory.resolve()))
-        given = re.escape(str(self._lying.directory))
+        folder = re.escape(str(self._program.directory.resolve()))
+        given = re.escape(str(self._program.directory))
         found = re.findall(rf'File "((?:{folder}|{given})/[^"]+)", line (\d+)', text)
         if not found:
             return ""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from weft.errors import RunError, WeftError
-from weft.runtime.emulator import run_ranks
-from weft.runtime.script import Index
-from weft.runtime.transfers import put, take
-from weft.runtime.transport import CollectiveMismatch, RankFailed
+from weft.runtime.layout.execute import put, take
+from weft.runtime.layout.transfer import Index
+from weft.runtime.links.emulator import run_ranks
+from weft.runtime.links.transport import CollectiveMismatch, RankFailed
 from weft.verify.compare import Sample
 from weft.verify.reference import NUM_STEPS
 

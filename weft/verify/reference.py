@@ -25,10 +25,10 @@ from weft.capture.example import split_example
 from weft.compile.model_file import Inside, Subject, check_loss
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
-from weft.runtime.drawmode import DrawMode
-from weft.runtime.microbatches import BatchDim, split_arguments
 from weft.runtime.random import Stream
+from weft.runtime.training.microbatches import BatchDim, split_arguments
 from weft.verify.compare import Noise, Sample, noise_in
+from weft.verify.draw_mode import DrawMode
 from weft.verify.mixed import OneDevice
 from weft.verify.precision import Float64Mode, precision_of, widen
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from weft.runtime.precision import Precision
+from weft.runtime.weights.precision import Precision
 from weft.verify.compare import KINDS, Difference, Rounded, Sample
 
 SLACK = 2.0

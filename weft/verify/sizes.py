@@ -19,10 +19,10 @@ from weft.capture.example import split_example
 from weft.compile.model_file import Subject
 from weft.errors import WeftError
 from weft.ir.graph import Graph
-from weft.runtime.batch import Form
-from weft.runtime.files import Source, files_of
-from weft.runtime.launch import Pool
-from weft.runtime.sizes import evaluate, refused
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.program.batch import Form
+from weft.runtime.program.files import Source, files_of
+from weft.runtime.program.sizes import evaluate, refused
 from weft.verify.compare import AtSizes, Result, compare
 from weft.verify.generated import run_generated
 from weft.verify.reference import run_reference

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weft.runtime.index import narrowed, size, take
-from weft.runtime.script import Index
+from weft.runtime.layout.index import narrowed, size, take
+from weft.runtime.layout.transfer import Index
+from weft.runtime.links.transport import Sharded, combine, put_shard
+from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.pool import SharedPool
 from weft.runtime.shm.segments import BEGIN, Segment
-from weft.runtime.transport import Sharded, combine, put_shard
-from weft.runtime.wire import LARGE
 
 BLOCK = 1 << 20
 """Bytes that are added up at a time: what was just written is still in the cache when it is read again."""

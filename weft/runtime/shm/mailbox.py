@@ -19,11 +19,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from weft.runtime.inbox import Inbox
+from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
 from weft.runtime.shm.pipes import Pipes
 from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
-from weft.runtime.watch import PeerLost
-from weft.runtime.wire import Want, as_bytes, num_bytes, unpack
 
 SMALL = 4 << 10
 """Bytes up to which a letter travels through the pipe."""

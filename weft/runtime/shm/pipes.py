@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.runtime.backend import Store
-from weft.runtime.watch import PeerLost
+from weft.runtime.links.backend import Store
+from weft.runtime.links.watch import PeerLost
 
 SPIN = 1e-4
 """Seconds in which a rank that waits does not sleep."""

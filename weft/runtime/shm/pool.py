@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.runtime.buffer_pool import is_private
+from weft.runtime.links.buffer_pool import is_private
+from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import ADDRESS, Segment, Segments, address_of, new_segment
-from weft.runtime.wire import LARGE
 
 BRIEF = 8 << 20
 """Bytes from which on any segment that is large enough serves for a short time."""

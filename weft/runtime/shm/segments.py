@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.pipes import Exchange, Pipes
-from weft.runtime.watch import PeerLost
-from weft.runtime.wire import LARGE
 
 ALIGNED = 4096
 BEGIN = 64

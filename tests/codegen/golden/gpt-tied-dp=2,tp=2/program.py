@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.cuts import Cut
-from weft.runtime.embedding import embedding_part
-from weft.runtime.losses import cross_entropy
-from weft.runtime.module import Container, ParallelModule, Part
-from weft.runtime.moves import all_reduce, first
-from weft.runtime.products import embedding, linear
+from weft.runtime.layout.cuts import Cut
+from weft.runtime.layout.moves import all_reduce, first
+from weft.runtime.operators.attention import attention
+from weft.runtime.operators.embedding import embedding_part
+from weft.runtime.operators.losses import cross_entropy
+from weft.runtime.program.module import Container, ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import embedding, linear
 
 GRID = {"dp": 2, "tp": 2}
 LAYERS = {"transformer.h": 2}

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.cuts import Cut
-from weft.runtime.losses import entropy
-from weft.runtime.module import Container, ParallelModule, Part
-from weft.runtime.moves import first
-from weft.runtime.products import embedding, linear
+from weft.runtime.layout.cuts import Cut
+from weft.runtime.layout.moves import first
+from weft.runtime.operators.attention import attention
+from weft.runtime.operators.losses import entropy
+from weft.runtime.program.module import Container, ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import embedding, linear
 
 GRID = {"tp": 2}
 LAYERS = {"transformer.h": 2}

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.losses import cross_entropy
-from weft.runtime.module import Container, Given, ParallelModule, Part
-from weft.runtime.products import addmm, embedding, linear
+from weft.runtime.operators.attention import attention
+from weft.runtime.operators.losses import cross_entropy
+from weft.runtime.program.module import Container, Given, ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import addmm, embedding, linear
 
 GRID = {"dp": 2}
 LAYERS = {"transformer.h": 2}

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.losses import cross_entropy
-from weft.runtime.module import Container, ParallelModule, Part
-from weft.runtime.products import embedding, linear
+from weft.runtime.operators.attention import attention
+from weft.runtime.operators.losses import cross_entropy
+from weft.runtime.program.module import Container, ParallelModule, Part
+from weft.runtime.weights.products import embedding, linear
 
 GRID = {"tp": 2}
 LAYERS = {"model.layers": 2}

@@ -3,10 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.losses import loss_part
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.products import linear
+from weft.runtime.operators.losses import loss_part
+from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import linear
 
 GRID = {"dp": 2}
 PARAMETERS: dict[str, Part] = {

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.products import embedding, linear
+from weft.runtime.operators.attention import attention
+from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import embedding, linear
 
 GRID: dict[str, int] = {}
 LAYERS = {"transformer.h": 2}

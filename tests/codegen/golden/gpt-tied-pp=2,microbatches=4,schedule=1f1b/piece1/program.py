@@ -7,11 +7,11 @@ Made by weft; edit freely, then verify it again.
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.runtime.attention import attention
-from weft.runtime.losses import entropy
-from weft.runtime.module import ParallelModule, Part
-from weft.runtime.products import linear
+from weft.runtime.operators.attention import attention
+from weft.runtime.operators.losses import entropy
+from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.random import dropout
+from weft.runtime.weights.products import linear
 
 GRID: dict[str, int] = {}
 PARAMETERS: dict[str, Part] = {

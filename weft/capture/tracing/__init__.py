@@ -1,0 +1,1 @@
+"""Running torch.export over a module, and what it would lose or cannot hold."""

@@ -1,0 +1,258 @@
+"""What torch.export would lose: opaque autograd functions, checkpoint regions, layer-drop of zero.
+
+Enters: a running trace. Leaves: marker calls in the traced graph (operators of the library `weft`, which exist only
+inside `intercept()`), and an `Interception` that says what they stand for.
+
+- `autograd.Function`: export inlines forward and drops the user's backward. Each call becomes one
+  `weft.function(key, tensors)`.
+- `weft.register_op`: the function is kept whole, in the same way.
+- `torch.utils.checkpoint`: export erases it. The region becomes `weft.enter(...)` ... `weft.leave(...)`.
+- Truth values that can go one way only while all is well become `weft.expect(...)`; see `expect.py`.
+- `torch.rand([]) < 0.0`: a branch on data that can go one way only. It is answered with False.
+- `torch.bincount(x, minlength=n)`: its length depends on values; see `stable.py`.
+- Gradient hooks and `torch.autograd.grad` in forward: refused.
+
+Promised: everything patched is put back, also after an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.autograd.function import _SingleLevelFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.capture.source import place_here
+from weft.capture.tracing.expect import define, expected_here
+from weft.capture.tracing.opaque import Opaque, applied, called, is_nested, original_apply
+from weft.capture.tracing.refuse import TOLD, telling
+from weft.capture.tracing.stable import stable_form
+from weft.errors import CaptureError
+from weft.runtime.operators.custom import CustomOp
+
+UNMARKED = (
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+    torch.ops.aten.rrelu.default,
+)
+"""Operators that may draw and that torch does not mark as random."""
+FUNCTION, ENTER, LEAVE = "weft.function.default", "weft.enter.default", "weft.leave.default"
+
+
+@dataclass
+class Interception:
+    """What the markers of one trace stand for."""
+
+    functions: list[Opaque] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """For each function call, its outputs' tree with True where a tensor stands."""
+    regions: int = 0
+    requires: str = ""
+    """The last line that told a tensor to require a gradient."""
+
+    def apply(self, cls: type, *args: Any) -> Any:
+        """Stands in for `Function.apply` while tracing."""
+        if not is_tracing():
+            return original_apply(cls, *args)
+        if cls is checkpoint.CheckpointFunction:
+            run, _, *rest = args
+            with self.region(reentrant=True, tensors=tensors_of(rest)):
+                return run(*rest)
+        return self.mark(*applied(cls, args))
+
+    def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Stands in for the call of a registered function while tracing."""
+        if not is_tracing():
+            return op.function(*args, **kwargs)
+        return self.mark(*called(op, args, kwargs))
+
+    def mark(self, function: Opaque, tensors: list[torch.Tensor]) -> Any:
+        """Leave a marker for one call; what the function returns, with the marker's tensors in it."""
+        key = len(self.functions)
+        self.functions.append(function)
+        made = torch.ops.weft.function(key, tensors)
+        flat, out_spec = pytree.tree_flatten(self.outputs[key])
+        given = iter(made)
+        return pytree.tree_unflatten([next(given) if leaf is TENSOR else leaf for leaf in flat], out_spec)
+
+    def infer(self, key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Shapes and dtypes of an opaque function's outputs; refuses one that writes into its inputs."""
+        function = self.functions[key]
+        with torch.no_grad(), Whole(function.what, tensors):
+            outputs = function.outputs(function.arguments(tensors))
+        self.functions[key] = replace(function, nested=is_nested(outputs))
+        flat, spec = pytree.tree_flatten(outputs)
+        kinds = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        self.outputs[key] = pytree.tree_unflatten(kinds, spec)
+        return [torch.empty_like(leaf) for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    @contextmanager
+    def region(self, *, reentrant: bool, tensors: list[torch.Tensor]) -> Iterator[None]:
+        """A checkpoint region: all that is traced inside is to be recomputed."""
+        self.regions += 1
+        number = self.regions
+        torch.ops.weft.enter(number, reentrant, tensors)
+        yield
+        torch.ops.weft.leave(number)
+
+    def checkpoint_generator(self, _function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+        """Stands in for the generator that surrounds a non-reentrant checkpoint."""
+        with self.region(reentrant=False, tensors=tensors_of((rest, kwargs))):
+            yield
+
+
+class _TensorMark:
+    """Stands for a tensor in an output tree."""
+
+
+TENSOR = _TensorMark()
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def is_tracing() -> bool:
+    """Whether the user's own code runs, not the inside of an operator."""
+    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+class Listener(TorchFunctionMode):
+    """Hears every torch function that forward calls.
+
+    Answers `torch.rand(...) < c` with False where c <= 0: a uniform draw is never negative. Refuses what acts on
+    autograd itself, which a trace does not see. Notes where a tensor is told to require a gradient.
+    """
+
+    def __init__(self, found: Interception) -> None:
+        super().__init__()
+        self.found = found
+        self.draws: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in REFUSED:
+            raise CaptureError(
+                f"forward {REFUSED[func]}, which a graph of the forward does not hold",
+                place=place_here(),
+                remedy="an autograd.Function with that backward, or do it outside forward",
+            )
+        if func in LESS and len(args) == 2 and self.is_never_less(*args):
+            return False
+        if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
+            self.found.requires = place_here()
+        if func is torch.Tensor.__bool__ and is_tracing() and (expected := expected_here(args[0])) is not None:
+            torch.ops.weft.expect(args[0], expected)
+            return expected
+        if func is torch.Tensor.item and is_tracing() and expected_here(args[0]) is not None:
+            # a number that is only checked may stay a tensor
+            return args[0].reshape(())
+        stable = stable_form(func, args, kwargs)
+        if stable is not None:
+            return stable()
+        with telling(*TOLD[func]) if func in TOLD else nullcontext():
+            result = func(*args, **kwargs)
+        if func is torch.rand and result.numel() == 1:
+            self.draws.append(result)
+        return result
+
+    def is_never_less(self, drawn: Any, limit: Any) -> bool:
+        return isinstance(limit, int | float) and limit <= 0 and any(drawn is draw for draw in self.draws)
+
+
+LESS = (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less)
+REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+REFUSED: Mapping[Any, str] = {
+    torch.Tensor.register_hook: "registers a gradient hook",
+    torch.Tensor.backward: "calls backward",
+    torch.autograd.grad: "calls torch.autograd.grad",
+    torch.autograd.backward: "calls torch.autograd.backward",
+}
+
+
+class Whole(TorchDispatchMode):
+    """Refuses what would not stay inside an opaque function: draws, which could not be numbered, and changes of its
+    operands, which the graph would not know of."""
+
+    def __init__(self, what: str, operands: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.what = what
+        self.memory = {StorageWeakRef(one.untyped_storage()) for one in operands}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"{self.what} draws random numbers ({func})",
+                place=place_here(),
+                remedy="draw in the module's forward and pass the numbers in",
+            )
+        if func._schema.is_mutable and self.writes(func, args, kwargs or {}):
+            raise CaptureError(
+                f"{self.what} changes its input in place ({func})",
+                place=place_here(),
+                remedy="work on a copy, x = x.clone(), and return it",
+            )
+        return func(*args, **(kwargs or {}))
+
+    def writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """True if an operator writes into the memory of an operand."""
+        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+        written = [given.get(one.name) for one in func._schema.arguments if one.is_write]
+        return any(StorageWeakRef(one.untyped_storage()) in self.memory for one in tensors_of(written))
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this is entered, `owner.name` is `value`."""
+    saved = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, saved)
+
+
+@contextmanager
+def intercept() -> Iterator[Interception]:
+    """While this is entered, traced calls leave markers."""
+    found = Interception()
+    library = torch.library.Library("weft", "FRAGMENT")
+    library.define("function(int key, Tensor[] tensors) -> Tensor[]")
+    library.define("enter(int region, bool reentrant, Tensor[] tensors) -> ()")
+    library.define("leave(int region) -> ()")
+    define(library)
+    torch.library.register_fake("weft::function", found.infer, lib=library)
+    torch.library.register_fake("weft::enter", lambda region, reentrant, tensors: None, lib=library)
+    torch.library.register_fake("weft::leave", lambda region: None, lib=library)
+    # Markers look dead to export's own clean-up, and so do some random operators, whose draws count even if dead.
+    lasting = torch.fx.node._side_effectful_functions
+    markers = {
+        torch.ops.weft.enter.default,
+        torch.ops.weft.leave.default,
+        torch.ops.weft.expect.default,
+        *UNMARKED,
+    } - set(lasting)
+    _SingleLevelFunction.apply = classmethod(found.apply)  # type: ignore[attr-defined]
+    lasting.update(markers)
+    try:
+        with (
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator),
+            patched(CustomOp, "__call__", lambda op, *args, **kwargs: found.call(op, args, kwargs)),
+        ):
+            yield found
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        lasting.difference_update(markers)
+        library._destroy()

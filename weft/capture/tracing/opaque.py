@@ -1,0 +1,117 @@
+"""Opaque calls: what an op keeps of a function that is not looked into.
+
+Enters: the arguments of one call of a registered function (`weft.register_op`) or of an `autograd.Function`. Leaves: an
+Opaque, which takes the flat leaves of those arguments, calls the function and gives back the tensors among its results.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
+
+from weft.runtime.operators.custom import CustomOp, tensors_in
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """One call of something that is not looked into, and how its arguments nest.
+
+    Called with the flattened arguments it runs and returns the tensors among the results: one as itself, several as a
+    tuple.
+    """
+
+    cls: Any
+    leaves: tuple[Any, ...]
+    """Flattened arguments; None where a tensor stands."""
+    tensors: tuple[int, ...]
+    """Positions of the tensors among the leaves."""
+    spec: pytree.TreeSpec
+    nested: bool = False
+    """The results are more than a tensor, or a flat list of tensors."""
+
+    kind: ClassVar[str] = ""
+
+    def __call__(self, *leaves: Any, **given: Any) -> Any:
+        return tensors_in(self.outputs(leaves, given))
+
+    @abstractmethod
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        """What it returns. `given`: what a cell is given besides, communicators and indices."""
+
+    def arguments(self, tensors: Sequence[Any]) -> list[Any]:
+        """The flattened arguments with these tensors put in their places."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[position] = tensor
+        return leaves
+
+    @property
+    def name(self) -> str:
+        found: str = self.cls.__qualname__
+        return found.replace("<locals>.", "")
+
+    @property
+    def what(self) -> str:
+        return f"the {self.kind} {self.name}"
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
+class Called(Opaque):
+    """One call of a registered function (`weft.register_op`)."""
+
+    kind: ClassVar[str] = "function"
+
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.cls.function(*args, **kwargs, **(given or {}))
+
+
+@dataclass(frozen=True)
+class Applied(Opaque):
+    """One call of an `autograd.Function`, its own backward intact."""
+
+    kind: ClassVar[str] = "autograd.Function"
+
+    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
+        return original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
+
+
+def original_apply(cls: type, *args: Any) -> Any:
+    """`cls.apply`, going round what stands in for it while a trace runs."""
+    return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+
+
+def applied(cls: type, args: tuple[Any, ...]) -> tuple[Applied, list[torch.Tensor]]:
+    """A call of an `autograd.Function` taken apart: what stays fixed, and the tensors."""
+    spec, fixed, positions, tensors = _apart(args)
+    return Applied(cls, fixed, positions, spec), tensors
+
+
+def called(op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Called, list[torch.Tensor]]:
+    """The same of a registered function."""
+    spec, fixed, positions, tensors = _apart((args, dict(kwargs)))
+    return Called(op, fixed, positions, spec), tensors
+
+
+def _apart(tree: Any) -> tuple[pytree.TreeSpec, tuple[Any, ...], tuple[int, ...], list[torch.Tensor]]:
+    leaves, spec = pytree.tree_flatten(tree)
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
+    return spec, fixed, positions, [leaves[i] for i in positions]
+
+
+def is_nested(outputs: Any) -> bool:
+    """True unless what a function returned is a tensor, or several in a flat tuple or list."""
+    if isinstance(outputs, torch.Tensor):
+        return False
+    flat = isinstance(outputs, tuple | list) and len(outputs) > 1
+    return not (flat and all(isinstance(one, torch.Tensor) for one in outputs))

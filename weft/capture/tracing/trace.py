@@ -1,0 +1,203 @@
+"""Runs torch.export over the module.
+
+Enters: module and flattened example. Leaves: a `Trace`: the exported program (pre-dispatch ATen, still with in-place
+operators and grad-mode regions), what its markers stand for, and how the output nests. The module's parameters are
+never read: export works on fake tensors of the same shapes. Promised: the module, its mode and all random states are
+as before, also after an error; an error names the user's line.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.proxy import TracerBase
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
+from weft.capture.sizes import refuse_fixed
+from weft.capture.source import is_users, keep_users_frame
+from weft.capture.tracing.intercept import Interception, Listener, intercept, patched
+from weft.capture.tracing.modules import to_where_it_is
+from weft.capture.tracing.refuse import Translating
+from weft.capture.tracing.stable import forward_of_batch_norm
+from weft.capture.tracing.watch import Watch
+from weft.runtime.weights.precision import Precision, Rules
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A finished trace."""
+
+    program: ExportedProgram
+    found: Interception
+    output: Output
+    settling: bool
+    """Forward changed a plain object or value; see `watch.py`."""
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The mode that all fake tensors of the program belong to."""
+        for node in self.program.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch._subclasses.FakeTensor):
+                return value.fake_mode
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Traced(nn.Module):
+    """What export sees: flat tensors in, flat tensors out, the user's module inside, watched."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        example: Example,
+        found: Interception,
+        seen: Callable[[tuple[Output, Watch]], None],
+        shapes: Sequence[Mapping[int, Any] | None],
+        *,
+        tolerant: bool,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
+        self.shapes = shapes
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        precision = self.example.precision
+        args, kwargs = self.example.arguments(tensors if precision is None else precision.inputs(tensors))
+
+        def run() -> Any:
+            with nullcontext() if precision is None else Rules(precision):
+                return self.module(*args, **kwargs)
+
+        watch = Watch(self.module, tolerant=self.tolerant)
+        try:
+            # translated here already: torch prints the whole graph beside an error of its own
+            with Translating(self.module), Listener(self.found):
+                result = run()
+            refuse_fixed(self.module, self.example, tensors, self.shapes)
+            watch.refuse_changes(run)
+            for old, new in watch.updates():
+                with torch.no_grad():
+                    old.copy_(new)
+            output, leaves = flatten_output(result)
+        finally:
+            watch.restore()
+        self.seen((output, watch))
+        return tuple(leaves)
+
+
+def trace(
+    module: nn.Module,
+    example: Example,
+    dynamic: Mapping[str, tuple[int, ...]],
+    *,
+    tolerant: bool = False,
+    asked: list[str] | None = None,
+) -> Trace:
+    """Export the module on fake tensors.
+
+    Args:
+        tolerant: plain objects and values that forward changes stay changed.
+        asked: forward, if it asks whether it is being compiled, is told no, and the files that asked are added here;
+            if this is None it is told yes.
+    """
+    outputs: list[tuple[Output, Watch]] = []
+    shapes = tuple(dynamic_shapes(example, dynamic))
+    states = torch.get_rng_state()
+    with ExitStack() as stack:
+        found = stack.enter_context(intercept())
+        traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant)
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(quiet_torch())
+        stack.enter_context(torch.enable_grad())
+        stack.callback(torch.set_rng_state, states)
+        stack.callback(Watch(module).restore)
+        move_to_fake(module, example.precision)
+        warnings.simplefilter("ignore")
+        stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
+        stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
+        stack.enter_context(patched(nn.Module, "to", to_where_it_is))
+        if asked is not None:
+            for name in ("is_compiling", "is_exporting"):
+                answer = told_no(getattr(torch.compiler, name), asked.append)
+                stack.enter_context(patched(torch.compiler, name, answer))
+        stack.enter_context(Translating(module))
+        program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
+    output, watch = outputs[-1]
+    for (path, name), value in watch.values.items():
+        # export puts attributes back by itself
+        module.get_submodule(path).__dict__[name] = value
+    return Trace(program, found, output, watch.settling)
+
+
+def told_no(answer: Callable[[], bool], note: Callable[[str], None]) -> Callable[[], bool]:
+    """`answer` for torch, which is compiling; False for everyone else. Notes the files that asked."""
+
+    def ask() -> bool:
+        file = sys._getframe(1).f_code.co_filename
+        if not is_users(file):
+            return answer()
+        note(file)
+        return False
+
+    return ask
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """While this is entered, torch logs nothing: what it would say about an error, the error says in our words."""
+    loggers = [
+        logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.split(".")[0] == "torch"
+    ]
+    saved = [(logger, logger.disabled) for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in saved:
+            logger.disabled = disabled
+
+
+def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
+    """A tensor of its own for every input: export takes one object given twice for a single input."""
+    return tuple(
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, requires_grad=value.requires_grad)
+        for value in example.values
+    )
+
+
+def move_to_fake(module: nn.Module, precision: Precision | None = None) -> None:
+    """Put fake CPU tensors in the place of parameters and buffers that lie on another device, or nowhere (meta), and of
+    parameters that are computed with in another precision."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    lowered = set[int]()
+    if precision is not None:
+        masters = precision.masters(module)
+        named = module.named_parameters(remove_duplicate=False)
+        lowered = {id(one) for name, one in named if name in masters and one.dtype != precision.compute}
+    made: dict[int, torch.Tensor] = {}
+    for sub in module.modules():
+        for stored in (vars(sub)["_parameters"], vars(sub)["_buffers"]):
+            for name, value in stored.items():
+                if value is None or (value.device.type == "cpu" and id(value) not in lowered):
+                    continue
+                if id(value) not in made:
+                    with mode:
+                        dtype = precision.compute if precision is not None and id(value) in lowered else value.dtype
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                stored[name] = made[id(value)]

@@ -1,0 +1,306 @@
+"""Notices what a trace cannot hold: state outside the graph that forward changes.
+
+Enters: the module, before and after its forward ran. Leaves: nothing if all is as before; else a `CaptureError` with
+the line that did it (found by a second run under a line trace). Watched: attributes of every sub-module (numbers,
+containers, plain objects, generators), Python's and NumPy's random state. Reassigned buffers are not errors: they
+are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found),
+attributes set to a number, word or flag (the length of the batch; something was set up at the first call) and forward
+hooks put in place on that occasion, if they settle: a second trace, from the changed state, changes nothing more and
+gives the same Graph (`door.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.capture.example import forward_file, forward_place
+from weft.capture.source import is_users, package_of, place_of_frame
+from weft.capture.tracing.refuse import NUMBER_REMEDY
+from weft.errors import CaptureError
+
+DEPTH = 5
+PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex)
+CONTAINERS = (list, dict, set, deque)
+STANDARD = frozenset(nn.Module().__dict__) - {"training"}
+
+Key = tuple[str, str]
+
+
+class Watch:
+    """The state of a module before its forward.
+
+    Args:
+        tolerant: changes inside plain objects and of plain values are noted in `settling` and not refused. What
+            attributes were set to stands in `values`.
+    """
+
+    def __init__(self, module: nn.Module, *, tolerant: bool = False) -> None:
+        self.module, self.tolerant, self.settling = module, tolerant, False
+        self.values: dict[Key, Any] = {}
+        self.attributes = dict(attributes_of(module))
+        self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
+        self.copies = {key: value.copy() for key, value in self.attributes.items() if isinstance(value, CONTAINERS)}
+        self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
+        self.hooks = dict(hooks_of(module))
+        self.random = random_states()
+        self.buffers = dict(tensors_of(module, "_buffers"))
+        self.parameters = dict(tensors_of(module, "_parameters"))
+        self.trained = {key: value.requires_grad for key, value in self.parameters.items() if value is not None}
+
+    def restore(self) -> None:
+        """Put attributes, containers, parameters and buffers back, each the very object that it was.
+
+        Plain objects and hooks stay as they are: whether they settle is seen in a second trace.
+        """
+        modules = dict(self.module.named_modules())
+        for key in dict(attributes_of(self.module)):
+            if key not in self.attributes:
+                del modules[key[0]].__dict__[key[1]]
+        for (path, name), value in self.attributes.items():
+            modules[path].__dict__[name] = value
+            if (path, name) in self.copies and fingerprint(value) != self.prints[path, name]:
+                refill(value, self.copies[path, name])
+        for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
+            for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
+                del modules[path].__dict__[kind][name]
+            for (path, name), tensor in saved.items():
+                modules[path].__dict__[kind][name] = tensor
+        restore_random(self.random)
+
+    def restore_objects(self) -> None:
+        """Give plain objects their old attributes, attributes their old plain values; take hooks away again."""
+        for value, saved in self.objects.values():
+            vars(value).clear()
+            vars(value).update(saved)
+        for path, name in filter(self.is_set, dict(attributes_of(self.module))):
+            if (path, name) in self.attributes:
+                self.module.get_submodule(path).__dict__[name] = self.attributes[path, name]
+            else:
+                del self.module.get_submodule(path).__dict__[name]
+        for (path, name), saved in self.hooks.items():
+            held = self.module.get_submodule(path).__dict__[name]
+            if held != saved:
+                refill(held, saved)
+
+    def is_set(self, key: Key) -> bool:
+        """Whether an attribute has another plain value than before, or is new and plain: it may settle."""
+        held = vars(self.module.get_submodule(key[0]))
+        if key[1] not in held or not is_plain(held[key[1]]):
+            return False
+        return key not in self.attributes or (
+            is_plain(self.attributes[key]) and fingerprint(held[key[1]]) != self.prints[key]
+        )
+
+    def refuse_changes(self, rerun: Callable[[], Any]) -> None:
+        """Raise if forward left a trace outside the graph. `rerun` runs forward once more, to find the line."""
+        if random_states() != self.random:
+            line = blame(rerun, random_states, self.packages())
+            raise CaptureError(
+                "forward draws from Python's or NumPy's random generator: the draw would be frozen into the program",
+                place=line or forward_place(self.module),
+                remedy="draw with torch.rand, torch.randint ..., or outside forward and pass the result in",
+            )
+        for key, value in dict(attributes_of(self.module)).items():
+            is_new = key not in self.prints or fingerprint(value) != self.prints[key]
+            if not is_new or is_torchs(self.module.get_submodule(key[0]), key[1]):
+                continue
+            same_object = id(value) in self.objects and self.attributes.get(key) is value
+            if self.tolerant and (same_object or self.is_set(key)):
+                self.settling = True
+                if not same_object:
+                    self.values[key] = value
+            else:
+                self.refuse_attribute(key, rerun)
+        gone = set(self.attributes) - set(dict(attributes_of(self.module)))
+        if gone:
+            self.refuse_attribute(min(gone), rerun)
+        after = dict(tensors_of(self.module, "_parameters"))
+        trained = {key: value.requires_grad for key, value in after.items() if value is not None}
+        if after.keys() != self.parameters.keys() or trained != self.trained:
+            raise CaptureError(
+                "forward adds, removes, freezes or unfreezes parameters",
+                place=forward_place(self.module),
+                remedy="do it before training, outside forward",
+            )
+
+    def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
+        path, name = key
+        owner = self.module.get_submodule(path)
+        number = holds_symbol(vars(owner).get(name))
+        # from the old state once more, so that the same line does it again
+        self.restore()
+        self.restore_objects()
+        line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)), self.packages())
+        dotted = f"{path}.{name}" if path else name
+        if number:
+            raise CaptureError(
+                f"forward takes a number from the values in a tensor and keeps it in the attribute {dotted}",
+                place=line or forward_place(owner),
+                remedy=NUMBER_REMEDY,
+            )
+        raise CaptureError(
+            f"forward changes the attribute {dotted}: the change would be lost",
+            place=line or forward_place(owner),
+            remedy="make it a buffer (register_buffer), return it, or pass it in",
+        )
+
+    def packages(self) -> set[str]:
+        """Installed packages that the forwards are written in; "" for the user's own files."""
+        files = {forward_file(sub) for sub in self.module.modules()}
+        return {package_of(file) for file in files if is_users(file)} or {""}
+
+    def updates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back."""
+        modules = dict(self.module.named_modules())
+        after = dict(tensors_of(self.module, "_buffers"))
+        found = []
+        for key in {**self.buffers, **after}:
+            old, new = self.buffers.get(key), after.get(key)
+            if new is old:
+                continue
+            dotted = ".".join(filter(None, key))
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                raise CaptureError(
+                    f"forward changes the shape, dtype or existence of the buffer {dotted}",
+                    place=forward_place(modules[key[0]]),
+                    remedy="register it in __init__ with its final shape and dtype",
+                )
+            modules[key[0]]._buffers[key[1]] = old
+            found.append((old, new))
+        return found
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+    for path, sub in module.named_modules():
+        for name, value in list(vars(sub).items()):
+            if name not in STANDARD:
+                yield (path, name), value
+
+
+def hooks_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+    """The hooks of every sub-module, by kind."""
+    for path, sub in module.named_modules():
+        for name in sorted(STANDARD):
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and vars(sub)[name] is not None:
+                yield (path, name), dict(vars(sub)[name])
+
+
+def is_torchs(module: nn.Module, name: str) -> bool:
+    """Second references that torch's recurrent modules keep to their own parameters."""
+    return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+
+
+def holds_symbol(value: Any) -> bool:
+    """Whether a value is, or a container holds, a number that stands for a value in a tensor."""
+    if isinstance(value, dict):
+        return any(map(holds_symbol, value.values()))
+    if isinstance(value, list | tuple | deque | set):
+        return any(map(holds_symbol, value))
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_plain(value: Any) -> bool:
+    """A number, word or flag, or nothing."""
+    return type(value) in (*PLAIN, float)
+
+
+def is_plain_object(value: Any) -> bool:
+    """An object with attributes of its own that is no module, tensor, container, class or function."""
+    is_known = isinstance(value, (nn.Module, torch.Tensor, type, *CONTAINERS)) or callable(value)
+    return hasattr(value, "__dict__") and not is_known
+
+
+def refill(container: Any, saved: Any) -> None:
+    """Give a list, dict or set its old contents."""
+    container.clear()
+    container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
+
+
+def tensors_of(module: nn.Module, kind: str) -> Iterator[tuple[Key, torch.Tensor | None]]:
+    for path, sub in module.named_modules():
+        for name, tensor in list(vars(sub)[kind].items()):
+            yield (path, name), tensor
+
+
+def fingerprint(value: Any, depth: int = DEPTH) -> Any:
+    """Something that compares equal exactly if the value is, as far as a forward could have changed it."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is float:
+        return kind, repr(value)
+    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return kind, id(value)
+    if isinstance(value, dict):
+        items = tuple((fingerprint(key, depth - 1), fingerprint(item, depth - 1)) for key, item in value.items())
+        return kind, items
+    if isinstance(value, list | tuple | deque):
+        return kind, tuple(fingerprint(item, depth - 1) for item in value)
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(fingerprint(item, depth - 1) for item in value)
+    return kind, id(value), object_state(value, depth)
+
+
+def object_state(value: Any, depth: int) -> Any:
+    """The state of a generator; the attributes of any other object."""
+    if isinstance(value, torch.Generator):
+        with _disable_current_modes():
+            return bytes(value.get_state().numpy())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.startswith("numpy"):
+        return repr(getattr(getattr(value, "bit_generator", value), "state", None))
+    inner = getattr(value, "__dict__", None)
+    return None if inner is None else fingerprint(dict(inner), depth - 1)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Python's and, if loaded, NumPy's global random state, in a form that compares."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, tuple(keys.tolist()), *rest)
+
+
+def restore_random(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def blame(run: Callable[[], Any], state: Callable[[], Any], packages: set[str]) -> str:
+    """Run again and name the first line of these packages after which `state()` differs; "" if none does."""
+    before = state()
+    lines: list[str] = []
+    found: list[str] = []
+
+    def on_line(frame: Any, event: str, _arg: Any) -> Any:
+        if found:
+            return None
+        if lines and state() != before:
+            found.append(lines[-1])
+            return None
+        if event == "line":
+            lines[:] = [place_of_frame(frame)]
+        return on_line
+
+    def on_call(frame: Any, _event: str, _arg: Any) -> Any:
+        file = frame.f_code.co_filename
+        return on_line if is_users(file) and package_of(file) in packages and not found else None
+
+    previous = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        run()
+    finally:
+        sys.settrace(previous)
+    return found[0] if found else (lines[-1] if lines and state() != before else "")

@@ -1,0 +1,1 @@
+"""Steps of a Program as statements of Python, function by function."""

@@ -1,0 +1,1 @@
+"""The static proof of a Program: layouts are its types."""

@@ -1,0 +1,1 @@
+"""What refuses wrong numbers: optimizers, batches, changed parameters; and ledgers of memory."""

@@ -1,0 +1,58 @@
+"""Guarded modules: what the ranks of a parallel module hold, told to the Guard of its parameters.
+
+In: a rank's module, or all ranks of an emulated one. Out: the module, watched: its parameters carry marks, and at the
+end of every backward its gradients are remembered. All ranks of a replica call `guard_rank` at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from weft.runtime.checks.guards import Guard, Held, Refuse
+from weft.runtime.layout.execute import size
+from weft.runtime.training.one_rank import OneRank
+
+
+def held_by(module: OneRank) -> Held:
+    """What a rank holds of the trained parameters."""
+    parts = module.program.trained_parts()
+    trained = tuple((name, one) for name, one in module.named_parameters() if name in parts)
+    stored = module.stored
+    cut = frozenset(name for name, _ in trained if size(stored[name]) != parts[name].shape)
+    return Held(trained, cut, not cut and all(name in stored for name in parts))
+
+
+def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
+    """Watch over what an optimizer does to one rank of several processes."""
+    transport, held = module.program.transport, held_by(module)
+
+    def tell(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
+        group = tuple(range(transport.num_ranks)) if ranks is None else ranks
+        if len(group) == 1:
+            return mine
+        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
+        return [number for one in transport.all_gather(told, group) for number in one.tolist()]
+
+    known = tell([float(held.complete), float(held.holds)])
+    holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)
+    guard = Guard((held,), transport.num_ranks, all(known[::2]), refuse, tell, holders)
+    module.watched_by(guard, guard.remember)
+    return guard
+
+
+def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
+    """Watch over what one optimizer does to all ranks of an emulated module."""
+    held = tuple(map(held_by, ranks))
+    holders = tuple(rank for rank, one in enumerate(held) if one.holds)
+    guard = Guard(held, len(held), all(one.complete for one in held), refuse, _told_here, holders)
+    for number, module in enumerate(ranks):
+        module.watched_by(guard, partial(guard.remember_rank, number))
+    return guard
+
+
+def _told_here(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
+    """All ranks are here."""
+    return mine

@@ -1,0 +1,349 @@
+"""Guards: what an optimizer does to a parallel module is what it would do on one device, or it is refused.
+
+In: the modules of ranks that this process has, and an optimizer at the moment of its `step()`. Out: nothing, or an
+error with a remedy. Parameters carry a Mark of their module's Guard; one hook of torch's, before every step of every
+optimizer, looks for marks. Refused are: an optimizer that mixes elements of parameters which a rank stores in parts, or
+parameters with each other where a rank lacks some; closures on several ranks; an optimizer over the parameters of a
+module that was given to `parallelize`; torch's own `clip_grad_norm_` and GradScaler where ranks hold different things.
+Scaling is noticed by its effect: at the end of backward a few elements of gradients are remembered, and if gradients
+were written to since, ranks tell each other the factor.
+What was found out about an optimizer is kept with it: a step costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
+from weft.runtime.checks.scales import Scales, agreed
+from weft.runtime.training.combined_optimizer import CombinedOptimizer
+
+Refuse = Callable[[str, str], Exception]
+"""From what is wrong and what to do instead to an error."""
+
+Tell = Callable[[list[float], "tuple[int, ...] | None"], list[float]]
+"""Numbers to those of these ranks, or of all."""
+
+NAME = "_weft_mark"
+"""The attribute of parameters."""
+CLIP = (
+    "torch's clip_grad_norm_ takes the norm of what one rank holds, not of the model's gradients",
+    "weft.clip_grad_norm_(parallel, max_norm)",
+)
+SCALED = (
+    "gradients were scaled by different factors on different ranks",
+    "weft.clip_grad_norm_(parallel, max_norm) to clip them; weft.GradScaler to scale a loss",
+)
+SCALER = (
+    "torch's GradScaler decides on each rank for itself whether gradients are finite: some ranks would update, others "
+    "would not",
+    "scaler = weft.GradScaler(...)",
+)
+CLOSURE = (
+    "optimizer.step(closure) runs the model inside the update, which ranks do not do together",
+    "an optimizer whose step() needs no closure, such as AdamW",
+)
+REPLACED = (
+    "the optimizer holds parameters of the module that was given to parallelize(), which are not trained any more",
+    "make the optimizer afterwards: torch.optim.AdamW(parallel.parameters())",
+)
+SPREAD = "add `spread` to the plan: each parameter lies whole on one rank; or use an elementwise one (AdamW, SGD)"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a parameter says of itself. Saved or copied it says nothing.
+
+    Args:
+        guard: of the module that it is part of; None: of one that a parallel module has replaced.
+        refuse: makes the error.
+    """
+
+    guard: weakref.ref[Guard] | None = None
+    refuse: Refuse | None = None
+
+    def __reduce__(self) -> tuple[type[Mark], tuple[()]]:
+        return Mark, ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds.
+
+    Args:
+        trained: its trained parameters, by name.
+        cut: those of them that are a part only.
+        complete: it holds every trained parameter of the model, whole.
+    """
+
+    trained: tuple[tuple[str, nn.Parameter], ...]
+    cut: frozenset[str]
+    complete: bool
+
+    @property
+    def holds(self) -> bool:
+        """It holds elements of some parameter."""
+        return any(one.numel() for _, one in self.trained)
+
+
+@dataclass(eq=False)
+class Guard:
+    """Watches over the parameters of a parallel module, as far as this process has them.
+
+    Args:
+        ranks: what each of its ranks here holds.
+        num_ranks: of a replica.
+        alike: every rank of the replica holds every trained parameter, whole.
+        tell: gives the numbers that all ranks of the replica tell, if those here tell these.
+        holders: the ranks that hold something. The others have no gradients that could be written to.
+    """
+
+    ranks: tuple[Held, ...]
+    num_ranks: int
+    alike: bool
+    refuse: Refuse
+    tell: Tell
+    holders: tuple[int, ...]
+    scales: tuple[Scales, ...] = ()
+    verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    _warned: bool = False
+    _seen: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
+        self._cut = {id(one): name for rank in self.ranks for name, one in rank.trained if name in rank.cut}
+        for rank in self.ranks:
+            for _, parameter in rank.trained:
+                self.mark(parameter)
+        _register()
+
+    def mark(self, parameter: nn.Parameter) -> None:
+        """From now on optimizers over it are looked at."""
+        vars(parameter)[NAME] = Mark(weakref.ref(self), self.refuse)
+
+    @property
+    def watches_scales(self) -> bool:
+        """True if a rank that scales its gradients by itself does wrong."""
+        return len(self.holders) > 1 and not self.alike
+
+    def remember(self) -> None:
+        """Gradients are as they are to be: from now on they are watched."""
+        if self.watches_scales:
+            for one in self.scales:
+                one.remember()
+
+    def remember_rank(self, rank: int) -> None:
+        """The same, of one of the ranks here."""
+        if self.watches_scales:
+            self.scales[rank].remember()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once."""
+        self._refuse_twice([optimizer])
+        for group in optimizer.param_groups:
+            mine = [one for one in group["params"] if guard_of(one) is self]
+            dims = {one.dim() for one in mine if id(one) in self._cut}
+            if mine and (dims or not self.alike):
+                self._refuse_mixing(optimizer, group, dims or {mine[0].dim()}, mine)
+
+    def _refuse_mixing(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int], mine: Sequence[nn.Parameter]
+    ) -> None:
+        key = (settings_of(optimizer, group), frozenset(dims))
+        if key not in self.verdicts:
+            self.verdicts[key] = mixing_of(optimizer, group, dims)
+        verdict, kind = self.verdicts[key], type(optimizer).__name__
+        wrong = next((one for one in mine if id(one) in self._cut and one.dim() in verdict.elements), None)
+        if verdict.parameters:
+            raise self.refuse(
+                f"{kind} mixes the parameters of a model with each other, and ranks hold different ones",
+                "a plan in which every rank holds every parameter (dp), or AdamW, SGD or another elementwise optimizer",
+            )
+        if wrong is not None:
+            name = self._cut[id(wrong)]
+            raise self.refuse(
+                f"{kind} mixes the elements of a parameter, and this rank stores a part of {name} only", SPREAD
+            )
+        if not verdict.known:
+            warnings.warn(
+                f"{kind} could not be tried on small parameters: if it mixes elements of a parameter, training on "
+                "parts gives other numbers than on one device; weft verify tells",
+                stacklevel=2,
+            )
+
+    def _refuse_twice(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """A parameter that stands in two groups, or two optimizers, would be updated twice in a step."""
+        held = Counter(id(one) for each in optimizers for one in _all(each))
+        twice = [name for rank in self.ranks for name, one in rank.trained if held[id(one)] > 1]
+        if twice:
+            raise self.refuse(
+                f"{twice[0]} stands more than once among the parameters of the optimizer{'s' * (len(optimizers) > 1)}: "
+                "a step would update it as often",
+                "put each parameter into one group of one optimizer",
+            )
+
+    def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A step is about to be made."""
+        if self.num_ranks == 1:
+            return
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise self.refuse(*CLOSURE)
+        if not self.watches_scales:
+            return
+        if len(self.ranks) < self.num_ranks and _under_plain_scaler():
+            raise self.refuse(*SCALER)
+        if any(one.written for one in self.scales):
+            self._compare([one.factor() for one in self.scales])
+
+    def _compare(self, mine: list[float]) -> None:
+        factors = self.tell(mine, self.holders)
+        self.remember()
+        if not agreed(factors, max(one.tolerance for one in self.scales)):
+            raise self.refuse(*SCALED)
+        if not self._warned and all(one == 1 for one in factors):
+            self._warned = True
+            warnings.warn(
+                "gradients were written to and are the same: if that was torch's clip_grad_norm_, it saw what one rank "
+                "holds, not the norm of all gradients; use weft.clip_grad_norm_",
+                stacklevel=2,
+            )
+
+    def refuse_others(self, optimizers: Sequence[Any]) -> None:
+        """Refuse optimizers that do not hold all parameters that are to be trained."""
+        for one in optimizers:
+            if isinstance(one, type) or not (hasattr(one, "step") and hasattr(one, "zero_grad")):
+                raise self.refuse(
+                    f"{one!r} is no optimizer", "torch.optim.AdamW(parallel.parameters()), or one written like it"
+                )
+            if isinstance(one, torch.optim.LBFGS):
+                raise self.refuse(
+                    "LBFGS runs the model inside its step, as often as it likes", "use an optimizer without a closure"
+                )
+        known = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+        if len(known) < len(optimizers):
+            return  # whoever writes an optimizer of another kind knows what it holds
+        trained = [(name, one) for rank in self.ranks for name, one in rank.trained if one.requires_grad]
+        seen = (
+            len(trained),
+            *((weakref.ref(one), sum(len(group["params"]) for group in one.param_groups)) for one in known),
+        )
+        if seen == self._seen:
+            return
+        self._refuse_twice(known)
+        held = {id(one) for each in known for one in _all(each)}
+        missing = [name for name, one in trained if id(one) not in held]
+        if missing and len(missing) == len(trained):
+            gone = any(_is_replaced(one) for each in known for one in _all(each))
+            raise self.refuse(*(REPLACED if gone else NONE_OF_IT))
+        if missing:
+            raise self.refuse(
+                f"the optimizer does not hold {missing[0]}, which is to be trained",
+                "give it parallel.parameters(); freeze what stays as it is with requires_grad_(False); several "
+                "optimizers go as a list: train_step(batch, [first, second])",
+            )
+        self._seen = seen
+
+
+NONE_OF_IT = (
+    "the optimizer holds no parameter of the module",
+    "torch.optim.AdamW(parallel.parameters()): the rank's own parameters are what it updates",
+)
+
+
+def guard_of(parameter: Any) -> Guard | None:
+    """The guard of the module that a parameter is part of."""
+    mark = vars(parameter).get(NAME) if isinstance(parameter, nn.Parameter) else None
+    return mark.guard() if isinstance(mark, Mark) and mark.guard is not None else None
+
+
+def mark_replaced(parameters: Iterable[nn.Parameter], refuse: Refuse) -> None:
+    """Say of parameters that a parallel module has taken their place."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            vars(parameter)[NAME] = Mark(None, refuse)
+
+
+def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exception | None]) -> Iterator[nn.Parameter]:
+    """Parameters, one by one, but not to torch's clip_grad_norm_."""
+    if sys._getframe(1).f_code is inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__:
+        error = refuse()
+        if error is not None:
+            raise error
+    yield from parameters
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What was found out about an optimizer: the guards of its parameters, and how many it had then."""
+
+    guards: tuple[weakref.ref[Guard], ...]
+    counts: tuple[int, ...]
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook of every optimizer's step."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return  # each of them has its own
+    counts = tuple(len(group["params"]) for group in optimizer.param_groups)
+    watched = vars(optimizer).get(MARK)
+    if not isinstance(watched, _Watched) or watched.counts != counts:
+        guards = list({id(guard): guard for one in _all(optimizer) if (guard := guard_of(one)) is not None}.values())
+        _refuse_replaced(optimizer)
+        if not guards:
+            return
+        for guard in guards:
+            guard.check(optimizer)
+        watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts)
+    for reference in watched.guards:
+        found = reference()
+        if found is not None:
+            found.before(args, kwargs)
+
+
+def _register() -> None:
+    if before_step not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(before_step)
+
+
+def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _is_replaced(parameter: Any) -> bool:
+    mark = vars(parameter).get(NAME) if isinstance(parameter, nn.Parameter) else None
+    return isinstance(mark, Mark) and mark.guard is None and mark.refuse is not None
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer over parameters that get no gradient any more; who goes on with the original gives them some."""
+    gone = [one for one in _all(optimizer) if _is_replaced(one)]
+    if gone and all(one.grad is None for one in gone):
+        raise vars(gone[0])[NAME].refuse(*REPLACED)
+
+
+def _under_plain_scaler() -> bool:
+    """True inside the step() of a GradScaler that knows nothing of other ranks."""
+    plain, frame = torch.amp.GradScaler.step.__code__, sys._getframe(1)
+    for _ in range(DEPTH):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is plain:
+            scaler = frame.f_locals["self"]
+            return bool(scaler._enabled) and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_
+    return False
+
+
+DEPTH = 12
+"""Frames between a hook and who called step()."""

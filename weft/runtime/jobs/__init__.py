@@ -1,0 +1,1 @@
+"""Processes: launched, connected, put to work."""

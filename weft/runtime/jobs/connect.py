@@ -1,0 +1,120 @@
+"""connect(): the transport of a process that torchrun (or any launcher that sets the same variables) has started.
+
+In: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and torch.distributed, which is initialised if the user has not done
+so. Out: a Job: a ProcessTransport over all ranks, on a store of its own, and what rank 0 shares. Promised: a rank whose
+script raises tells the others before it ends, and they end with one line each; a script that ends well leaves without
+waiting for the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import torch.distributed as dist
+
+from weft.runtime.jobs.heap import give_memory_back
+from weft.runtime.links.backend import PrefixStore, Store, choose_backend
+from weft.runtime.links.groups import Groups
+from weft.runtime.links.processes import TIMEOUT, ProcessTransport
+from weft.runtime.links.transport import Stopped
+
+POLL = 0.05
+"""Seconds between two looks for what rank 0 shares."""
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if a launcher has told this process its rank, or torch.distributed is initialised."""
+    return {"RANK", "WORLD_SIZE"} <= environment.keys() or (dist.is_available() and dist.is_initialized())
+
+
+class Job:
+    """A process's place in a job: the way to the other ranks, and what rank 0 shares with them."""
+
+    def __init__(self, transport: ProcessTransport, store: Store) -> None:
+        self.transport = transport
+        self._store, self._num_shared = store, 0
+
+    def share(self, make: Callable[[], Mapping[str, bytes]]) -> dict[str, bytes]:
+        """What `make` gives on rank 0, on every rank. It may take its time, and if it raises all ranks do."""
+        self._num_shared += 1
+        key = f"shared/{self._num_shared}"
+        if self.transport.rank == 0:
+            with _Told(self._store, key):
+                found = dict(make())
+                for name, content in found.items():
+                    self._store.set(f"{key}/{name}", base64.b64encode(content).decode())
+                self._store.set(key, "\n".join(found))
+            return found
+        while not self._store.check([key]):
+            if self._store.check([f"{key}/failed"]):
+                raise Stopped
+            time.sleep(POLL)
+        names = self._store.get(key).decode().splitlines()
+        return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}
+
+
+class _Told:
+    """Lets the waiting ranks know if rank 0 fails."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._store.set(f"{self._key}/failed", "1")
+
+
+def connect(*, timeout: float = TIMEOUT) -> Job:
+    """The job of this process. Every rank calls it, as often as the others.
+
+    With `WEFT_CHECK=1`, on all ranks, members make sure in every step that they mean the same.
+
+    Args:
+        timeout: seconds that one collective may take.
+    """
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    backend = choose_backend(per_host)
+    if not dist.is_initialized():
+        dist.init_process_group(backend.name)
+    give_memory_back()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    whole = dist.distributed_c10d._get_default_store()
+    # the number of this connection: the same on all ranks, since each makes the same ones in the same order
+    number = whole.add(f"weft/connections of rank {rank}", 1)
+    store = PrefixStore(f"weft/{number}", whole)
+    local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    groups = Groups(PrefixStore("groups", store), rank, backend, local=local)
+    transport = ProcessTransport(
+        store,
+        groups,
+        num_ranks,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        timeout=timeout,
+    )
+    transport.always_check = os.environ.get("WEFT_CHECK") == "1"
+    _tell_the_end(transport)
+    return Job(transport, PrefixStore("shared", store))
+
+
+def _tell_the_end(transport: ProcessTransport) -> None:
+    """However the script ends, the other ranks learn of it."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        transport.fail(error)
+        if isinstance(error, Stopped) or isinstance(error.__cause__, Stopped):
+            print(f"rank {transport.rank} stopped: another rank failed ({transport.doing})", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(transport.close)

@@ -1,0 +1,1 @@
+"""Parts of tensors: cuts along axes, moves, transfers, differentiable reshards."""

@@ -1,0 +1,167 @@
+"""Transfers: what a rank sends, receives and puts in place.
+
+Enters: a Transfer and the rank's local tensors, one per slot. Leaves: new local tensors, one per slot of
+the target. Promised: no autograd (a Reshard brings its own), no collective for kind `local`, results that are
+contiguous wherever they were cut or put together (a view in the user's model stays valid), and dtypes that agree on
+all members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.layout.index import Shape, covers, put, size, take
+from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.links.transport import Expected, Transport
+
+__all__ = ["assembled", "covers", "execute", "execute_all", "put", "real_dtype", "size", "take", "together"]
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a new tensor gets when it is asked for with `dtype`: another one under a mode that widens it."""
+    return torch.empty(0, dtype=dtype).dtype
+
+
+@torch.no_grad()
+def execute(
+    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`.
+
+    Args:
+        dtype: of the value; needed where the rank holds no part of the source.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    if transfer.kind == "all_reduce":
+        assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
+        return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
+    if tensors:
+        dtype = tensors[0].dtype
+    elif dtype is not None:
+        dtype = real_dtype(dtype)
+    pieces = _received(transfer, tensors, transport, dtype)
+    return assembled(transfer, pieces, dtype, transport.device, kept=tensors)
+
+
+@torch.no_grad()
+def assembled(
+    transfer: Transfer,
+    pieces: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    kept: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """The tensors that a rank gets, one per slot, put together from the pieces of `transfer.receives`.
+
+    Args:
+        kept: tensors that others hold, not to be written to.
+    """
+    results = []
+    for slot, shape in enumerate(transfer.shapes):
+        mine = [pair for pair in zip(transfer.receives, pieces, strict=True) if pair[0].slot == slot]
+        if mine:
+            results.append(_assemble(mine, shape, add=transfer.add, kept=kept))
+        else:
+            assert dtype is not None, "the dtype of a value is not known on a rank that gets none of it"
+            results.append(torch.zeros(shape, dtype=real_dtype(dtype), device=device))
+    return results
+
+
+def execute_all(
+    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Carry out transfers one after the other, each on the result of the one before."""
+    current = list(tensors)
+    for transfer in transfers:
+        current = execute(transfer, current, transport, dtype=dtype)
+    return current
+
+
+def _received(
+    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """The tensors of `transfer.receives`, in that order; those from the rank itself are views of its own."""
+    sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
+    if transfer.kind == "local":
+        assert not sends and not expects, f"a local transfer of rank {transport.rank} names other ranks"
+        arrived: dict[int, list[Tensor]] = {}
+    else:
+        arrived = transport.all_to_all(sends, expects, transfer.group, transfer.kind)
+    return _in_order(transfer, {**arrived, transport.rank: own})
+
+
+def _pieces(
+    transfer: Transfer, tensors: Sequence[Tensor], rank: int, dtype: torch.dtype | None
+) -> tuple[dict[int, list[Tensor]], list[Tensor], dict[int, list[Expected]]]:
+    """What goes to others, what stays, and what others send."""
+    by_peer: dict[int, list[Tensor]] = {}
+    for piece in transfer.sends:
+        by_peer.setdefault(piece.peer, []).append(take(tensors[piece.slot], piece.index))
+    own = by_peer.pop(rank, [])
+    expects: dict[int, list[Expected]] = {}
+    for piece in transfer.receives:
+        if piece.peer != rank:
+            expects.setdefault(piece.peer, []).append((size(piece.index), dtype))
+    return by_peer, own, expects
+
+
+def _in_order(transfer: Transfer, by_peer: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    queues = {peer: iter(found) for peer, found in by_peer.items()}
+    return [next(queues[piece.peer]) for piece in transfer.receives]
+
+
+def _assemble(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, kept: Sequence[Tensor]) -> Tensor:
+    """One tensor of that shape from its pieces. `kept`: tensors that others hold, not to be written to."""
+    (piece, first), *rest = mine
+    if not covers(piece.index, shape):
+        found = None if add else _as_it_came(mine, shape, kept)
+        if found is not None:
+            return found
+        out, rest = first.new_zeros(shape), list(mine)
+    elif not rest and first.is_contiguous() and (any(first is tensor for tensor in kept) or _owns_memory(first)):
+        return first
+    else:
+        out = first.clone(memory_format=torch.contiguous_format)
+    for piece, tensor in rest:
+        put(out, piece.index, tensor, add=add)
+    return out
+
+
+def _as_it_came(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, kept: Sequence[Tensor]) -> Tensor | None:
+    """The whole in the memory in which its pieces came, if they lie there one after the other as in the whole, with a
+    hole for a piece that lies elsewhere; None if they do not."""
+    row, at = math.prod(shape[1:]), 0
+    memory: Tensor | None = None
+    elsewhere = []
+    for piece, tensor in sorted(mine, key=lambda one: one[0].index):
+        rows = size(piece.index)[0]
+        if piece.index[0] != ((at, at + rows),) or not covers(piece.index[1:], shape[1:]):
+            return None
+        if any(together(one, tensor) for one in kept):
+            elsewhere.append((at, tensor))
+        elif tensor.storage_offset() == at * row and (memory is None or together(memory, tensor)):
+            memory = tensor
+        else:
+            return None
+        at += rows
+    if memory is None or at != shape[0] or memory.untyped_storage().nbytes() != math.prod(shape) * memory.itemsize:
+        return None
+    whole = memory.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+    for start, tensor in elsewhere:
+        whole.narrow(0, start, tensor.shape[0]).copy_(tensor)
+    return whole
+
+
+def together(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors lie in one memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _owns_memory(tensor: Tensor) -> bool:
+    """False for a cut of a larger tensor: it would keep the whole alive, and might not be contiguous."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

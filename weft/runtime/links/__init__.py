@@ -1,0 +1,1 @@
+"""How ranks communicate: the Transport and its kinds."""

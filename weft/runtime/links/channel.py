@@ -1,0 +1,414 @@
+"""Channel: the collectives of one lane of a process, all carried by one uneven exchange of bytes.
+
+In: tensors and the ranks of a group. Out: the members' tensors, or their sum. How each kind is carried:
+
+    all_to_all      one exchange of everything packed
+    all_gather      one exchange, the same tensor to everybody
+    all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
+                    else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
+                    large tensors in blocks, so that one is under way while another is added up (sums.py)
+
+So sums do not depend on the backend: they are the emulator's, bit for bit, unless the backend sums natively. Every wait
+ends: by the result, by time, because another rank failed, or because nothing can come any more. With `check` every call
+is preceded by a small exchange of fixed size in which members make sure that they mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.runtime.links.groups import Groups
+from weft.runtime.links.p2p_mailbox import P2PMailbox
+from weft.runtime.links.signature import NUMBERS, Signature, Words, difference, from_json
+from weft.runtime.links.sums import add_up
+from weft.runtime.links.transport import CollectiveMismatch, Group
+from weft.runtime.links.watch import PeerLost, Watch
+from weft.runtime.links.wire import LARGE, NOTHING, Want, as_bytes, as_it_lies, num_bytes, pack, unpack
+
+if TYPE_CHECKING:
+    from weft.runtime.shm.collectives import Work
+    from weft.runtime.shm.mailbox import ShmMailbox
+    from weft.runtime.shm.pool import SharedPool
+    from weft.runtime.shm.segments import Segments
+
+LOOK = timedelta(seconds=0.1)
+"""Between two looks at whether a wait is in vain."""
+LETTERS = "letters"
+"""The lane of what one rank leaves for another."""
+KEPT = 64 << 20
+"""Bytes of a buffer that is kept for the next call."""
+
+Looked = tuple[list[Tensor], Callable[[], None]]
+
+
+class Channel:
+    """Collectives in the order in which they are called here. For one thread at a time.
+
+    Args:
+        timeout: seconds that one collective may take.
+    """
+
+    def __init__(
+        self, groups: Groups, watch: Watch, device: torch.device, *, lane: str, timeout: float, check: bool
+    ) -> None:
+        self._groups, self._watch, self._device, self._lane = groups, watch, device, lane
+        self.timeout, self.check = timeout, check
+        self.rank = groups.rank
+        self._numbers: dict[Group, int] = {}
+        self._scratch: dict[str, Tensor] = {}
+        self._segments: dict[Group, Segments | None] = {}
+        self._mailbox: ShmMailbox | P2PMailbox | None = None
+        self._awaited: tuple[int, str] | None = None
+        """Of whom which letter."""
+        self._since = 0.0
+        self._pools: dict[Group, SharedPool] = {}
+
+    def number(self, group: Group) -> int:
+        """How many calls the rank has made in this group before."""
+        return self._numbers.get(group, 0)
+
+    @torch.no_grad()
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], wants: Mapping[int, Sequence[Want]], signature: Signature
+    ) -> dict[int, list[Tensor]]:
+        """Everybody's tensors to everybody."""
+        members = sorted(signature.group)
+        with self._entered(signature):
+            mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
+            wanted = [wants.get(peer, ()) if peer != self.rank else () for peer in members]
+            found = dict(zip(members, self._exchanged(mine, wanted, signature), strict=True))
+        if self.rank in wants:
+            found[self.rank] = [tensor.detach().clone() for tensor in sends.get(self.rank, ())]
+        return {peer: found[peer] for peer in wants}
+
+    @torch.no_grad()
+    def gather(self, tensor: Tensor, signature: Signature) -> list[Tensor]:
+        """Everybody's tensor, in group order."""
+        with self._entered(signature):
+            return self._gather(tensor, signature.group)
+
+    @torch.no_grad()
+    def reduce(self, tensor: Tensor, op: str, signature: Signature, *, in_place: bool = False) -> Tensor:
+        """The sum of everybody's tensor. `in_place`: in the tensor itself, if it is contiguous."""
+        group, backend = signature.group, self._groups.backend
+        with self._entered(signature):
+            source = tensor.detach().contiguous()
+            total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
+            if backend.sums_natively(tensor.dtype, op):
+                total.copy_(source)
+                self.wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
+            else:
+                add_up(self, source.view(-1), total.view(-1), group, op)
+        return total
+
+    def run_shared(self, work: Work, signature: Signature) -> None:
+        """What all members do with memory of their pools."""
+        members = tuple(sorted(signature.group))
+        with self._entered(signature):
+            work(self._pools[members], [members.index(peer) for peer in signature.group])
+
+    def pool(self, group: Group) -> SharedPool | None:
+        """Memory that these ranks see; None if they are not on one host. At first use all of them ask."""
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is None:
+            return None
+        members = tuple(sorted(group))
+        if members not in self._pools:
+            from weft.runtime.shm.pool import SharedPool  # noqa: PLC0415 - loaded where it is used only
+
+            self._pools[members] = SharedPool(segments)
+        return self._pools[members]
+
+    def mailbox(self, num_ranks: int) -> ShmMailbox | P2PMailbox:
+        """The mailbox of all ranks of the job. At first use all of them ask."""
+        if self._mailbox is None:
+            pipes = self._groups.pipes(tuple(range(num_ranks)), LETTERS, self._watch.check)
+            if pipes is None:
+                heads, ways = self._groups.letters(num_ranks, LETTERS)
+                self._mailbox = P2PMailbox(self.rank, heads, ways, self._device, self._look)
+            else:
+                from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
+                from weft.runtime.shm.segments import Segments  # noqa: PLC0415
+
+                self._mailbox = ShmMailbox(pipes, Segments(self.rank, num_ranks, pipes, self._look), self._look)
+        return self._mailbox
+
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor], num_ranks: int) -> None:
+        """Leave tensors for a rank."""
+        self.mailbox(num_ranks).post(peer, tag, tensors)
+        self._watch.posted(self._lane, peer)
+
+    def take(self, peer: int, tag: str, wants: Sequence[Want], num_ranks: int) -> list[Tensor]:
+        """What a rank leaves under a tag."""
+        self._watch.check()
+        self._since, self._awaited = time.monotonic(), (peer, tag)
+        self._tell_letter()
+        found = self.mailbox(num_ranks).take(peer, tag, wants)
+        self._awaited = None
+        self.end()
+        return found
+
+    def _tell_letter(self) -> None:
+        if self._awaited is not None:
+            peer, tag = self._awaited
+            came = 0 if self._mailbox is None else self._mailbox.num_came(peer)
+            self._watch.enter_letter(self._lane, peer, came, f"wait for {tag}")
+
+    def barrier(self, signature: Signature) -> None:
+        """Wait for all members."""
+        with self._entered(signature):
+            self._gather(torch.zeros(1, dtype=torch.uint8, device=self._device), signature.group)
+
+    def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is not None and tensor.nbytes < LARGE:
+            others = [peer for peer in group if peer != self.rank]
+            found = self._pass_small(
+                segments, group, dict.fromkeys(others, tensor), dict.fromkeys(others, _want(tensor))
+            )
+            found[self.rank] = tensor.detach().clone(memory_format=torch.contiguous_format)
+            return [found[peer] for peer in group]
+        flat, members = as_bytes(tensor), sorted(group)
+        sizes = [0 if peer == self.rank else flat.numel() for peer in members]
+        came = self._carry(flat, sizes, sizes, group, same=True)
+        want = _want(tensor)
+        parts = unpack(came, [() if peer == self.rank else (want,) for peer in members])
+        by_rank = {peer: tensors[0] for peer, tensors in zip(members, parts, strict=True) if tensors}
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return [by_rank.get(peer, own) for peer in group]
+
+    def _pass_small(
+        self, segments: Segments, group: Group, mine: Mapping[int, Tensor], wants: Mapping[int, Want]
+    ) -> dict[int, Tensor]:
+        """A tensor for each of some members, and one of each of some; all are small, and their time is the calls'."""
+        members = sorted(group)
+        came = {peer: torch.empty(shape, dtype=dtype, device=self._device) for peer, (shape, dtype) in wants.items()}
+        sent = [as_it_lies(mine[peer]) if peer in mine else NOTHING for peer in members]
+        segments.pass_small(sent, [came.get(peer, NOTHING) for peer in members])
+        return came
+
+    def _exchanged(
+        self, mine: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Want]], signature: Signature
+    ) -> list[list[Tensor]]:
+        """Tensors for each member, and of each; ranks ascending."""
+        group = signature.group
+        segments = self._segments_of(group) if len(group) > 1 else None
+        single = all(len(one) <= 1 for one in (*mine, *wanted))
+        sizes = [num_bytes(one) for one in wanted]
+        if segments is not None and single and max(0, *sizes, *(one[0].nbytes for one in mine if one)) < LARGE:
+            members = sorted(group)
+            sent = {peer: one[0] for peer, one in zip(members, mine, strict=True) if one}
+            found = self._pass_small(
+                segments, group, sent, {p: w[0] for p, w in zip(members, wanted, strict=True) if w}
+            )
+            return [[found[peer]] if peer in found else [] for peer in members]
+        mixed = len({dtype for want in wanted for _, dtype in want}) > 1
+        if segments is None or mixed or not single:
+            flat, lengths = pack(mine, self._device, self.scratch)
+            return unpack(self._carry(flat, lengths, sizes, group), wanted)
+        # single tensors go into the segments from where they lie
+        outgoing = [as_bytes(one[0]) if one else NOTHING for one in mine]
+        same = len({(one.data_ptr(), one.numel()) for one in outgoing if one.numel()}) == 1
+        # what is gathered comes with a hole for the rank's own, so that it need not be put together elsewhere
+        hole = max(one.numel() for one in outgoing) if same and signature.kind == "all_gather" else 0
+        position = sorted(group).index(self.rank)
+        came = torch.empty(sum(sizes) + hole, dtype=torch.uint8, device=self._device)
+        parts = list(came.split([*sizes[:position], hole, *sizes[position + 1 :]]))
+        parts[position] = NOTHING
+        segments.carry(outgoing, parts, same=same)()
+        return [unpack(part, [want])[0] for part, want in zip(parts, wanted, strict=True)]
+
+    def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group, *, same: bool = False) -> Tensor:
+        """One exchange of bytes; sizes per member, ranks ascending. What comes is new memory."""
+        came = torch.empty(sum(wanted), dtype=torch.uint8, device=self._device)
+        self.begin_carry(came, flat, wanted, sizes, group, same=same)()
+        return came
+
+    def begin_carry(
+        self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
+    ) -> Callable[[], None]:
+        """Begin one exchange of bytes; what is returned waits for its end.
+
+        Args:
+            same: `flat` is one message, for every member that something is for.
+        """
+        if len(group) == 1:
+            came.copy_(flat[: came.numel()])
+            return lambda: None
+        segments = self._segments_of(group)
+        if segments is not None:
+            outgoing = [flat[:size] for size in sizes] if same else list(flat.split(sizes))
+            return segments.carry(outgoing, list(came.split(wanted)), same=same)
+        sent = _repeated(flat, sizes) if same else flat
+        work = self._groups.get(group, self._lane).alltoall_base(came, sent, wanted, sizes)
+        return lambda: self.wait(work)
+
+    def begin_look(self, flat: Tensor, sizes: list[int], group: Group) -> Callable[[], Looked]:
+        """Begin to send one message to all other members, of which something of the same size comes.
+
+        What is returned waits for its end, and gives what came from each, ranks ascending, and a function to be called
+        after the last look at it."""
+        segments = self._segments_of(group) if len(group) > 1 else None
+        if segments is not None:
+            passage = segments.begin([flat[:size] for size in sizes], sizes, same=True)
+            return lambda: segments.look(passage)
+        came = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        end = self.begin_carry(came, flat, sizes, sizes, group, same=True)
+
+        def look() -> Looked:
+            end()
+            return list(came.split(sizes)), lambda: None
+
+        return look
+
+    def open(self, group: Group) -> None:
+        """Make the way to the members of a group, who all do so."""
+        if len(group) > 1 and self._segments_of(group) is None:
+            self._groups.get(group, self._lane)
+
+    def _segments_of(self, group: Group) -> Segments | None:
+        """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
+        members = tuple(sorted(group))
+        if members not in self._segments:
+            pipes = self._groups.pipes(members, self._lane, self._look_up)
+            self._segments[members] = None
+            if pipes is not None:
+                from weft.runtime.shm.segments import Segments  # noqa: PLC0415 - loaded where it is used only
+
+                self._segments[members] = Segments(members.index(self.rank), len(members), pipes, self._look)
+        return self._segments[members]
+
+    def scratch(self, name: str, size: int) -> Tensor:
+        """Memory to be used again: new memory costs more than the bytes that travel through it."""
+        if size > KEPT:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        held = self._scratch.get(name)
+        if held is None or held.numel() < size:
+            held = self._scratch[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return held[:size]
+
+    def wait(self, work: Any) -> None:
+        """Wait for the backend, looking up now and then."""
+        if not self._groups.backend.host_waits:
+            work.wait()
+            return
+        self._since = time.monotonic()
+        while True:
+            with suppress(RuntimeError):
+                work.wait(LOOK)
+                return
+            if work.is_completed():
+                # it may have ended well just after the look was over: only a second look tells
+                _settle(work)
+                return
+            self._look()
+
+    def _look_up(self) -> None:
+        """Raises if there is nothing to wait for."""
+        self._watch.check()
+        if self._mailbox is not None:
+            # somebody may wait for a letter that did not fit into its pipe, and this rank for him
+            self._mailbox.push()
+
+    def _look(self) -> None:
+        """Raises if there is nothing to wait for, or no time left to."""
+        self._look_up()
+        self._tell_letter()
+        if time.monotonic() > self._since + self.timeout:
+            what = "a collective" if self._awaited is None else "{1} from rank {0}".format(*self._awaited)
+            message = f"rank {self.rank} waited {self.timeout:g} s for {what}"
+            raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
+
+    def _entered(self, signature: Signature) -> _Entered:
+        group = signature.group
+        self._watch.check()
+        if self.rank not in group:
+            message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
+            raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is in {signature}"})
+        self._numbers[group] = signature.number + 1
+        return _Entered(self, signature)
+
+    def begin(self, signature: Signature) -> None:
+        """Before a call's own bytes: tell the watch, and agree with the members if calls are checked."""
+        self._since = time.monotonic()
+        self._watch.enter(self._lane, signature.group, signature.number, signature)
+        if not self.check:
+            return
+        members, words = sorted(signature.group), signature.words
+        mine = torch.tensor([words.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
+        each = [NUMBERS * mine.itemsize] * len(members)
+        theirs = self._carry(as_bytes(mine), each, each, signature.group).view(torch.int64).view(-1, NUMBERS).tolist()
+        apart = [p for p, found in zip(members, theirs, strict=True) if p != self.rank and not words.fits(p, found)]
+        if apart:
+            self._refuse(words, apart[0])
+
+    def _refuse(self, mine: Words, other: int) -> None:
+        """Find out what the other meant, and raise."""
+        self._watch.say(f"clash/{self.rank}", json.dumps(mine.as_json()))
+        heard = self._watch.hear(f"clash/{other}")
+        message = f"ranks {self.rank} and {other} entered different collectives, in {mine.where}"
+        if heard:
+            message = difference(self.rank, mine, other, from_json(json.loads(heard)))
+        raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
+
+    def memory(self) -> list[Tensor]:
+        """What is held for what travels; gradients that are summed where they lie are among it."""
+        segments = [one for each in filter(None, self._segments.values()) for one in each.memory()]
+        sums = [one for each in self._pools.values() for one in each.memory()]
+        letters = [] if self._mailbox is None else self._mailbox.memory()
+        return [*self._scratch.values(), *segments, *sums, *letters]
+
+    def close(self) -> None:
+        """There will be no further call."""
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        for pool in self._pools.values():
+            pool.close()
+        for segments in filter(None, self._segments.values()):
+            segments.close()
+        self._pools, self._segments = {}, {}
+
+    def end(self) -> None:
+        """After a call."""
+        self._watch.leave(self._lane)
+
+
+class _Entered:
+    """A call from its entry to its result. If it fails the call stays entered: that is what the rank was doing."""
+
+    def __init__(self, channel: Channel, signature: Signature) -> None:
+        self._channel, self._signature = channel, signature
+
+    def __enter__(self) -> None:
+        self._channel.begin(self._signature)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._channel.end()
+
+
+def _repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """One message for each member that something is for."""
+    copies = sum(size > 0 for size in sizes)
+    return flat if copies == 1 else flat.repeat(copies)
+
+
+def _settle(work: Any) -> None:
+    """The outcome of work that is over."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error).partition(". This is typically")[0]) from error
+
+
+def _want(tensor: Tensor) -> Want:
+    return tuple(tensor.shape), tensor.dtype

@@ -1,0 +1,145 @@
+"""FakeTransport: a transport that sends nothing and gives tensors of the right shapes, of no particular content.
+
+In: a rank that runs on fake tensors. Out: what collectives would give it, as shapes; and how large the messages were
+that it would have sent. Other ranks are taken to be like this one where only they know a shape, and to be processes of
+one host: sums of gradients lie in memory that is lent once and then kept (`shm/pool.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Sharded, Transport
+from weft.runtime.links.wire import LARGE
+from weft.runtime.shm.mailbox import SMALL
+from weft.runtime.shm.segments import ALIGNED, BEGIN, PIECE
+
+FEW = 64
+"""Elements of a tensor whose content decides what comes next: the sizes that others have."""
+
+
+class FakeTransport(Transport):
+    """One rank, and nobody there."""
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.device, self.doing = device or torch.device("cpu"), Doing()
+        self._largest: dict[tuple[int, ...], int] = {}
+        """Bytes of the largest message in each group that does not go through a pipe."""
+        self._inbox = Inbox[list[Tensor]]()
+        self._staged: dict[str, int] = {}
+        self._seen: set[int] = set()
+        """Memory that others see."""
+        self._lent: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def lend(self, sizes: Iterable[int]) -> None:
+        """Have memory for sums of these bytes, as after the first step."""
+        boxes = [_aligned(size) for size in sizes if size >= LARGE]
+        self._lent = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in boxes]
+        self._free = sorted(self._lent, key=Tensor.numel)
+
+    def memory(self) -> list[Tensor]:
+        """What is lent; gradients lie in it."""
+        return list(self._lent)
+
+    def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        own = {one.untyped_storage()._cdata for one in self._lent}
+        if len(parts) == 1 and parts[0].untyped_storage()._cdata in own:
+            return Done(parts[0])
+        flat = self.buffer(sum(part.numel() for part in parts), parts[0].dtype, group)
+        torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
+        return Done(flat)
+
+    def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        num_bytes = numel * dtype.itemsize
+        lent = next((one for one in self._free if one.numel() >= num_bytes >= LARGE), None)
+        if num_bytes < LARGE or brief:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        if lent is None:
+            return self._page_aligned(num_bytes).view(dtype)
+        self._free = [one for one in self._free if one is not lent]
+        return lent[:num_bytes].view(dtype)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        lengths = [-(-one.nbytes // BEGIN) * BEGIN for one in tensors]
+        if sum(one.nbytes for one in tensors) >= LARGE:
+            for one, room in zip(tensors, self._page_aligned(sum(lengths)).split(lengths), strict=True):
+                one.data = room[: one.nbytes].view(one.dtype).view(one.shape)
+
+    def _page_aligned(self, num_bytes: int) -> Tensor:
+        made = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=self.device)
+        self._seen.add(made.untyped_storage()._cdata)
+        return made[:num_bytes]
+
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        started = self._shared("all_gather", tensors, [one.shard for one in tensors])
+        return started or super().start_all_gather(tensors, group)
+
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        started = self._shared("reduce_scatter", tensors, [one.full for one in tensors])
+        return started or super().start_reduce_scatter(tensors, group)
+
+    def _shared(self, kind: str, tensors: Sequence[Sharded], sent: Sequence[Tensor]) -> Handle[None] | None:
+        """Others read what is sent where it lies, or where it was copied to; None: it is sent."""
+        if sum(one.full.nbytes for one in tensors) < LARGE:
+            return None
+        staged = sum(one.nbytes for one in sent if one.untyped_storage()._cdata not in self._seen)
+        if staged:
+            self._staged[kind] = max(self._staged.get(kind, 0), _aligned(max(staged, LARGE)))
+        return Done(None)
+
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+        self._note(group, tensor.nbytes)
+        return _like(tensor)
+
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        if tensor.numel() <= FEW:
+            return [tensor for _ in group]
+        self._note(group, tensor.nbytes)
+        return [_like(tensor) for _ in group]
+
+    def all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
+    ) -> dict[int, list[Tensor]]:
+        self._note(group, sum(tensor.nbytes for peer, each in sends.items() if peer != self.rank for tensor in each))
+        return {peer: self._made(each) for peer, each in expects.items()}
+
+    def barrier(self, group: Group) -> None:
+        return None
+
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        if peer == self.rank:
+            self._inbox.put(peer, tag, [tensor.detach().clone() for tensor in tensors])
+        else:
+            self._note(tuple(sorted((self.rank, peer))), sum(tensor.nbytes for tensor in tensors), SMALL)
+
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        return self._inbox.pop(peer, tag) if peer == self.rank else self._made(expects)
+
+    def _made(self, expects: Sequence[Expected]) -> list[Tensor]:
+        assert all(dtype is not None for _, dtype in expects), "a dtype is not known on the rank that gets the tensor"
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in expects]
+
+    def _note(self, group: Group, num_bytes: int, least: int = LARGE) -> None:
+        if num_bytes >= least:
+            self._largest[group] = max(self._largest.get(group, 0), num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """A segment for the largest message of each group, or for a piece of it, and what was copied for others."""
+        messages = sum(_aligned(min(size, PIECE)) + ALIGNED for size in self._largest.values())
+        return messages + sum(self._staged.values())
+
+
+def _aligned(size: int) -> int:
+    """Bytes of the memory that is taken for so many."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

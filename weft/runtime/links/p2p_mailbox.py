@@ -1,0 +1,256 @@
+"""P2P mailbox: what one process posts for another, where they are not of one host, by the backend's point to point.
+
+In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A letter is a head of fixed
+size, which tells its tag and its length, and a body. Letters of one rank for another travel in the order of posting;
+those that come before they are asked for are kept. Heads always travel by gloo: a thread for each rank that something
+is left for, and one for each that something was asked of, send and receive them (gloo's point to point can be waited
+for, but neither asked nor waited for with a limit: that would close all its connections). What depends on the backend:
+
+    gloo  the body follows its head, in the same threads.
+    nccl  the body is sent and received by the rank's own thread, on the stream of a communicator that serves this one
+          direction between two ranks: bodies are received in the order of their heads, so both ranks may send first.
+          Written after the documentation and never run, as in backend.py.
+
+Promised: nobody waits to send; a rank that is gone ends the wait for its letters at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
+
+HEAD = struct.Struct("<16sqq")
+"""Digest of the tag, bytes of the body, and whether it is a letter or the word that no more will come."""
+LAST = 5.0
+"""Seconds that an ending rank waits for what it has posted to arrive."""
+LOOK = 0.1
+"""Seconds between two looks at whether a wait is in vain."""
+HEADS, BODIES = 1, 2
+"""Tags of gloo's."""
+
+
+class Ways(Protocol):
+    """How bodies travel on a device whose own streams wait for them. Called by the rank's own thread only."""
+
+    def send(self, to: int, body: Tensor) -> None:
+        """Send to a rank what belongs to nobody else; does not wait."""
+        ...
+
+    def receive(self, sender: int, size: int) -> Tensor:
+        """The next body from a rank, for whatever runs after this on the device."""
+        ...
+
+
+@dataclass(eq=False)
+class _Post:
+    size: int
+    body: Tensor | None
+    """None: still under way."""
+
+
+@dataclass
+class _Sender:
+    """What is known of a rank that posts come from."""
+
+    under_way: deque[_Post] = field(default_factory=deque)
+    """Those whose bodies are, in order."""
+    lost: str | None = None
+
+
+class P2PMailbox:
+    """The letters of one rank. Calls are for one thread at a time.
+
+    Args:
+        heads: a gloo group of all ranks, for these letters alone.
+        ways: for bodies; None if they follow their heads.
+        look: called while waiting; raises if that is in vain.
+    """
+
+    def __init__(
+        self, rank: int, heads: Any, ways: Ways | None, device: torch.device, look: Callable[[], None]
+    ) -> None:
+        self._rank, self._heads, self._ways, self._device, self._look = rank, heads, ways, device, look
+        self._changed = threading.Condition()
+        self._inbox = Inbox[_Post]()
+        self._senders: dict[int, _Sender] = {}
+        self._takers: dict[int, _Taker] = {}
+
+    @torch.no_grad()
+    def post(self, to: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Leave tensors for a rank."""
+        parts = [as_bytes(tensor) for tensor in tensors]
+        # always a copy: whoever posts may go on writing
+        body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
+        digest = _digest(tag)
+        if to == self._rank:
+            self._inbox.put(to, digest, _Post(body.numel(), body))
+            return
+        if to not in self._takers:
+            self._takers[to] = _Taker(self._heads, self._rank, to)
+        follows = self._ways is None
+        if self._ways is not None and body.numel():
+            self._ways.send(to, body)
+        self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
+
+    @torch.no_grad()
+    def take(self, sender: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+        """What a rank left under a tag."""
+        digest, size = _digest(tag), num_bytes(wants)
+        if sender == self._rank:
+            assert self._inbox.has(sender, digest), f"rank {self._rank} takes {tag} from itself before it posts it"
+        body = self._wait(sender, digest)
+        assert body.numel() == size, f"{tag} has {body.numel()} bytes, {size} were expected"
+        return unpack(body, [wants])[0]
+
+    def num_came(self, sender: int) -> int:
+        """How many letters have come from a rank so far."""
+        return self._inbox.counts[sender]
+
+    def push(self) -> None:
+        """Raise if something that was left cannot arrive any more."""
+        for taker in self._takers.values():
+            taker.check()
+
+    def memory(self) -> list[Tensor]:
+        """What is held for letters: nothing that is used again."""
+        return []
+
+    def close(self) -> None:
+        """There will be no further letter; wait a while for those under way."""
+        until = time.monotonic() + LAST
+        for taker in self._takers.values():
+            taker.close()
+        for taker in self._takers.values():
+            taker.join(max(0.0, until - time.monotonic()))
+        self._takers = {}
+
+    def _wait(self, sender: int, digest: bytes) -> Tensor:
+        if sender not in self._senders:
+            self._senders[sender] = _Sender()
+            if sender != self._rank:
+                name = f"rank {self._rank} receives from rank {sender}"
+                threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
+        while True:
+            with self._changed:
+                if self._inbox.has(sender, digest):
+                    post = self._inbox.pop(sender, digest)
+                    break
+                lost = self._senders[sender].lost
+                if lost is None and self._changed.wait(LOOK):
+                    continue
+            self._look()
+            if lost is not None:
+                raise PeerLost(f"rank {sender}, from which a letter was to come, has gone: {lost}")
+        under_way = self._senders[sender].under_way
+        while post.body is None:
+            # bodies come in the order of their heads
+            assert self._ways is not None
+            first = under_way.popleft()
+            first.body = self._ways.receive(sender, first.size)
+        return post.body
+
+    def _receive(self, sender: int) -> None:
+        """The life of a thread that receives from one rank."""
+        head = torch.empty(HEAD.size, dtype=torch.uint8)
+        try:
+            while True:
+                self._heads.recv([head], sender, HEADS).wait()
+                digest, size, more = HEAD.unpack(bytes(head.tolist()))
+                if not more:
+                    break
+                follows = self._ways is None or not size
+                body = torch.empty(size, dtype=torch.uint8, device=self._device) if follows else None
+                if body is not None and size:
+                    self._heads.recv([body], sender, BODIES).wait()
+                with self._changed:
+                    post = _Post(size, body)
+                    self._inbox.put(sender, digest, post)
+                    self._senders[sender].under_way.extend([post] if body is None else [])
+                    self._changed.notify_all()
+            reason = "it has ended"
+        except RuntimeError as error:
+            reason = _reason(error)
+        with self._changed:
+            self._senders[sender].lost = reason
+            self._changed.notify_all()
+
+
+class _Taker:
+    """A thread that sends to one rank."""
+
+    def __init__(self, heads: Any, rank: int, to: int) -> None:
+        self._heads, self._to = heads, to
+        self._queue: SimpleQueue[tuple[bytes, Tensor | None]] = SimpleQueue()
+        self._lost: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rank {rank} sends to rank {to}", daemon=True)
+        self._thread.start()
+
+    def put(self, head: bytes, body: Tensor | None) -> None:
+        self.check()
+        self._queue.put((head, body))
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise PeerLost(f"rank {self._to}, for which a letter was left, has gone: {self._lost}")
+
+    def close(self) -> None:
+        """Say that no more will come."""
+        self._queue.put((HEAD.pack(bytes(16), 0, 0), None))
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        more = True
+        try:
+            while more:
+                head, body = self._queue.get()
+                more = bool(HEAD.unpack(head)[2])
+                self._heads.send([torch.frombuffer(bytearray(head), dtype=torch.uint8)], self._to, HEADS).wait()
+                if body is not None and body.numel():
+                    self._heads.send([body], self._to, BODIES).wait()
+        except RuntimeError as error:
+            self._lost = _reason(error)
+
+
+class StreamPaths:
+    """Bodies on the streams of NCCL: a group of two for each direction between two ranks.
+
+    Args:
+        outgoing, incoming: by the other rank; the sender is the first of the two.
+    """
+
+    def __init__(self, outgoing: Mapping[int, Any], incoming: Mapping[int, Any], device: torch.device) -> None:
+        self._outgoing, self._incoming, self._device = outgoing, incoming, device
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def send(self, to: int, body: Tensor) -> None:
+        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
+        self._under_way.append((self._outgoing[to].send([body], 1, 0), body))
+
+    def receive(self, sender: int, size: int) -> Tensor:
+        body = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._incoming[sender].recv([body], 0, 0).wait()
+        return body
+
+
+def _digest(tag: str) -> bytes:
+    return hashlib.blake2b(tag.encode(), digest_size=16).digest()
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).partition(". This is typically")[0]

@@ -1,0 +1,313 @@
+"""Transport: how ranks talk. The interface, its errors, and the view of one group.
+
+A call that begins with `start_` returns a Handle, and may go on while the rank computes: `wait` gives the result. It
+takes several tensors at once. All members start such calls in one order, that of the program, and they end in it. A
+transport that has no background carries them out at once: `start_...(...).wait()` is the synchronous call.
+
+A collective call is identified by its group and its number among the calls that this rank has made in that group.
+Every member must make the same call: another kind, operation, shape or dtype is an error that names both sides, never
+a wrong number or a hang. Results are private: no tensor that enters or leaves a call shares memory with another rank.
+`all_to_all` carries every Transfer that is not an all_reduce; `kind` says what shape it has (all_gather,
+reduce_scatter, all_to_all, exchange), so that a backend may carry it by the collective that it does best.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.runtime.layout.index import narrowed, put, size, take
+from weft.runtime.layout.transfer import Index
+
+Group = tuple[int, ...]
+"""Ranks; all members name them in the same order, which is that of sums."""
+Expected = tuple[tuple[int, ...], torch.dtype | None]
+"""Shape and dtype of a tensor to come; dtype None: whatever the sender has."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank is busy with, for messages: an op or a reshard, and the user's source line."""
+
+    what: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        text = f"in {self.what}" if self.what else "outside any op"
+        return f"{text} at {self.place}" if self.place else text
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in few words: the first, and how many more."""
+    others = len(names) - 1
+    return f"{names[0]} and {others} more" if others else names[0]
+
+
+class RankFailed(RuntimeError):  # noqa: N818 - says what happened
+    """A rank raised; the others were stopped. The original exception is `__cause__`."""
+
+    def __init__(self, rank: int, doing: Doing, cause: BaseException) -> None:
+        self.rank, self.op, self.place = rank, doing.what, doing.place
+        super().__init__(f"rank {rank} failed {doing}: {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
+class CollectiveMismatch(RuntimeError):  # noqa: N818 - says what happened
+    """Ranks entered collectives that do not fit together, or wait for ones that nobody will enter.
+
+    `waits` tells for every rank what it was doing."""
+
+    def __init__(self, message: str, *, rank: int, waits: Mapping[int, str]) -> None:
+        self.rank, self.waits = rank, dict(waits)
+        super().__init__("\n".join([message, *(f"  rank {who} {what}" for who, what in sorted(self.waits.items()))]))
+
+
+class Stopped(BaseException):
+    """Raised inside a rank because another one failed. Never leaves the runtime.
+
+    Not an `Exception`, so that no handler in a user's operator swallows it."""
+
+
+T = TypeVar("T")
+S = TypeVar("S")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Handle(Protocol[T_co]):
+    """A call that was started."""
+
+    def wait(self) -> T_co:
+        """Its result, when it is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A call that has ended."""
+
+    result: T
+
+    def wait(self) -> T:
+        return self.result
+
+
+class Then(Generic[S, T]):
+    """A call, and what is made of its result when it is first waited for."""
+
+    def __init__(self, handle: Handle[S], make: Callable[[S], T]) -> None:
+        self._waiting: tuple[Handle[S], Callable[[S], T]] | None = (handle, make)
+
+    def wait(self) -> T:
+        if self._waiting is not None:
+            (handle, make), self._waiting = self._waiting, None
+            self._result = make(handle.wait())
+        return self._result
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A tensor of which the members of a group have parts.
+
+    Args:
+        full: all of it, here.
+        shard: this rank's part.
+        parts: the part of each member, in group order; None: nothing.
+    """
+
+    full: Tensor
+    shard: Tensor
+    parts: tuple[Index | None, ...]
+
+
+Sends = Mapping[int, Sequence[Tensor]]
+Expects = Mapping[int, Sequence[Expected]]
+
+
+class Transport(ABC):
+    """One rank's way to the others. `group` lists ranks; all members pass the same tuple."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    """Where the rank's tensors live."""
+    doing: Doing
+    """Kept up to date by whoever runs; read when something goes wrong."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+        """Sum (or max, min, prod) over the group, added in the order of `group`: equal bit for bit on all members."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+        """The members' tensors in the order of `group`. All have one shape and dtype."""
+
+    @abstractmethod
+    def all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
+    ) -> dict[int, list[Tensor]]:
+        """Send tensors to peers and receive theirs. Members without pieces take part too."""
+
+    @abstractmethod
+    def barrier(self, group: Group) -> None:
+        """Wait until every member has come here."""
+
+    @abstractmethod
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to one rank, itself perhaps, under a tag of its own; does not wait for it to take them."""
+
+    @abstractmethod
+    def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        """What a rank posts under a tag; waits until it has come."""
+
+    # Several tensors at once, while the rank computes.
+
+    def start_all_to_all(
+        self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
+    ) -> Handle[dict[int, list[Tensor]]]:
+        """Begin an `all_to_all`: what is sent stays as it is until it has been waited for."""
+        return Done(self.all_to_all(sends, expects, group, kind))
+
+    def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
+        """Begin the sum of parts laid end to end, of one dtype. A part that is alone in its memory may be written to;
+        they are not looked at again if they are copied."""
+        return Done(self.all_reduce(torch.cat([part.detach().reshape(-1) for part in parts]), group))
+
+    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        """Begin to fill in each `full` from the members' shards. These stay as they are until it has ended."""
+        sends = [one.shard for one in tensors if one.parts[group.index(self.rank)] is not None]
+        expects = {peer: self._parts_of(tensors, at) for at, peer in enumerate(group) if peer != self.rank}
+        arriving = self.start_all_to_all(dict.fromkeys(expects, sends), expects, group, "all_gather")
+        return Then(arriving, lambda came: self._fill_in(tensors, group, {**came, self.rank: sends}))
+
+    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
+        """Begin to fill each `shard` with this rank's part of the sum, in group order, of the members' `full`."""
+        cut = {
+            peer: [take(one.full, part) for one in tensors if (part := one.parts[at]) is not None]
+            for at, peer in enumerate(group)
+        }
+        own = cut.pop(self.rank)
+        mine = self._parts_of(tensors, group.index(self.rank))
+        arriving = self.start_all_to_all(cut, dict.fromkeys(cut, mine), group, "reduce_scatter")
+        return Then(arriving, lambda came: self._add_up(tensors, group, {**came, self.rank: own}))
+
+    def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
+        """A flat tensor with any content, which members' calls use as it lies. `brief`: it is soon let go."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
+        """A flat tensor with any content, for a result: memory that an earlier one has left, perhaps."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
+        """Let tensors lie where members' calls use them as they lie, if there is such memory: their `data` moves."""
+        return
+
+    def _parts_of(self, tensors: Sequence[Sharded], member: int) -> list[Expected]:
+        return [(size(part), one.full.dtype) for one in tensors if (part := one.parts[member]) is not None]
+
+    @torch.no_grad()
+    def _fill_in(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
+        for at, peer in enumerate(group):
+            shards = iter(came[peer])
+            for one in tensors:
+                part = one.parts[at]
+                if part is not None:
+                    put_shard(one.full, part, next(shards))
+
+    @torch.no_grad()
+    def _add_up(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
+        mine, addends = group.index(self.rank), [iter(came[peer]) for peer in group]
+        for one in tensors:
+            if one.parts[mine] is not None:
+                combine([next(each) for each in addends], "sum", one.shard)
+
+    # What it is a part of.
+
+    @property
+    def job(self) -> Transport:
+        """The transport of all ranks."""
+        return self
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas of the program run: their gradients are averaged."""
+        return 1
+
+    @property
+    def twins(self) -> Group:
+        """The ranks of the job that hold what this one holds, one per replica."""
+        return (self.rank,)
+
+    def everywhere(self, group: Group) -> Group:
+        """The ranks of a group in all replicas, as ranks of the job."""
+        return group
+
+    def begin_step(self, step: int, *, check: bool | None = None) -> bool:
+        """From now on messages name this step; `check`: whether members are to make sure that they mean the same.
+
+        Returns:
+            whether they do.
+        """
+        return False
+
+
+def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:
+    """Put a shard in its place, unless it lies there."""
+    view = narrowed(full, part)
+    if view is None or view.data_ptr() != shard.data_ptr() or view.stride() != shard.stride():
+        put(full, part, shard)
+
+
+COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def combine(tensors: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """Combine in order, into new memory or into `out`, which may be the first tensor or, of two, the second."""
+    function = COMBINE[op]
+    if len(tensors) == 1:
+        return tensors[0].clone() if out is None else out.copy_(tensors[0])
+    total = function(tensors[0], tensors[1], out=torch.empty_like(tensors[0]) if out is None else out)
+    for tensor in tensors[2:]:
+        function(total, tensor, out=total)
+    return total
+
+
+class GroupComm:
+    """The communicator of some ranks, as algorithms see it (`comm.Comm`): positions instead of ranks."""
+
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        assert transport.rank in ranks, f"rank {transport.rank} is not in the group {ranks}"
+        assert len(set(ranks)) == len(ranks), f"a rank stands twice in the group {ranks}: it cannot talk to itself"
+        self._transport, self._ranks = transport, ranks
+        self.rank, self.size = ranks.index(transport.rank), len(ranks)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        if self.size == 1:
+            return tensor.detach().clone()
+        return self._transport.all_reduce(tensor, self._ranks, op)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Shapes may differ: sizes are exchanged first, so that the transport knows what to expect."""
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
+        shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
+        if len(set(shapes)) == 1:
+            return self._transport.all_gather(tensor, self._ranks)
+        others = [rank for rank in self._ranks if rank != self._transport.rank]
+        expects = {
+            rank: [(shape, tensor.dtype)] for rank, shape in zip(self._ranks, shapes, strict=True) if rank in others
+        }
+        arrived = self._transport.all_to_all({rank: [tensor] for rank in others}, expects, self._ranks, "all_gather")
+        own = [tensor.detach().clone()]
+        return [arrived.get(rank, own)[0] for rank in self._ranks]

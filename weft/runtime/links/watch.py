@@ -1,0 +1,316 @@
+"""Watch: what each process of a job is doing, told to all the others, so that no failure is waited for.
+
+In: the calls that this rank enters and leaves, and its failure if it has one. Out: the end of a wait that is in vain. A
+thread publishes this rank's state in the job's store several times a second and reads the others'. It stops the rank
+when another one failed; when no rank can go on (every rank waits in a call that some member has not entered, or has
+ended); and if the rank does not stop by itself, being inside a long computation, it ends the process.
+
+Promised: a deadlock is only called one if each rank was seen waiting in the same calls before and after one moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.runtime.links.backend import Store, own_connection
+from weft.runtime.links.transport import CollectiveMismatch, Doing, Stopped
+
+PULSE = 0.2
+"""Seconds between two looks; longer in jobs of many ranks, which share one store."""
+STALL = 0.8
+"""Seconds that a call may take before the others' states are looked at."""
+GRACE = 2.0
+"""Seconds that a stopped rank gets to come to its next collective before its process is ended."""
+LETTERS = " letters"
+ENDED_BY_WATCH = 70
+"""Exit code of a process that did not stop by itself."""
+STORE_LOST = 71
+"""Exit code of a process whose launcher has gone."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended, if not well. `sort`: error | mismatch | lost (a peer went away) | stopped | died."""
+
+    rank: int
+    sort: str
+    error: str
+    message: str
+    what: str = ""
+    place: str = ""
+    step: int | None = None
+    trace: str = ""
+    waits: Mapping[int, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Failure:
+        found = json.loads(text)
+        found["waits"] = {int(rank): what for rank, what in found["waits"].items()}
+        return Failure(**found)
+
+
+class PeerLost(RuntimeError):  # noqa: N818 - says what happened
+    """A collective broke because another process went away."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that this rank has entered and not left. `what` is put into words when the others are told."""
+
+    lane: str
+    group: tuple[int, ...]
+    number: int
+    what: object
+    since: float
+    kind: str = ""
+    """Of what is counted in this group."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.lane} {self.group}{self.kind}"
+
+
+class Watch:
+    """One rank's view of a job.
+
+    Args:
+        store: of this job alone; the watch uses a connection of its own.
+        doing: what the rank is busy with, and in which step.
+        ends_process: end the process if the rank does not stop by itself, or the launcher's store is gone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        doing: Callable[[], tuple[Doing, int | None]],
+        *,
+        ends_process: bool = True,
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._store, self._doing, self._ends_process = own_connection(store), doing, ends_process
+        self._calls: dict[str, Call] = {}
+        self._counts: dict[str, int] = {}
+        self._waits_for: str | None = None
+        self._beats = 0
+        self._seen: dict[int, dict[str, Any]] = {}
+        self._stopped_at: float | None = None
+        self._mismatch: CollectiveMismatch | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"watch of rank {rank}", daemon=True)
+        self._publish("running")
+        self._thread.start()
+
+    # -- what the rank tells
+
+    def enter(self, lane: str, group: tuple[int, ...], number: int, what: object) -> None:
+        """The rank has entered a collective."""
+        call = Call(lane, group, number, what, time.monotonic())
+        self._counts[call.key] = number + 1
+        self._calls[lane] = call
+
+    def enter_letter(self, lane: str, peer: int, came: int, what: object) -> None:
+        """The rank waits for a letter, and so many have come from the peer: if more were posted one is under way.
+
+        Called again when another one has come."""
+        before = self._calls.get(lane)
+        call = Call(lane, (self.rank, peer), came, what, time.monotonic(), LETTERS)
+        if before is not None and (before.key, before.number) == (call.key, call.number):
+            return
+        self._counts[call.key] = came + 1
+        self._calls[lane] = call
+
+    def posted(self, lane: str, peer: int) -> None:
+        """The rank has left a letter for a peer."""
+        key = Call(lane, (peer, self.rank), 0, "", 0.0, LETTERS).key
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def leave(self, lane: str) -> None:
+        """The rank has the result."""
+        self._calls.pop(lane, None)
+
+    def wait_for(self, lane: str | None) -> None:
+        """The rank waits for what it started on another lane, or no longer."""
+        self._waits_for = lane
+
+    def check(self) -> None:
+        """Called by a rank that waits: raises if there is nothing to wait for."""
+        if self._mismatch is not None:
+            raise self._mismatch
+        if self._stopped_at is not None:
+            raise Stopped
+
+    def fail(self, failure: Failure) -> None:
+        """The rank failed: tell the others."""
+        self.tell()
+        self._store.set(failure_key(failure.rank), failure.to_json())
+        self._store.set(FAILED, "1")
+
+    def tell(self) -> None:
+        """Publish the rank's state now."""
+        self._publish("blocked" if self._blocked() else "running")
+
+    def close(self, state: str = "ended") -> None:
+        """The rank has ended; it no longer watches."""
+        self._over.set()
+        self._thread.join()
+        with suppress(dist.DistError):
+            # whoever kept the store may have ended first: nobody is left to be told then
+            self._publish(state)
+
+    # -- what it learns
+
+    def waits(self) -> dict[int, str]:
+        """What every rank is doing, in words."""
+        self.tell()
+        return describe(read_states(self._store, self.num_ranks))
+
+    def say(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+        self._store.set(key, text)
+
+    def hear(self, key: str, seconds: float = GRACE) -> str:
+        """A word that another rank leaves; "" if it does not come."""
+        until = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.02)
+        return self._store.get(key).decode()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        pulse = PULSE * max(1.0, self.num_ranks / 16)
+        try:
+            while not self._over.wait(pulse):
+                self._beat()
+        except dist.DistError:
+            if self._ends_process and not self._over.is_set():
+                os._exit(STORE_LOST)
+
+    def _beat(self) -> None:
+        blocked = self._blocked()
+        self._publish("blocked" if blocked else "running")
+        if self._stopped_at is not None:
+            if self._ends_process and time.monotonic() - self._stopped_at > GRACE:
+                os._exit(ENDED_BY_WATCH)
+        elif self._store.check([FAILED]):
+            self._stopped_at = time.monotonic()
+        elif blocked is not None and time.monotonic() - blocked.since > STALL:
+            self._look_for_deadlock()
+        else:
+            self._seen = {}
+
+    def _blocked(self) -> Call | None:
+        """The call that the rank's own thread waits for."""
+        waits_for = self._waits_for
+        return self._calls.get(MAIN if waits_for is None else waits_for)
+
+    def _publish(self, state: str) -> None:
+        doing, step = self._doing()
+        calls = list(self._calls.values())
+        self._beats += 1
+        found = {
+            "beat": self._beats,
+            "state": state,
+            "doing": str(doing) if step is None else f"{doing}, step {step}",
+            "calls": [[call.key, call.number, list(call.group), str(call.what)] for call in calls],
+            "counts": dict(self._counts),
+            "what": doing.what,
+            "place": doing.place,
+            "step": step,
+        }
+        self._store.set(state_key(self.rank), json.dumps(found))
+
+    def _look_for_deadlock(self) -> None:
+        states = read_states(self._store, self.num_ranks)
+        if not is_deadlock(states, self.num_ranks):
+            self._seen = {}
+            return
+        if not self._seen or any(_moved(self._seen[rank], states[rank]) for rank in states):
+            self._seen = states
+            return
+        if all(s["state"] == "ended" or s["beat"] >= self._seen[rank]["beat"] + 2 for rank, s in states.items()):
+            message = "deadlock: no rank can go on"
+            self._mismatch = CollectiveMismatch(message, rank=self.rank, waits=describe(states))
+            self._stopped_at = time.monotonic()
+            self.fail(mismatch_failure(self._mismatch, *self._doing()))
+
+
+MAIN = "main"
+"""The lane of the calls that a rank makes itself."""
+FAILED = "failed"
+
+
+def state_key(rank: int) -> str:
+    return f"state/{rank}"
+
+
+def failure_key(rank: int) -> str:
+    return f"failure/{rank}"
+
+
+def read_states(store: Store, num_ranks: int) -> dict[int, dict[str, Any]]:
+    """The last published state of each rank that has published one."""
+    keys = {rank: state_key(rank) for rank in range(num_ranks)}
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+
+def is_deadlock(states: Mapping[int, Mapping[str, Any]], num_ranks: int) -> bool:
+    """True if every rank waits or has ended, and no call that one waits in has all of its members.
+
+    >>> waiting = {"state": "blocked", "calls": [["main (0, 1)", 0, [0, 1], "barrier"]], "counts": {"main (0, 1)": 1}}
+    >>> is_deadlock({0: waiting, 1: {"state": "ended", "calls": [], "counts": {}}}, 2), is_deadlock({0: waiting}, 2)
+    (True, False)
+    """
+    if len(states) < num_ranks or any(state["state"] == "running" for state in states.values()):
+        return False
+    calls = [call for state in states.values() if state["state"] == "blocked" for call in state["calls"]]
+    return bool(calls) and all(_missing(states, call) for call in calls)
+
+
+def _missing(states: Mapping[int, Mapping[str, Any]], call: list[Any]) -> list[int]:
+    key, number, group, _ = call
+    return [rank for rank in group if rank not in states or states[rank]["counts"].get(key, 0) <= number]
+
+
+def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return any(before[key] != now[key] for key in ("state", "calls", "counts"))
+
+
+def describe(states: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """For each rank, what it does and for whom it waits."""
+    return {rank: _describe(states, state) for rank, state in states.items()}
+
+
+def _describe(states: Mapping[int, Mapping[str, Any]], state: Mapping[str, Any]) -> str:
+    if state["state"] == "ended":
+        return "has ended"
+    if not state["calls"]:
+        return f"is running ({state['doing']})"
+    call = state["calls"][0]
+    absent = " and ".join(map(str, _missing(states, call)))
+    waiting = f", waiting for rank {absent}" if absent else ""
+    return f"is in {call[3]}, call {call[1]} of group {tuple(call[2])}{waiting} ({state['doing']})"
+
+
+def mismatch_failure(error: CollectiveMismatch, doing: Doing, step: int | None) -> Failure:
+    """A mismatch as it travels to the launcher."""
+    first = str(error).splitlines()[0]
+    return Failure(
+        error.rank, "mismatch", type(error).__name__, first, doing.what, doing.place, step, waits=dict(error.waits)
+    )

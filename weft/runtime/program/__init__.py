@@ -1,0 +1,1 @@
+"""The base of generated programs, and how they are loaded."""

@@ -1,0 +1,129 @@
+"""Form: what a batch looks like, and a batch as the flat tensors that a generated forward takes.
+
+In: positional and keyword arguments, as for the original module. Out: its tensors in the order of the program's
+inputs. A batch of another form, shape or dtype than the example's is refused, with the difference, and so is
+another value of an argument that is no tensor: the program was made for that one. Dims that were marked in the example
+may have other sizes, if the program serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from weft.runtime.program.sizes import FreeSize, Guard, evaluate, refused
+
+Dim = int | str
+"""A size, or an expression over free sizes."""
+
+
+class BatchMismatch(ValueError):  # noqa: N818 - says what happened
+    """A batch that the program was not made for."""
+
+
+class OtherForm(BatchMismatch):
+    """A batch of other arguments, whatever their sizes."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the example.
+
+    Args:
+        spec: the text of its pytree spec.
+        keywords: names of the keyword arguments, in the example's order.
+        leaves: text of the leaves that are no tensors; "" in place of tensors.
+        tensors: for each input of the program, its leaf, its place in words, shape and dtype.
+        sizes: that batches choose; guards: what they must fulfil beside.
+    """
+
+    spec: str
+    keywords: tuple[str, ...]
+    leaves: tuple[str, ...]
+    tensors: tuple[tuple[int, str, tuple[Dim, ...], str], ...]
+    sizes: tuple[FreeSize, ...] = ()
+    guards: tuple[Guard, ...] = ()
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None] | None = None
+    ) -> list[Tensor]:
+        """The tensors of a batch.
+
+        Args:
+            dims: the batch dim of each tensor, if batches may have other numbers of rows than the example.
+        """
+        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
+        leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
+        if str(spec) != self.spec or len(leaves) != len(self.leaves):
+            wanted = f"{', '.join(self.keywords)} by keyword" if self.keywords else "positional arguments only"
+            given = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+            raise OtherForm(f"the batch has another form than the example: {given}; the example has {wanted}")
+        for number, (leaf, text) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if text and (isinstance(leaf, Tensor) or repr(leaf) != text):
+                raise OtherForm(f"argument {number} of the batch is {leaf!r}, in the example it is {text}")
+        for at, where, shape, dtype in self.tensors:
+            _check_kind(leaves[at], where, shape, dtype)
+        sizes = {one.name: int(leaves[one.leaf].shape[one.dim]) for one in self.sizes}
+        shapes = self._shapes(leaves, dims or [None] * len(self.tensors))
+        for (at, where, _, _), expected in zip(self.tensors, shapes, strict=True):
+            _check_shape(leaves[at], where, expected, sizes)
+        if reason := refused(self.sizes, self.guards, sizes):
+            raise BatchMismatch(reason)
+        return [leaves[at] for at, _, _, _ in self.tensors]
+
+    def _shapes(self, leaves: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[Dim, ...]]:
+        """What is wanted of each tensor, with as many rows as the first that has some."""
+        places = [(leaves[at], dim) for (at, _, _, _), dim in zip(self.tensors, dims, strict=True) if dim is not None]
+        rows = next((int(leaf.shape[dim]) for leaf, dim in places), 0)
+        return [
+            shape if dim is None else (*shape[:dim], rows, *shape[dim + 1 :])
+            for (_, _, shape, _), dim in zip(self.tensors, dims, strict=True)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"spec": self.spec, "keywords": self.keywords, "leaves": self.leaves, "tensors": self.tensors}
+        if not self.sizes:
+            return found
+        return {**found, "sizes": list(map(asdict, self.sizes)), "guards": list(map(asdict, self.guards))}
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Form:
+        tensors = tuple((at, where, tuple(shape), dtype) for at, where, shape, dtype in found["tensors"])
+        sizes = tuple(FreeSize(**one) for one in found.get("sizes", ()))
+        guards = tuple(Guard(**one) for one in found.get("guards", ()))
+        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards)
+
+
+def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> None:
+    if not isinstance(given, Tensor):
+        raise BatchMismatch(f"{where} of the batch is a {type(given).__name__}, in the example it is a tensor")
+    if given.is_meta:
+        raise BatchMismatch(f"{where} of the batch is on the meta device: it has no values")
+    if given.dim() != len(shape) or dtype_name(given.dtype) != dtype:
+        raise BatchMismatch(_differs(given, where, shape, dtype))
+
+
+def _check_shape(given: Tensor, where: str, shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> None:
+    wanted = tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
+    if tuple(given.shape) == wanted:
+        return
+    told = f", where {', '.join(f'{name} is {size}' for name, size in sizes.items())}" if sizes else ""
+    raise BatchMismatch(
+        f"{_differs(given, where, shape, dtype_name(given.dtype))}{told}; dims whose size may vary are marked in the "
+        "example: weft.dynamic(tensor, dim)"
+    )
+
+
+def _differs(given: Tensor, where: str, shape: tuple[Dim, ...], dtype: str) -> str:
+    found, wanted = f"{list(given.shape)} of {dtype_name(given.dtype)}", f"[{', '.join(map(str, shape))}] of {dtype}"
+    return f"{where} of the batch is {found}, in the example it is {wanted}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,179 @@
+"""Generated programs, loaded: from the files of one to the module of a rank.
+
+In: a program's files, in a directory or in memory (`files.py`), and a transport. Out: the rank's ParallelModule. Needs
+no compiler.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
+
+from weft.runtime.layout.collectives import Irregular
+from weft.runtime.layout.cuts import Place, index_at
+from weft.runtime.layout.execute import size
+from weft.runtime.layout.transfer import Index, Piece, Transfer
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import CONSTANTS, ProgramFiles, Source, files_of
+from weft.runtime.program.module import GradSync, ParallelModule
+from weft.runtime.program.sizes import SizedTables, is_sized
+from weft.runtime.program.stored import Table, Tables
+from weft.runtime.weights.by_chunk import ChunkRoute
+from weft.runtime.weights.grad_sync import BucketSync
+
+ROOMS = ("here", "stored", "moves")
+SELF = -1
+"""Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
+
+
+def load_program(
+    source: Source,
+    transport: Transport,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    grad_sync: GradSync | None = None,
+) -> ParallelModule:
+    """The rank's module. `state`: its stored parts by name; zeros if not given."""
+    files = files_of(source)
+    assert transport.num_ranks == files.devices, (
+        f"the program{' in ' + files.where if files.where else ''} is for {files.devices} devices, "
+        f"the transport has {transport.num_ranks}"
+    )
+    cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], transport.rank)])
+    tables = read_tables(files.parts, Place(tuple(cls.grid().items()), transport.rank))
+    constants = load_constants(files, transport.device)
+    return cls(transport, state, grad_sync=grad_sync or BucketSync(), tables=tables, constants=constants)
+
+
+def load_constants(files: ProgramFiles, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors baked into a program."""
+    if CONSTANTS not in files:
+        return {}
+    # as they were saved, under whatever mode a program is loaded
+    with disabled_modes():
+        found: dict[str, Tensor] = torch.load(io.BytesIO(files[CONSTANTS]), weights_only=True, map_location=device)
+    return found
+
+
+def load_class(files: ProgramFiles, file: str) -> type[ParallelModule]:
+    """The class in one of a whole program's files. Loaded once: the ranks of an emulator share it."""
+    if file not in files.classes:
+        text, path = files[file], files.path(file)
+        # tracebacks show its lines, wherever it is from
+        linecache.cache[path] = (len(text), None, text.decode(errors="replace").splitlines(keepends=True), path)
+        module = ModuleType(f"weft_program_{files.about['hash'][:12]}_{file.removesuffix('.py')}")
+        module.__file__ = path
+        exec(compile(text, path, "exec"), vars(module))
+        files.classes[file] = getattr(module, files.about["class"])
+    found: type[ParallelModule] = files.classes[file]
+    return found
+
+
+def load_classes(files: ProgramFiles) -> list[type[ParallelModule]]:
+    """The classes of all files of a program, whole or in pieces."""
+    return [load_class(one, file) for one in files.folders.values() for file in one.about["files"]]
+
+
+def cut_parameters(source: Source) -> dict[str, int]:
+    """Trained parameters of which some rank stores a part only, and how many dims each has."""
+    found: dict[str, int] = {}
+    for files in files_of(source).folders.values():
+        for rank in range(files.devices):
+            cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], rank)])
+            place = Place(tuple(cls.grid().items()), rank)
+            tables = read_tables(files.parts, place).parts
+            for name, part in cls.trained_parts().items():
+                cuts = part.cuts
+                index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
+                if index is not None and size(index) != part.shape:
+                    found[name] = len(part.shape)
+    return found
+
+
+def _file_of(ranks: Any, rank: int) -> int:
+    """Which file a rank runs: one number for all, or one per rank."""
+    return ranks if isinstance(ranks, int) else int(ranks[rank])
+
+
+# Tables by coordinates: {"axes": ["dp"], "values": [...]}, or by rank: {"ranks": {"0": ...}}.
+
+
+def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
+    """The tables as the rank at this place sees them."""
+    mine = {room: {key: _look_up(table, place) for key, table in parts[room].items()} for room in ROOMS}
+    sized = {(room, key): table for room in ROOMS for key, table in mine[room].items() if is_sized(table)}
+    for room, key in sized:
+        del mine[room][key]
+    moves = {key: _irregular(table, place.rank) for key, table in mine["moves"].items()}
+    return Tables(
+        here={key: _tupled(table) for key, table in mine["here"].items()},
+        parts={key: _tupled(table) for key, table in mine["stored"].items()},
+        moves={key: found for key, found in moves.items() if found is not None},
+        sized=SizedTables(
+            parts["sizes"], sized, {"here": _tupled, "moves": lambda table: _irregular(table, place.rank)}
+        )
+        if "sizes" in parts
+        else None,
+    )
+
+
+def _look_up(table: Mapping[str, Any], place: Place) -> Any:
+    if "ranks" in table:
+        return table["ranks"].get(str(place.rank))
+    values = table["values"]
+    for axis in table["axes"]:
+        values = values[place.coordinates[axis]]
+    return values
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
+    if value is None:
+        return None
+    return Irregular(
+        forward=_transfers(value["forward"], rank),
+        backward=None if value["backward"] is None else _transfers(value["backward"], rank),
+        source_shapes=_tupled(value["source_shapes"]),
+        target_shapes=_tupled(value["target_shapes"]),
+        dtype=getattr(torch, value["dtype"]),
+        chunks=value["chunks"],
+        by_chunk=tuple(
+            ChunkRoute(_transfers(one["forward"], rank), _transfers(one["backward"], rank))
+            for one in value.get("by_chunk", ())
+        ),
+    )
+
+
+def _transfers(items: Any, rank: int) -> tuple[Transfer, ...]:
+    def peer(number: int) -> int:
+        return rank if number == SELF else number
+
+    def pieces(found: Any) -> tuple[Piece, ...]:
+        return tuple(Piece(peer(number), slot, _index(index)) for number, slot, index in found)
+
+    return tuple(
+        Transfer(
+            item["kind"],
+            tuple(map(peer, item["group"])),
+            pieces(item["sends"]),
+            pieces(item["receives"]),
+            _tupled(item["shapes"]),
+            item["add"],
+        )
+        for item in items
+    )
+
+
+def _index(value: Any) -> Index:
+    found: Index = _tupled(value)
+    return found

@@ -1,0 +1,524 @@
+"""ParallelModule: the base of generated programs, an `nn.Module` that holds one rank's share of a model.
+
+In: a transport, and the rank's stored parts of parameters and buffers by their original dotted names. Parameters stand
+in nested containers under those names (`self.model.h[0].attn.c_attn.weight`; whatever they are, none of them is an
+attribute of the program itself), so that `parameters()` is what the optimizer updates here and `state_dict()` has the
+original names. `forward` is generated; `loss.backward()` then leaves in each `.grad` the complete gradient of the
+stored part, added to what was there. The gradients are reduced to their owners at the end of backward, in the reverse
+order of use, by `grad_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from weft.runtime.layout.collectives import Collectives
+from weft.runtime.layout.cuts import Cuts, Place, index_at, whole
+from weft.runtime.layout.execute import size
+from weft.runtime.layout.moves import Move, all_reduce
+from weft.runtime.layout.transfer import Index, Transfer
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.chunk_join import take_part
+from weft.runtime.program.name_passthrough import Own
+from weft.runtime.program.recompute import Given, run, run_chunks
+from weft.runtime.program.stored import NO_TABLES, Behind, Container, Part, Table, Tables, check_axes, expand
+from weft.runtime.random import Draw, Stream
+from weft.runtime.weights.ending import tied_loss, tied_outputs
+from weft.runtime.weights.full_weights import FullWeights
+from weft.runtime.weights.grad_sync import BucketSync as GradSync
+from weft.runtime.weights.gradient import Gradient, give_gradient
+from weft.runtime.weights.leaf_aliases import Arrived, LeafAliases, is_watched
+from weft.runtime.weights.precision import NO_SUMS
+from weft.runtime.weights.prefetch import Prefetch
+from weft.runtime.weights.tape import Tape, Used
+from weft.runtime.weights.unshard import Gather
+from weft.runtime.weights.unsharded import changed_since
+
+__all__ = ["Container", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables"]
+
+
+T = TypeVar("T")
+Refusal = Callable[[str, str], Exception]
+"""From what is wrong and what to do instead to an error."""
+
+
+TWICE = (
+    "backward goes through one forward of a parallel module a second time",
+    "call the module again before another backward, or add the losses and call backward once",
+)
+
+
+class ParallelModule(Own):
+    """One rank's share of a model.
+
+    Args:
+        state: the rank's stored parts by original name; zeros if not given.
+        tables: what differs by rank.
+        constants: tensors baked into the program.
+    """
+
+    _grid: ClassVar[Mapping[str, int]] = {}
+    _stored: ClassVar[Mapping[str, Part]] = {}
+    _buffered: ClassVar[Mapping[str, Part]] = {}
+    model: Container
+    """What the rank stores, under the original names."""
+    trees: list[Container]
+    """This one, and others that show its buffers."""
+
+    def __init_subclass__(
+        cls,
+        *,
+        grid: Mapping[str, int],
+        parameters: Mapping[str, Part],
+        buffers: Mapping[str, Part] | None = None,
+        layers: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init_subclass__()
+        check_axes({**parameters, **(buffers or {})}, grid)
+        cls._grid = grid
+        cls._stored = dict(expand(parameters, layers or {}))
+        cls._buffered = dict(expand(buffers or {}, layers or {}))
+
+    def __init__(
+        self,
+        transport: Transport,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        grad_sync: GradSync,
+        tables: Tables = NO_TABLES,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        tree = Container()
+        # Not as a child: names are to be the original ones.
+        self.__dict__["model"], self.trees = tree, [tree]
+        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+        self.transport, self.device = transport, transport.device
+        self.place = Place(tuple(self._grid.items()), transport.rank)
+        self.here, self.constants = SimpleNamespace(**tables.here), dict(constants or {})
+        self.stream, self.tape = Stream(0, 0, 0), Tape()
+        self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
+        self._tables = tables
+        self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
+        self.grad_sync = grad_sync or GradSync()
+        self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
+        self._orders: dict[bool, list[Gather]] = {}
+        self._num_forwards = 0
+        """Since the last backward."""
+        self.masters: Behind | None = None
+        self.sums = NO_SUMS
+        self.sinks: dict[str, Gradient] = {}
+        self.stored: dict[str, Index] = {}
+        """What this rank holds of each parameter and buffer, by every name."""
+        self._parts: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._borrowed: set[str] = set()
+        self._draws: dict[Any, Draw] = {}
+        self._backward: _Backward | None = None
+        self.aside = False
+        """What arrives at its parameters is of another program that uses them too."""
+        self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
+        """Makes the error for a wrong call."""
+        self.after_backward: Callable[[], None] | None = None
+        """Is called when gradients are complete."""
+        self.trace: Callable[[str, int, int, Tensor], None] = lambda op, output, slot, tensor: None
+        """Is told what every op makes (name, output, slot, tensor), by programs that were generated to tell it."""
+        self.rerun_mode: AbstractContextManager[Any] | None = None
+        self.inner: LeafAliases | None = None
+        """What stands for its parameters while it runs; None: they do themselves."""
+        self._hooks: dict[str, RemovableHandle] = {}
+        for name, part in self._stored.items():
+            self._hold(name, part, state, trained=True)
+        for name, part in self._buffered.items():
+            self._hold(name, part, state, trained=False)
+
+    @classmethod
+    def grid(cls) -> Mapping[str, int]:
+        """The axes of the grid and their sizes."""
+        return cls._grid
+
+    @classmethod
+    def stored_parts(cls) -> dict[str, Part]:
+        """How parameters and buffers are stored, by first name."""
+        return {**cls._stored, **cls._buffered}
+
+    @classmethod
+    def trained_parts(cls) -> dict[str, Part]:
+        """How trained parameters are stored, by first name."""
+        return {name: part for name, part in cls._stored.items() if part.trained}
+
+    # What is stored.
+
+    def _hold(self, name: str, part: Part, state: Mapping[str, Tensor] | None, *, trained: bool) -> None:
+        index = self._index(part)
+        if index is None:
+            return
+        shape = size(index)
+        if state is not None and name in state:
+            tensor = state[name].detach().to(self.device)
+            assert tuple(tensor.shape) == shape, f"the part of {name} has shape {tuple(tensor.shape)}, planned {shape}"
+        else:
+            tensor = torch.zeros(shape, dtype=part.dtype, device=self.device)
+        if trained:
+            tensor = nn.Parameter(tensor, requires_grad=part.trained)
+            self._names[id(tensor)] = name
+            if part.trained:
+                self._hear(name, tensor)
+        self._parts[name] = tensor
+        for each in (name, *part.tied):
+            self.stored[each] = index
+            self.model.hold(each, tensor, persistent=part.persistent)
+
+    def _index(self, part: Part) -> Index | None:
+        if isinstance(part.cuts, Table):
+            return self._tables.parts[part.cuts.key]
+        return index_at(part.shape, part.cuts or {}, self.place)
+
+    def part(self, name: str) -> Any:
+        """What the rank stores under a name; None if nothing."""
+        held = self._parts.get(name)
+        if held is None or isinstance(held, nn.Parameter):
+            return held
+        return self.model.at(name)
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Use this very parameter under a name, as another program of the same model does."""
+        if self._parts.get(name) is parameter or name not in self._stored:
+            return
+        part = self._stored[name]
+        self._replace(name, parameter)
+        if part.trained and self.inner is None:
+            self._hear(name, parameter)
+        for each in (name, *part.tied):
+            self.model.hold(each, parameter)
+
+    def borrow(self, name: str, parameter: nn.Parameter) -> None:
+        """Read this very parameter under a name: another program of this rank holds and trains it."""
+        self._borrowed.add(name)
+        self._replace(name, parameter)
+        for each in (name, *self._stored[name].tied):
+            self.model.hold(each, parameter)
+
+    def _replace(self, name: str, parameter: nn.Parameter) -> None:
+        # what stands there next, once the one before is gone, is not it
+        self._names.pop(id(self._parts.get(name)), None)
+        self._parts[name], self._names[id(parameter)] = parameter, name
+        self._orders.clear()
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter."""
+        return self._names[id(parameter)]
+
+    def _hear(self, name: str, parameter: Tensor) -> None:
+        """What comes to a parameter is the program's own."""
+        self._hooks[name] = parameter.register_post_accumulate_grad_hook(Arrived(self.arrived, name))
+
+    def read_apart(self) -> None:
+        """From now on what comes to its parameters themselves is from outside: nobody sums it."""
+        if self.inner is None:
+            # one that is only used in another layout than it is stored in has leaves for each use
+            places = {n: (n, *self._stored[n].tied) for n, _ in self.trained() if self._stored[n].sync is not None}
+            self.inner = LeafAliases(self.model, places, self._names, self.arrived)
+            for handle in self._hooks.values():
+                handle.remove()
+            self._hooks.clear()
+
+    def shown(self) -> list[Tensor]:
+        """The parameters that the caller sees, as far as nobody watches them."""
+        if self.masters is not None:
+            parameters = self.masters.shown()
+        else:
+            parameters = [] if self.inner is None else [parameter for _, parameter in self.trained()]
+        return [one for one in parameters if one.requires_grad and not is_watched(one)]
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """What the program runs under, and runs again under in backward."""
+        return nullcontext() if self.inner is None else self.inner.reading()
+
+    def keeps(self, name: str) -> bool:
+        """True if a parameter stays as it is used while the optimizer updates its part."""
+        return "weight" in self._stored[name].keeps
+
+    def update(self, name: str, value: Tensor) -> None:
+        """A buffer's new content."""
+        value = value.detach()
+        for each in (name, *self._buffered[name].tied):
+            for tree in self.trees:
+                holder, last = tree.holder_of(each)
+                holder._buffers[last] = value
+
+    @torch.no_grad()
+    def share(self, source: ParallelModule) -> None:
+        """Use the weights of another program: the very same parameters, so that their gradients are too."""
+        self.full_weights, self.masters, self.sums = source.full_weights, source.masters, source.sums
+        if source.inner is not None:
+            self.read_apart()
+        for name in self.stored:
+            held = source.part(name)
+            if isinstance(held, nn.Parameter):
+                self.adopt(name, held)
+            elif held is not None:
+                self.update(name, held)
+
+    def take_buffers(self, source: ParallelModule) -> None:
+        """Take over what another program has made of the buffers."""
+        for name in self.stored:
+            held = source.part(name) if name in source.stored else None
+            if held is not None and not isinstance(held, nn.Parameter):
+                self.update(name, held)
+
+    # What forward needs.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tape = self.tape = Tape()
+        if self.rerun_mode is None:
+            self._begin_turn()
+        self._num_forwards += torch.is_grad_enabled()
+        self.prefetch.begin(self._gathers(keeps=False))
+        if self.inner is not None and torch.is_grad_enabled():
+            self.inner.refresh(self._parts)
+        try:
+            with self.reading(), self.grad_sync.watching(self):
+                return super().__call__(*args, **kwargs)
+        finally:
+            tape.gathered.close()
+
+    def _begin_turn(self) -> None:
+        """Weights may be others than before."""
+        self.full_weights.begin(self._gathers(keeps=True))
+        if self.masters is not None:
+            self.masters.refresh()
+
+    def _gathers(self, *, keeps: bool) -> list[Gather]:
+        """How the weights come that are stored in shards, in the order of use: those that are kept, or the others."""
+        if keeps not in self._orders:
+            found = self._orders[keeps] = [
+                self.comm.gather(name, part.use)
+                for name, part in self._stored.items()
+                if part.use and self.keeps(name) == keeps and name in self._parts
+            ]
+            by_group: dict[tuple[int, ...], list[Tensor]] = {}
+            for one in found if not keeps else ():
+                by_group.setdefault(one.key[0], []).append(one.stored)
+            for group, shards in by_group.items():
+                self.transport.lay(shards, group)
+        return self._orders[keeps]
+
+    def draw(self, number: int, shape: tuple[int, ...], at: Cuts | Index | None = None) -> dict[str, Any]:
+        """This rank's elements of a random draw: arguments of a random function.
+
+        Args:
+            number: how many draws came before it in the forward.
+            shape: of the whole draw.
+            at: how it is cut, or the intervals wanted here.
+        """
+        key = number, shape, tuple(at.items()) if isinstance(at, Mapping) else at
+        if key not in self._draws:
+            index = index_at(shape, at, self.place) if isinstance(at, Mapping) else at
+            self._draws[key] = Draw(number, shape, whole(shape) if index is None else index)
+        return {"draw": self._draws[key], "stream": self.stream}
+
+    def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
+        """A chunk's part of a tensor; zeros of that shape if it has none."""
+        return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.sink(x))
+
+    def sized(self, key: str, *sizes: int) -> Any:
+        """What differs by rank, at sizes of the batch."""
+        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
+        return self._tables.sized.at("here", key, sizes)
+
+    def sized_move(self, key: str, *sizes: int) -> str:
+        """The key of a change of layout at sizes of the batch."""
+        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
+        found = self._tables.sized.at("moves", key, sizes)
+        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", found)
+
+    def recompute(self, function: Callable[..., T], *inputs: Any, plain: Sequence[int] = ()) -> T:
+        """Run a function without keeping what is inside it; run it again in backward.
+
+        `plain`: positions of results that need no gradient."""
+        return cast(T, run(self, function, inputs, self.anchor, plain=plain))
+
+    def chunks(
+        self,
+        count: int,
+        function: Callable[..., T],
+        *inputs: Any,
+        gives: Sequence[Given],
+        recompute: bool = False,
+        returned: bool = False,
+    ) -> T:
+        """Run `function(chunk, *inputs)` for every chunk and put together what the chunks give.
+
+        Args:
+            recompute: keep nothing of a chunk but what it reads, and run it again in backward.
+            returned: a recomputed function returns the results, and nothing else reads them: where that runs again they
+                are not made.
+        """
+        if recompute:
+            return cast(T, run(self, function, inputs, self.anchor, chunks=count, gives=gives, returned=returned))
+        return cast(T, run_chunks(function, inputs, count, gives))
+
+    def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
+        """The loss, tied to all that this forward has done: backward starts from the roots and reaches every reshard.
+
+        Args:
+            value: the complete loss, on every rank.
+            roots: what this rank holds of it where it was made.
+        """
+        tape, self.tape = self.tape, Tape()
+        if not torch.is_grad_enabled():
+            return value.detach()
+        return tied_loss(self, tape, self.anchor, value, roots)
+
+    @overload
+    def outputs(self, value: Tensor, /) -> Tensor: ...
+
+    @overload
+    def outputs(self, first: Tensor, second: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
+
+    def outputs(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What the model returns, complete on every rank, tied to all that this forward has done: backward starts from
+        the gradients that the caller has for them, the same on every rank."""
+        tape, self.tape = self.tape, Tape()
+        if torch.is_grad_enabled():
+            found = tied_outputs(self, tape, self.anchor, values)
+        else:
+            found = tuple(value.detach() for value in values)
+        return found[0] if len(found) == 1 else found
+
+    # What backward needs.
+
+    def unwatched(self, parameter: Tensor) -> str | None:
+        """The name of a trained parameter, if nobody else waits for autograd to come to it."""
+        name = self._names.get(id(parameter))
+        return None if name is None or is_watched(self._parts[name]) else name
+
+    def arrived(self, name: str, parameter: Tensor) -> None:
+        """Autograd has come to a parameter that is used as it is stored."""
+        if self._backward is not None and not self.aside:
+            self.sinks.setdefault(name, Gradient(dtype=self.sums.added(parameter.dtype))).collect(parameter)
+            self.grad_sync.arrived(self, name)
+
+    def used(self, use: Used) -> None:
+        """Something has been added to the gradient of a use in another layout, or backward has passed it."""
+        if self._backward is not None:
+            self.grad_sync.used(use)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True while gradients of several backwards are added up, some of which may be put off."""
+        return self.rerun_mode is not None
+
+    def begin_backward(self, tape: Tape) -> None:
+        """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
+        if tape.spent:
+            raise self.refusal(*TWICE)
+        tape.spent = True
+        self.prefetch_back.begin(tape.gathered.again())
+        if (name := tape.changed()) is not None:
+            raise self.refusal(*changed_since(name))
+        if self._backward is None:
+            self._backward = _Backward({}, [])
+            for name, parameter in self.trained():
+                if parameter.grad is not None:
+                    self._backward.before[name], parameter.grad = parameter.grad, None
+            self.sinks.clear()
+            self.grad_sync.begin(self, alone=self._num_forwards == 1)
+            if self.rerun_mode is None:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._backward.tapes.append(tape)
+        self.grad_sync.enter(tape)
+
+    def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
+        """From now on backward does not complete gradients: more will come (`grad_accumulation.py`).
+
+        Args:
+            mode: what is recomputed in backward runs under it.
+        """
+        if self.rerun_mode is None:
+            # a step begins
+            self._begin_turn()
+        self.rerun_mode = mode
+
+    def complete_gradients(self, *, anyway: bool = False) -> None:
+        """All gradients have come: complete them; `anyway`: with zeros if none did, because other replicas wait."""
+        self.rerun_mode = None
+        if self._backward is None and anyway:
+            self._backward = _Backward({}, [])
+            self.sinks.clear()
+            self.grad_sync.begin(self, alone=False)
+        if self._backward is not None:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        assert self._backward is not None
+        backward, self._backward = self._backward, None
+        self._num_forwards = 0
+        found = self.grad_sync.end(self, backward.tapes)
+        if self.inner is not None and any(tape.used for tape in backward.tapes):
+            # what is gathered may have been laid elsewhere, and nothing is to hold what it had
+            self.inner.refresh(self._parts)
+        for name, parameter in self.trained():
+            before, gradient = backward.before.get(name), found.get(name)
+            if not parameter.requires_grad:
+                # frozen for the time being: as in eager, nothing is added
+                parameter.grad = before
+                continue
+            # with inner leaves: what came from outside, besides
+            outside = parameter.grad
+            for addend in (gradient, outside):
+                if before is not None and addend is not None:
+                    before.add_(addend)
+                elif addend is not None:
+                    before = addend
+            give_gradient(parameter, before)
+        self.sinks.clear()
+        if self.masters is not None and self.masters.at_once:
+            self.masters.collect()
+        if self.after_backward is not None:
+            self.after_backward()
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters that this rank stores a part of, in the order of use."""
+        for name, part in self._stored.items():
+            held = self._parts.get(name)
+            if part.trained and isinstance(held, nn.Parameter) and name not in self._borrowed:
+                yield name, held
+
+    def sync_order(self) -> Iterator[tuple[str, Part]]:
+        """All trained parameters, as their gradients become complete: in the reverse order of use."""
+        return ((name, self._stored[name]) for name in reversed(list(self._stored)) if self._stored[name].trained)
+
+    def sync_transfers(self, name: str) -> tuple[Transfer, ...] | None:
+        """How the gradient of a parameter used as stored becomes complete; None if it is not used so."""
+        part = self._stored[name]
+        if part.sync is None or name not in self._parts:
+            return None
+        if isinstance(part.sync, Table):
+            return self._tables.moves[part.sync.key].forward
+        axes = isinstance(part.sync, str) or any(isinstance(one, str) for one in part.sync)
+        moves = [all_reduce(part.sync)] if axes and part.sync else part.sync  # type: ignore[arg-type]
+        shape, found = tuple(self._parts[name].shape), []
+        for move in moves:
+            assert isinstance(move, Move)
+            found.append(move.transfer(shape, self.place))
+            shape = found[-1].shapes[0]
+        return tuple(found)
+
+
+@dataclass
+class _Backward:
+    """A backward that is going on: the gradients from before it, and the tapes of the forwards it goes through."""
+
+    before: dict[str, Tensor]
+    tapes: list[Tape]

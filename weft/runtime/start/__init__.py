@@ -1,0 +1,1 @@
+"""Starting values: recorded, replayed or counted, part by part."""

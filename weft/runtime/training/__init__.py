@@ -1,0 +1,1 @@
+"""What a user trains: the pieces of a rank, their events, micro-batches, one optimizer step."""

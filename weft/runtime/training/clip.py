@@ -1,0 +1,59 @@
+"""Clipping by the norm of all gradients, as on one device.
+
+In: a rank's module with complete gradients, after backward. Out: the same gradients, scaled if their common norm is
+above a bound, and that norm. Promised: each element of the original counts once, however many ranks store it; all ranks
+scale by the same number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.training.shard_owners import ShardOwners, exchange
+
+EPSILON = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ has it."""
+
+
+class Clip:
+    """Knows which elements this rank answers for. Made and called on all ranks of a replica together."""
+
+    def __init__(self, module: Parallel) -> None:
+        self._module = module
+        holdings: ShardOwners = exchange(module.masters)
+        rank = module.program.transport.rank
+        self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
+
+    @torch.no_grad()
+    def __call__(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
+        norm = self.norm()
+        scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        self._module.gradients_are_right()
+        return norm
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of all gradients of the model, the same on every rank."""
+        transport = self._module.program.transport
+        total = torch.zeros((), dtype=torch.float64, device=transport.device)
+        for name, parameter in self._module.masters.trained():
+            mine = self._mine[name]
+            if parameter.grad is not None and mine is not False:
+                squares = parameter.grad.detach().abs().double().square()
+                total += squares.sum() if mine is True else squares[mine.to(squares.device)].sum()
+        # added in rank order: equal bit for bit on all ranks
+        return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
+
+
+def clip_rank(module: Parallel, max_norm: float) -> Tensor:
+    """Clip once; whoever clips in every step keeps a `Clip`."""
+    held = vars(module).get("_clip")
+    clip = held if isinstance(held, Clip) else Clip(module)
+    module.__dict__["_clip"] = clip
+    return clip(max_norm)

@@ -1,0 +1,154 @@
+"""Pipelines, loaded: a rank's share of a program in pieces.
+
+In: the files of one, in a directory or in memory (`files.py`), and the transport of a replica. Out: the rank's pieces,
+crossings and events. Needs no compiler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.runtime.layout.transfer import Piece as Part
+from weft.runtime.layout.transfer import Transfer
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.teams import Team
+from weft.runtime.program.files import ProgramFiles, Source, files_of
+from weft.runtime.program.load import load_class, load_program
+from weft.runtime.program.module import GradSync
+from weft.runtime.program.stored import Part as Stored
+from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
+from weft.runtime.training.stage_io import Crossing
+
+
+def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], GradSync]) -> Rank:
+    """The rank's share, its parts still zeros.
+
+    Args:
+        make_sync: makes what completes the gradients of one piece.
+    """
+    files, rank = files_of(source), transport.rank
+    told = files.about
+    sizes = _sizes(files, transport, make_sync)
+    ties = [
+        Tie(
+            one["parameter"],
+            tuple(one["holders"]),
+            tuple(tuple(_transfer(move, rank) for move in moves) for moves in one["moves"]),
+        )
+        for one in told["ties"]
+    ]
+    events = [Event(phase, piece, micro) for phase, piece, micro in told["events"].get(str(rank), ())]
+    loss, dtype = told["loss"], told["loss_dtype"] or "float32"
+    makers = [one["devices"][0] for one in told["sizes"][0]["pieces"] if loss in dict(one["gives"])]
+    # in evaluation there need not be a loss, and nobody tells it
+    return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
+
+
+def load_sizes(source: Source, transport: Replica, make_sync: Callable[[], GradSync], first: Share) -> list[Share]:
+    """The rank's share of a pipeline's files for further sizes of micro-batches, on the parameters of the first."""
+    return _sizes(files_of(source), transport, make_sync, first)
+
+
+def _sizes(
+    files: ProgramFiles, transport: Replica, make_sync: Callable[[], GradSync], known: Share | None = None
+) -> list[Share]:
+    """A Share for each size; all hold the parameters of the first that is known."""
+    sizes = [_share(files, one, transport, make_sync) for one in files.about["sizes"]]
+    first = sizes[0] if known is None else known
+    for one in sizes:
+        for parameter, owner, borrower in files.about["loans"]:
+            if borrower in one.pieces:
+                one.pieces[borrower].module.borrow(parameter, first.pieces[owner].module.part(parameter))
+    for other in sizes:
+        for name, piece in other.pieces.items():
+            if other is not first:
+                piece.module.share(first.pieces[name].module)
+    return sizes
+
+
+def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """How all pieces store parameters and buffers, by first name, and how those that are trained."""
+    found: tuple[dict[str, Stored], dict[str, Stored]] = {}, {}
+    files = files_of(source)
+    for one in files.about["sizes"][0]["pieces"]:
+        piece = files.folders[one["folder"]]
+        for cls in (load_class(piece, file) for file in piece.about["files"]):
+            found[0].update(cls.stored_parts())
+            found[1].update(cls.trained_parts())
+    return found
+
+
+def _share(
+    files: ProgramFiles, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], GradSync]
+) -> Share:
+    pieces = {
+        one["name"]: Piece(
+            one["name"],
+            load_program(files.folders[one["folder"]], Team(transport, one["devices"]), grad_sync=make_sync()),
+            tuple(one["inputs"]),
+            tuple(one["takes"]),
+            tuple((name, trained) for name, trained in one["gives"]),
+        )
+        for one in told["pieces"]
+        if transport.rank in one["devices"]
+    }
+    mine = [one for one in crossings_of(told["crossings"], transport.rank) if {one.source, one.target} & pieces.keys()]
+    returns = [
+        Returned(one["tensor"], getattr(torch, one["dtype"]), _transfer(one["moves"], transport.rank))
+        for one in told["returns"]
+    ]
+    return Share(pieces, mine, returns)
+
+
+def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]:
+    """What crosses, as a rank sees it. What several pieces need alike of a tensor crosses once."""
+    letters: dict[str, str] = {}
+    backs: dict[str, str] = {}
+    found = []
+    for one in told:
+        tensor, target, spared, comes_for = one["tensor"], one["target"], set[int](), dict[int, str]()
+        for sender, transfer in one["forward"].items():
+            for taker in {peer for peer, _, _ in transfer["sends"]}:
+                parts = [part for part in transfer["sends"] if part[0] == taker]
+                leader = letters.setdefault(json.dumps([tensor, sender, parts]), target)
+                if leader != target and int(sender) == rank:
+                    spared.add(taker)
+                if taker == rank:
+                    comes_for[int(sender)] = leader
+        back = backs.setdefault(json.dumps([tensor, one["backward"]]), target)
+        found.append(replace(_crossing(one, rank), spared=frozenset(spared), comes_for=comes_for, back_for=back))
+    return found
+
+
+def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:
+    return Crossing(
+        one["tensor"],
+        one["source"],
+        one["target"],
+        getattr(torch, one["dtype"]),
+        _transfer(one["forward"], rank),
+        None if one["backward"] is None else _transfer(one["backward"], rank),
+        one["trained"],
+    )
+
+
+def _transfer(by_device: Mapping[str, Any], rank: int) -> Transfer | None:
+    one = by_device.get(str(rank))
+    if one is None:
+        return None
+    return Transfer(
+        "exchange", (), _parts(one["sends"]), _parts(one["receives"]), _tupled(one["shapes"]), bool(one["add"])
+    )
+
+
+def _parts(found: Any) -> tuple[Part, ...]:
+    return tuple(Part(peer, slot, _tupled(index)) for peer, slot, index in found)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value

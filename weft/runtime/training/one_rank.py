@@ -1,0 +1,256 @@
+"""OneRank: what a rank's share of a model tells and refuses, whatever its program does.
+
+In: the rank's program on the transport of a replica, and how losses are reduced. Out: what is stored, which replica
+this is, the step as one call, a loss over all replicas.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from weft.runtime.checks.batch_checksum import other_batch
+from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.unchanged import BOUND, UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.layout.transfer import Index
+from weft.runtime.links.replicas import Replica
+from weft.runtime.links.transport import Transport
+from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.module import Refusal
+from weft.runtime.program.name_passthrough import Own
+from weft.runtime.program.stored import Holds
+from weft.runtime.training.combined_optimizer import with_empties
+from weft.runtime.training.reduction import BadReduction, Reduction
+from weft.runtime.training.step import Optimizers, Prepare, Scaler, all_of, step_of
+from weft.runtime.weights.leaf_aliases import has_hook_after
+
+
+class HasStored(Protocol):
+    """A program, as its module sees it."""
+
+    @property
+    def stored(self) -> Mapping[str, Index]: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+
+class OneRank(Own):
+    """One rank of a parallel model.
+
+    Args:
+        refusal: makes the error for a wrong call.
+    """
+
+    def __init__(self, *, seed: int, reduction: Reduction, refusal: Refusal | None) -> None:
+        super().__init__()
+        self.seed, self.step = seed, 0
+        self.reduction = reduction
+        self._refusal = refusal
+        self._weight = 0.0
+        self.in_autocast = False
+        """The program was captured under autocast, and says so op by op."""
+        # Not as parameters of the module: they are of no use but to be listed.
+        self.__dict__.update(dict.fromkeys(("_empty", "_guard", "_remember", "_unchanged")))
+
+    @property
+    @abstractmethod
+    def program(self) -> Any:
+        """The generated program for training."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> Holds:
+        """What holds the parameters that the optimizer updates: the program, or masters behind it."""
+
+    @abstractmethod
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward; gradients are added to what was there, the loss is returned.
+
+        `scale`: the gradients are so many times what they are."""
+
+    @abstractmethod
+    def when_complete(self, then: Callable[[], None]) -> None:
+        """Call this at the end of every backward."""
+
+    @property
+    @abstractmethod
+    def has_forward(self) -> bool:
+        """True if its forward can be called in training."""
+
+    def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
+        """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
+        self.__dict__["_guard"], self.__dict__["_remember"] = guard, remember
+        self.when_complete(remember)
+        trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
+        self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self, trained), {}
+
+    @property
+    def guard(self) -> Guard | None:
+        found: Guard | None = self.__dict__["_guard"]
+        return found
+
+    def gradients_are_right(self) -> None:
+        """They were scaled, on all ranks alike."""
+        then: Callable[[], None] | None = self.__dict__["_remember"]
+        if then is not None:
+            then()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What the rank's optimizer updates.
+
+        Where the model has parameters of a number of dims of which this rank holds none, an empty one stands for them:
+        optimizers refuse an empty list, also of matrices alone.
+        """
+        found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        if self.__dict__["_empty"] is None:
+            dims = {len(part.shape) for part in self.program.trained_parts().values()}
+            self.__dict__["_empty"] = with_empties(found, dims or {1})[len(found) :]
+        empty: list[nn.Parameter] = self.__dict__["_empty"]
+        if self.guard is not None:
+            for one in empty:
+                self.guard.mark(one)
+        return handed_out([*found, *empty], self._no_clip)
+
+    def _no_clip(self) -> Exception | None:
+        guard = self.guard
+        return guard.refuse(*CLIP) if guard is not None and guard.watches_scales else None
+
+    @property
+    def stored(self) -> Mapping[str, Index]:
+        """What this rank holds of each parameter and buffer of the original."""
+        found: HasStored = self.program
+        return found.stored
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this rank is part of: which share of the data it is to be fed."""
+        return self._transport.number
+
+    @property
+    def num_replicas(self) -> int:
+        return self._transport.num_replicas
+
+    @property
+    def _transport(self) -> Replica:
+        found: HasStored = self.program
+        assert isinstance(found.transport, Replica)
+        return found.transport
+
+    def train_step(
+        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
+    ) -> Tensor:
+        """Forward, backward, update; the loss before the update.
+
+        Args:
+            batch: the replica's, the same on every rank of it.
+            optimizer: over all parameters that are to be trained; several go as a list.
+            prepare: is called between the gradients and the update: what clips them, say.
+            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
+        """
+        if self.guard is not None:
+            self.guard.refuse_others(all_of(optimizer))
+        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
+
+    def over_replicas(self, loss: Tensor) -> Tensor:
+        """The loss of the last step over the batches of all replicas. All ranks call this together."""
+        transport = self._transport
+        if transport.num_replicas == 1:
+            return loss
+        mine = torch.stack([loss.detach().double(), loss.new_tensor(self._weight, dtype=torch.float64)])
+        found = torch.stack(transport.whole.all_gather(mine, transport.twins))
+        losses, weights = found.unbind(1)
+        if self.reduction.sums:
+            return losses.sum()
+        there = weights > 0
+        return (losses * weights)[there].sum() / weights.sum()
+
+    def _totals(self, *mine: float) -> list[tuple[float, ...]]:
+        """Numbers of every replica, the same on all ranks."""
+        transport = self._transport
+        if transport.num_replicas == 1:
+            return [mine]
+        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
+        return [tuple(one.tolist()) for one in transport.whole.all_gather(told, transport.twins)]
+
+    def _weighed(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], rows: Sequence[int]) -> list[float]:
+        """What batches weigh."""
+        try:
+            return self.reduction.weights(batches, rows)
+        except BadReduction as error:
+            raise self._refused(str(error), "let the reduction give a weight of at least 0") from None
+
+    def _refuse_other_batches(self, inputs: Sequence[Tensor]) -> None:
+        other = other_batch(inputs, self._transport)
+        if other is not None:
+            raise self._refused(
+                f"ranks {self._transport.rank} and {other} of a replica were given different batches",
+                "give every rank of a replica the same whole batch; each takes its part itself",
+            )
+
+    def refuse_surroundings(self) -> None:
+        """Refuse a forward under what its program knows nothing of."""
+        if torch.is_autocast_enabled(self._transport.device.type) and not self.in_autocast:
+            raise self._refused(
+                "a parallel module is called under autocast, and was made without",
+                "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
+            )
+        unchanged: Unchanged | None = self.__dict__["_unchanged"]
+        if unchanged is None:
+            return
+        wrong = unchanged.wrong(training=self.training)
+        if wrong is not None:
+            raise self._refused(*wrong)
+        left = unchanged.left()
+        if left is not None:
+            warnings.warn(left_behind(left), stacklevel=2)
+        if self.training:
+            self._refuse_hooks(unchanged)
+            if not self.has_forward and any(hooks_of(self)):
+                raise self._refused(*UNCALLED)
+
+    def _refuse_hooks(self, unchanged: Unchanged) -> None:
+        plain = self.masters is self.program
+        several = self._transport.whole.num_ranks > 1 or not plain
+        known: dict[str, int] = self.__dict__["_num_hooks"]
+        for name, parameter in unchanged.trained:
+            if several and parameter._backward_hooks:
+                raise self._refused(
+                    f"{name} has a gradient hook, which would get an addend or a part of its gradient, or be left out",
+                    "change gradients when they are complete: between backward() and optimizer.step(), or "
+                    "train_step(..., prepare=FUNCTION)",
+                )
+            after = parameter._post_accumulate_grad_hooks
+            # those of programs stay: as many as there were are the same
+            if after and len(after) != known.get(name):
+                if has_hook_after(parameter) and (plain or parameter is self.program.part(name)):
+                    raise self._refused(
+                        f"{name} has a hook for when its gradient was accumulated (register_post_accumulate_grad_hook),"
+                        " which would be called before the gradient is complete, or never",
+                        "update after backward(): optimizer.step(), or train_step(batch, optimizer); `zero=2` and "
+                        "`zero=3` store gradients in parts, if it is for memory",
+                    )
+                known[name] = len(after)
+
+    # What a module can do, and a share of one cannot.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`to()`, `half()` and the like: parameters stay where they are, in their dtype."""
+        wrong = applied([*self.named_parameters(), *self.named_buffers()], fn)
+        if wrong is not None:
+            raise self._refused(*wrong)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise self._refused(*BOUND)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refused(*BOUND)
+
+    def _refused(self, message: str, remedy: str) -> Exception:
+        return BatchMismatch(message) if self._refusal is None else self._refusal(message, remedy)

@@ -1,0 +1,337 @@
+"""Parallel: what a user trains: one rank's share of a model, as a module with the original names.
+
+In: the rank's pieces, how batches go through them (`flow.py`), a seed. Out: an `nn.Module` that shows the parameters
+and buffers of the rank's pieces under the original names (`parameters()` is what the optimizer updates on this rank):
+
+    loss = parallel(*batch); loss.backward()           gradients complete, over replicas averaged
+    loss = parallel.train_step(batch, optimizer)
+
+A program of one piece is called with batches as the original is. If it returns no loss, it returns what the original
+does, full on every rank, and backward starts from what the caller makes of it: the gradients of outputs, and of inputs
+that require one, are the same on every rank. A program of several pieces, or micro-batches, has no forward of its own
+in training: `train_step` runs all micro-batches in the order of the schedule. A batch may have any number of rows:
+programs for micro-batches of other sizes are made when they are first seen, on all ranks together; what the schedule
+has beyond the micro-batches that there are is left out, and a replica that has no batch at all gives None.
+
+A step in training draws the random numbers of its own number (counted from 0: `parallel.step`) and replica. `eval()`
+runs a program of its own, made when it is first asked for, on the same weights; so does, in evaluation, a batch of
+other arguments than the example's (one without labels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.runtime.checks.unchanged import ASSIGN
+from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.module import ParallelModule, Refusal
+from weft.runtime.random import Stream
+from weft.runtime.training.flow import Flow, MakeFlow, MakeSize, lend, take_back
+from weft.runtime.training.microbatches import Arguments, TooFewRows
+from weft.runtime.training.one_rank import OneRank
+from weft.runtime.training.pieces import Pieces, shown_tree
+from weft.runtime.training.reduction import Reduction, reduced
+from weft.runtime.training.step import arguments_of, loss_of
+from weft.runtime.weights.masters import Masters
+
+NO_FORWARD = (
+    "a model in pieces has no forward of its own in training: its micro-batches go forward and backward in turn",
+    "loss = parallel.train_step(batch, optimizer), or parallel.forward_backward(batch); parallel.eval() to evaluate",
+)
+NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
+FORM = "give batches in the form of the example"
+
+
+class Parallel(OneRank):
+    """One rank of a parallel model.
+
+    Args:
+        flow: the program for training.
+        pieces: its programs on this rank, as one.
+        masters: of the parameters of all pieces, if they compute in another precision.
+        seed: of the random streams.
+        make_flow: makes the programs of `eval()`; make_size: more sizes of micro-batches.
+        reduction: what the batches of micro-batches and replicas count, in `forward_backward` and `train_step`; a
+            backward that the user starts averages replicas.
+        refusal: makes the error for a wrong call.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        pieces: Pieces[ParallelModule],
+        *,
+        masters: Pieces[Masters] | None = None,
+        seed: int = 0,
+        make_flow: MakeFlow | None = None,
+        make_size: MakeSize | None = None,
+        reduction: Reduction | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
+        super().__init__(seed=seed, reduction=reduction or Reduction(), refusal=refusal)
+        self._flow, self._pieces, self._masters = flow, pieces, masters
+        self._make_flow, self._make_size = make_flow, make_size
+        self._evaluations: list[Flow] = []
+        self._losses: tuple[Tensor, ...] = ()
+        self._then: Callable[[], None] = lambda: None
+        tree = shown_tree(self.masters)
+        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+        for module in pieces.modules:
+            module.trees.append(tree)
+        if flow.is_whole:
+            flow.program.after_backward = self._complete
+            if masters is None and self._transport.whole.num_ranks > 1:
+                flow.program.read_apart()
+        self._tell_refusal(flow)
+
+    def _tell_refusal(self, flow: Flow) -> None:
+        if self._refusal is not None:
+            for module in flow.modules:
+                module.refusal = self._refusal
+
+    @property
+    def program(self) -> Pieces[ParallelModule]:
+        """The programs of the rank's pieces, as one."""
+        return self._pieces
+
+    @property
+    def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
+        return self._pieces if self._masters is None else self._masters
+
+    @property
+    def has_forward(self) -> bool:
+        return self._flow.is_whole
+
+    @property
+    def returns_loss(self) -> bool:
+        """In training; otherwise it returns what the original does."""
+        return self._flow.output is None
+
+    def when_complete(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def _complete(self) -> None:
+        self._then()
+
+    @property
+    def losses(self) -> tuple[Tensor, ...]:
+        """The loss of each micro-batch of the last step, before they were reduced."""
+        return self._losses
+
+    # A forward, or an evaluation.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the replica's batch, or what the original returns, on every rank of it."""
+        if self.training and not self._flow.is_whole:
+            raise self._refused(*NO_FORWARD)
+        try:
+            flow = self.flow_for(args, kwargs)
+            if flow.is_whole:
+                return self._run(flow, args, kwargs)
+        except BatchMismatch as error:
+            raise self._refused(str(error), FORM) from None
+        return self._evaluate(flow, args, kwargs)
+
+    def _run(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A program of one piece, on all of the batch."""
+        inputs = flow.bind_whole(args, kwargs)
+        self.refuse_surroundings()
+        flow.program.stream = Stream(self.seed, self.step, self.replica)
+        kind = "training" if flow is self._flow else f"evaluation {self._evaluations.index(flow)}"
+        if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+            self._refuse_other_batches(inputs)
+        if self.training:
+            self.step += 1
+        elif flow.output is None:
+            self._weigh(args, kwargs, inputs)
+        found = flow.program(*inputs)
+        if flow is not self._flow:
+            # buffers that a forward of evaluation has changed
+            take_back(self.program, flow)
+        return found if flow.output is None else flow.output.build(found)
+
+    def _evaluate(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forwards of all micro-batches; no gradient."""
+        self.refuse_surroundings()
+        micros, rows = self.cut(flow, args, kwargs)
+        told = self._totals(rows)
+        number = self._evaluations.index(flow)
+        inputs = self._begin(flow, f"evaluation {number}", micros, [int(one) for (one,) in told])
+        for one in () if self._masters is None else self._masters.modules:
+            one.refresh()
+        lend(self.program, flow)
+        stream = Stream(self.seed, self.step, self.replica * self._flow.count)
+        found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
+        take_back(self.program, flow)
+        weights = self._weighed(micros, flow.parts(rows)) if flow.output is None else flow.parts(rows)
+        self._weight = sum(weights)
+        return flow.join(found, self.reduction.shares(weights))
+
+    def train(self, mode: bool = True) -> Parallel:
+        """As of any module; the first `eval()` makes the program for it, on all ranks together."""
+        super().train(mode)
+        if not mode and not self._evaluations:
+            self._made(None)
+        return self
+
+    def known_flow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
+        """The program for a batch, if there is one."""
+        if self.training:
+            return self._flow
+        return next((flow for flow in self._evaluations if flow.fits(args, kwargs)), None)
+
+    def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
+        """The program for a batch; in evaluation one is made if its arguments are others than any program's."""
+        if not self.training and not self._evaluations:
+            self._made(None)
+        flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
+        if flow is not self._flow and flow.is_whole:
+            # the very same parameters: gradients of evaluation are theirs too
+            flow.program.share(self._flow.program)
+        return flow
+
+    def _made(self, batch: Arguments | None) -> Flow:
+        assert self._make_flow is not None, "this module was made for training only"
+        flow = self._make_flow(batch)
+        wrong = [name for module in flow.modules for name in module.stored if name not in self.stored]
+        assert not wrong, f"eval() would store {wrong[0]} elsewhere than training does"
+        self._tell_refusal(flow)
+        self._evaluations.append(flow)
+        return flow
+
+    # A step.
+
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
+        is returned.
+
+        Args:
+            batch: the replica's, the same on every rank of it; None if there is none for it in this step.
+        """
+        if self._flow.is_whole:
+            loss = loss_of(self, batch)
+            count = self._count(*arguments_of(batch)) * scale
+            (loss if count == 1 else loss * count).backward()
+            return loss.detach()
+        if not torch.is_grad_enabled():
+            raise self._refused(*NO_GRADIENT)
+        self.refuse_surroundings()
+        flow = self._flow
+        micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
+        weights = self._weighed(micros, flow.parts(rows))
+        told = self._totals(rows, sum(weights))
+        inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
+        counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
+        everybody = {size for one, _ in told for size in flow.size_of(int(one))}
+        alike = len({one for one, _ in told}) == 1
+        losses = self._accumulate(
+            inputs, counts, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
+        )
+        self.step += 1
+        self._weight, self._losses = sum(weights), tuple(losses)
+        if not losses:
+            return torch.zeros((), device=self._transport.device)
+        return reduced(losses, self.reduction.shares(weights))
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """What the batch counts in gradients that are averaged over replicas."""
+        form = self._flow.form
+        self._weigh(args, kwargs, form.bind(args, kwargs))
+        if self.num_replicas == 1 or (self.reduction.how == "mean" and not form.sizes):
+            # all replicas have as many rows
+            return 1.0
+        (count,) = self.reduction.counts([self._weight], [one for (one,) in self._totals(self._weight)])
+        return count
+
+    def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> None:
+        rows = next((int(tensor.shape[0]) for tensor in inputs if tensor.dim()), 1)
+        (self._weight,) = self._weighed([(args, kwargs)], [rows])
+
+    def cut(self, flow: Flow, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Arguments], int]:
+        """The micro-batches of a batch, and its rows; refuses one of another form than the example's."""
+        try:
+            return flow.cut(args, kwargs)
+        except (BatchMismatch, TooFewRows) as error:
+            raise self._refused(str(error), FORM) from None
+
+    def missing_sizes(self, batch: Any) -> list[int]:
+        """Sizes of micro-batches of a batch for training that no program is for yet; refuses what is no such batch."""
+        if batch is None:
+            return []
+        micros, rows = self.cut(self._flow, *arguments_of(batch))
+        self._weighed(micros, self._flow.parts(rows))
+        return self._flow.missing([rows])
+
+    def _begin(self, flow: Flow, kind: str, micros: Sequence[Arguments], rows: Sequence[int]) -> list[list[Tensor]]:
+        """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
+        for size in flow.missing(rows):
+            assert self._make_size is not None, "this module was made for the example's sizes only"
+            self._make_size(flow, size)
+        self.program.join_copies()
+        flow.refresh()
+        inputs = [flow.bind(*one) for one in micros]
+        if self._transport.begin_program(self.step, f"{kind} {rows}"):
+            self._refuse_other_batches([tensor for one in inputs for tensor in one])
+        return inputs
+
+    def _accumulate(
+        self, inputs: Sequence[Sequence[Tensor]], counts: Sequence[float], **settings: Any
+    ) -> Sequence[Tensor]:
+        """Run a step's events; the gradients of the step are added to those that were there."""
+        held = [parameter for module in self.program.modules for _, parameter in module.trained()]
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
+            parameter.grad = None
+        losses: Sequence[Tensor] = ()
+        if inputs or settings["completes"]:
+            first = self.replica * self._flow.count
+            losses = self._flow.rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
+        for copy in self.program.copies:
+            if copy.alike:
+                copy.other.grad = None  # the first copy has the sum of all
+        for parameter, earlier in zip(held, before, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        for one in () if self._masters is None else self._masters.modules:
+            one.collect()
+        self._complete()
+        return losses
+
+    # What it holds, by the original names.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the rank holds, once each; a copy in another layout stands under the same name again."""
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        start = f"{prefix}." if prefix else ""
+        yield from ((f"{start}{name}", held) for name, held in self.masters.apart())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """What this rank holds, as `state_dict` gives it."""
+        if assign:
+            raise self._refused(*ASSIGN)
+        known = self.state_dict()
+        unexpected = [name for name in state_dict if name not in known]
+        missing = [name for name in known if name not in state_dict]
+        if strict and (unexpected or missing):
+            what = f"knows no {unexpected[0]}" if unexpected else f"is given no {missing[0]}"
+            raise self._refused(
+                f"rank {self._transport.rank} {what}", "load what state_dict() of the same plan gave on this rank"
+            )
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        """Asked by torch, of this module or of one that holds it."""
+        copied = next((name for name, _ in self.masters.apart() if prefix + name in state_dict), None)
+        if copied is not None:
+            raise self._refused(
+                f"this rank holds {copied} in two layouts, and a state dict has one of them",
+                "give the values to parallelize(..., weights=...)",
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)

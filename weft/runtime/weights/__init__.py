@@ -1,0 +1,1 @@
+"""Weights and gradients: unshard, prefetch, buckets, reductions, masters."""

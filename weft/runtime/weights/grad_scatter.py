@@ -1,0 +1,116 @@
+"""Scattering gradients: full gradients are reduced to the shards that ranks store, several at a time, during backward.
+
+In: gradients that every member of a group has an addend of, posted in one order on all of them, and word that no more
+will come. Out: this rank's shard of each sum. What is posted gathers in buckets by group and dtype; a full bucket is
+started, and waited for before the next one is.
+
+Promised: one bucket is under way at a time, and of large gradients one, so no more full gradients than these are kept;
+sums are added in group order, so the bits do not depend on the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from weft.runtime.layout.index import covers
+from weft.runtime.layout.transfer import Transfer
+from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Transport, listed
+
+MOST = 32 << 20
+"""Bytes of full gradients under way and the next one's together, unless that is more by itself."""
+
+Deliver = Callable[[str, Tensor], None]
+
+
+@dataclass
+class _Bucket:
+    """Gradients that go together. `full`: until it is started."""
+
+    group: Group
+    names: list[str] = field(default_factory=list)
+    full: list[tuple[Tensor, Transfer]] = field(default_factory=list)
+    num_bytes: int = 0
+    shards: list[Tensor] = field(default_factory=list)
+    handle: Handle[None] | None = None
+
+
+class Scatter:
+    """The full gradients of one module on their way.
+
+    Args:
+        deliver: gets each shard, which is the receiver's to write to.
+    """
+
+    def __init__(self, transport: Transport, deliver: Deliver, *, bucket: int) -> None:
+        self._transport, self._deliver, self._size = transport, deliver, bucket
+        self._open: dict[tuple[Group, torch.dtype], _Bucket] = {}
+        self._started: _Bucket | None = None
+
+    @staticmethod
+    def takes(transfers: Sequence[Transfer]) -> bool:
+        """True if a gradient goes that way."""
+        if len(transfers) != 1 or transfers[0].kind != "reduce_scatter" or len(transfers[0].shapes) != 1:
+            return False
+        (transfer,) = transfers
+        return transfer.add and all(covers(piece.index, transfer.shapes[0]) for piece in transfer.receives)
+
+    def buffer(self, shape: torch.Size, dtype: torch.dtype, transfer: Transfer) -> Tensor:
+        """Where a gradient is best written to."""
+        if self._started is not None and self._started.num_bytes + prod(shape) * dtype.itemsize > MOST:
+            self._wait()
+        return self._transport.buffer(prod(shape), dtype, transfer.group, brief=True).view(shape)
+
+    def post(self, name: str, full: Tensor, transfer: Transfer) -> None:
+        """Let a gradient go. It may not be written to any more."""
+        key = transfer.group, full.dtype
+        bucket = self._open.setdefault(key, _Bucket(transfer.group))
+        bucket.names.append(name)
+        bucket.full.append((full, transfer))
+        bucket.num_bytes += full.nbytes
+        if bucket.num_bytes >= self._size:
+            self._start(self._open.pop(key))
+
+    def finish(self) -> None:
+        """Start what is left, and wait for all."""
+        while self._open:
+            self._start(self._open.pop(next(iter(self._open))))
+        self._wait()
+
+    def drop(self) -> None:
+        """Forget what was posted and not started."""
+        self._open = {}
+        self._wait()
+
+    def _start(self, bucket: _Bucket) -> None:
+        self._wait()
+        transport = self._transport
+        before, transport.doing = transport.doing, Doing(f"gradient sync of {listed(bucket.names)}")
+        shapes = [transfer.shapes[0] for _, transfer in bucket.full]
+        lengths = [prod(shape) for shape in shapes]
+        flat = transport.empty(sum(lengths), bucket.full[0][0].dtype)
+        bucket.shards = [part.view(shape) for part, shape in zip(flat.split(lengths), shapes, strict=True)]
+        bucket.handle = transport.start_reduce_scatter(
+            [_sharded(full, shard, way) for (full, way), shard in zip(bucket.full, bucket.shards, strict=True)],
+            bucket.group,
+        )
+        # whoever carries them out holds them as long as they are needed
+        bucket.full = []
+        self._started = bucket
+        transport.doing = before
+
+    def _wait(self) -> None:
+        bucket, self._started = self._started, None
+        if bucket is not None and bucket.handle is not None:
+            bucket.handle.wait()
+            for name, shard in zip(bucket.names, bucket.shards, strict=True):
+                self._deliver(name, shard)
+
+
+def _sharded(full: Tensor, shard: Tensor, transfer: Transfer) -> Sharded:
+    parts = {piece.peer: piece.index for piece in transfer.sends}
+    return Sharded(full, shard, tuple(parts.get(peer) for peer in transfer.group))

@@ -1,0 +1,180 @@
+"""Gathered weights: a parameter that is stored split and used whole does not outlive its use.
+
+In: a trained parameter's part and the transfers that bring it to where it is used. Out: the whole, as a tensor that
+autograd knows only as an edge: nothing but the code that uses it holds its memory. What operators save of it for
+backward, itself or a view, is packed as (use, geometry) and unpacked by running the transfers again: once for each use
+and backward, whatever number of operators saved it; the memory goes with the last of them.
+
+Unpacking runs collectives inside backward. They start in one order on all members: a use along axes of the grid stands
+in the program of every member at the same place, is read there by the same operators, and autograd runs these in
+reverse order of creation, as it does the reshards among them. Of uses from tables only those of loops over chunks that
+all members run alike come so (`by_chunk.py`): a member that saves nothing would not come to the transfers.
+Promised: the same bits as if the whole had been kept; a parameter that was changed between forward and backward is an
+error, as it is for autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weft.runtime.weights.gradient import Gradient
+from weft.runtime.weights.prefetch import Prefetch
+from weft.runtime.weights.unshard import Gather
+
+
+def changed_since(name: str) -> tuple[str, str]:
+    """What is wrong, and what to do instead."""
+    return (
+        f"{name} was changed in place after the forward whose backward needs it",
+        "call backward() before optimizer.step()",
+    )
+
+
+class Use:
+    """One use of a parameter.
+
+    Args:
+        gather: how it is brought to where it is used.
+        forward, backward: bring it.
+    """
+
+    def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch) -> None:
+        self.name, self.gather = gather.name, gather
+        self._forward, self._backward = forward, backward
+        self._stored, self._version = gather.stored, gather.stored._version
+        self._cached: Tensor | None = None
+        self._num_packed = self._num_left = 0
+
+    def whole(self) -> Tensor:
+        """Gather it, for forward."""
+        return self._forward.get(self.gather)
+
+    def pack(self) -> None:
+        """An operator has saved it."""
+        self._num_packed += 1
+        self._num_left += 1
+
+    def again(self) -> Tensor:
+        """Gather it, for backward."""
+        if self._stored._version != self._version:
+            raise RuntimeError("; ".join(changed_since(self.name)))
+        return self._backward.get(self.gather)
+
+    def unpack(self) -> Tensor:
+        """The same; it is kept until all that were packed have been asked for."""
+        if self._cached is None:
+            self._cached = self.again()
+        found = self._cached
+        self._num_left -= 1
+        if self._num_left <= 0:
+            # a graph that was retained may ask again
+            self._cached, self._num_left = None, self._num_packed
+        return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What is saved in place of a gathered weight, or of a view of it."""
+
+    use: Use
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """From the first element of the whole."""
+
+    def unpack(self) -> Tensor:
+        whole = self.use.unpack()
+        return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
+
+
+class Gathered:
+    """The uses of one forward, and the hooks that keep their memory out of autograd's hands."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, tuple[Any, Use, int, torch.dtype]] = {}
+        self._hooks: saved_tensors_hooks | None = None
+        self._needed: dict[Use, None] = {}
+
+    def need(self, use: Use) -> None:
+        """Backward will gather it again."""
+        self._needed.pop(use, None)
+        self._needed[use] = None
+
+    def again(self) -> list[Gather]:
+        """What backward will gather, in order."""
+        return [use.gather for use in reversed(self._needed)]
+
+    def add(self, use: Use, whole: Tensor) -> None:
+        """A whole that is about to be used. From the first one on, what is saved is looked at."""
+        storage = whole.untyped_storage()
+        # weak, and asked for expiry: another tensor may come to lie there later
+        weak = StorageWeakRef(storage)
+        self._uses[storage._cdata] = weak, use, int(whole.storage_offset()), whole.dtype
+        if self._hooks is None:
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+
+    def close(self) -> None:
+        """The forward is over."""
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Packed:
+        if tensor.layout is not torch.strided:
+            return tensor
+        found = self._uses.get(tensor.untyped_storage()._cdata)
+        if found is None or found[0].expired() or found[3] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        _, use, start, _ = found
+        use.pack()
+        self.need(use)
+        return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+
+
+def _unpack(saved: Tensor | Packed) -> Tensor:
+    return saved.unpack() if isinstance(saved, Packed) else saved
+
+
+def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
+    """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
+    return edge_and_mark(whole, anchor, sink, None)[0]
+
+
+def edge_and_mark(
+    whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None
+) -> tuple[Tensor, Tensor]:
+    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
+    had its turn, so that nothing more will come to the sink.
+
+    Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
+    not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
+    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, whole, passed)
+    return found
+
+
+class _Edge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, passed: Callable[[], None] | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sink, ctx.passed = sink, passed
+        ctx.set_materialize_grads(False)
+        return whole.detach(), anchor.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple[None, None, None, None]:
+        if gradient is not None:
+            ctx.sink.add(gradient)
+        if ctx.passed is not None:
+            ctx.passed()
+        return None, None, None, None

@@ -1,0 +1,1 @@
+"""Memory of a rank: expected, measured, limited."""

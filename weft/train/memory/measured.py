@@ -1,0 +1,82 @@
+"""Measured memory: what ranks hold in a step on true processes, from live tensors.
+
+In: a model and the files of its program. Out: Bytes of every rank (`runtime/ledger.py`), counted in the second step:
+the first makes the optimizer's state and finds out how gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.optimizer import make_optimizer
+from weft.compile.subject import in_precision
+from weft.runtime.checks.ledger import Bytes, Owner, counted_step
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.program.files import files_of
+from weft.runtime.start.initialise import Start, original_order
+from weft.runtime.training.parallel import Parallel
+from weft.runtime.weights.precision import Precision
+from weft.train.loop import Nothing
+from weft.train.opened import Content, open_rank
+from weft.train.starting import values_of
+from weft.verify.ranks import told
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What a process is to do.
+
+    Args:
+        origin: of the model: a path, or `hf:...`.
+    """
+
+    origin: str
+    files: Content
+    precision: Precision | None = None
+
+
+def measure(
+    origin: str, files: Content, *, precision: Precision | None = None, pool: Pool | None = None
+) -> Sequence[Bytes]:
+    """Train two steps on the example, on as many local processes as the program is for.
+
+    Args:
+        pool: of processes that are there already.
+    """
+    order = Measuring(origin, files, precision)
+    if pool is not None:
+        return told(lambda: pool.run(measure_rank, order))
+    with Pool(files_of(files).devices, preload=(__name__,)) as workers:
+        return told(lambda: workers.run(measure_rank, order))
+
+
+def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
+    """What each process does."""
+    subject = in_precision(load_model_file(order.origin, hollow=0), order.precision)
+    own = values_of(Start(subject.model, subject.record))
+    module = open_rank(
+        order.files,
+        transport,
+        subject.weights or own,
+        otherwise=own,
+        known=original_order(subject.model),
+        reduction=subject.reduction,
+        mixed=subject.mixed,
+    )
+    return measured(module, subject, transport)
+
+
+def measured(module: Parallel, subject: Subject, transport: ProcessTransport) -> Bytes:
+    """Bytes of the second step of a rank."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(subject, parameters) if parameters else Nothing()
+
+    def step() -> None:
+        module.train_step(subject.example, optimizer)
+
+    step()
+    optimizer.zero_grad(set_to_none=True)
+    return counted_step(Owner(module, optimizer, module.program.modules, transport.memory), step)
