@@ -163,7 +163,8 @@ def test_weights_gathered_for_their_use() -> None:
 
     found = run_ranks(NUM_RANKS, body)
     for name, whole in kept().items():
-        assert torch.equal(torch.cat([one[name] for one, _ in found]), whole)
+        # what is put off is reduced by itself
+        torch.testing.assert_close(torch.cat([one[name] for one, _ in found]), whole, rtol=1e-13, atol=1e-15)
     assert all(gone == [True] * 3 for _, gone in found)
 
 
