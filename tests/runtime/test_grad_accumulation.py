@@ -21,9 +21,9 @@ from weft.runtime.weights.products import addmm, linear, matmul
 
 NUM_RANKS = 2
 PARTS = {
-    "a.weight": Part((8, 8), dtype=torch.float64, sync="dp"),
-    "a.bias": Part((8,), dtype=torch.float64, sync="dp"),
-    "c.weight": Part((8, 8), dtype=torch.float64, sync="dp"),
+    "a.weight": Part((8, 8), dtype=torch.float64, sync="dp", reads=3),
+    "a.bias": Part((8,), dtype=torch.float64, sync="dp", reads=3),
+    "c.weight": Part((8, 8), dtype=torch.float64, sync="dp", reads=2),
     "c.bias": Part((8,), dtype=torch.float64, sync="dp"),
     "scale": Part((8,), dtype=torch.float64, sync="dp"),
 }
