@@ -11,47 +11,34 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 127_080,
-    "ops": 56_901,
-    "codegen": 36_410,
-    "plan": 33_261,
-    "lower": 31_789,
-    "verify": 28_670,
-    "capture": 27_260,
-    "train": 21_198,
-    "order": 18_092,
-    "ir": 12_497,
-    "commands": 8_089,
-    "cost": 7_193,
-    "(top)": 4_978,
+    "runtime": 114_422,
+    "ops": 46_922,
+    "codegen": 37_249,
+    "plan": 32_364,
+    "capture": 26_610,
+    "lower": 21_773,
+    "train": 20_430,
+    "verify": 15_875,
+    "order": 14_800,
+    "ir": 13_240,
+    "compile": 12_249,
+    "commands": 8_806,
+    "cost": 7_038,
+    "(top)": 1_145,
 }
-ALL = 413_418
+ALL = 372_923
 
 MAX_LINES = 450
-LONG_FILES = {
-    "weft/lower/prove.py",
-    "weft/plan/lines.py",
-    "weft/runtime/links/channel.py",
-    "weft/runtime/program/module.py",
-}
+LONG_FILES: set[str] = set()
 
 MAX_MODULES = 20
 """Of a folder; its `__init__.py` is one of them."""
-LARGE_FOLDERS = {
-    "weft/capture",
-    "weft/codegen",
-    "weft/lower",
-    "weft/ops",
-    "weft/plan",
-    "weft/runtime",
-    "weft/train",
-    "weft/verify",
-}
+LARGE_FOLDERS: set[str] = set()
 
-ONLY_TESTS = {"weft.order.shapes", "weft.verify.faults"}
+ONLY_TESTS: set[str] = set()
 """Modules that nothing leads to from `import weft` and the command line."""
 
-NO_LAYER = {"weft.codegen"}
+NO_LAYER: set[str] = set()
 """Packages that the layers of the import contract do not list."""
-NOT_FORBIDDEN = {"weft.codegen", "weft.commands", "weft.compile", "weft.cost", "weft.train", "weft.cache"}
+NOT_FORBIDDEN: set[str] = set()
 """What the runtime must not import, and the contract does not say."""

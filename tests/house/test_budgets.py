@@ -126,7 +126,7 @@ def test_the_import_contract_lists_every_package(sources: dict[str, str]) -> Non
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = {contract["type"]: contract for contract in settings["tool"]["importlinter"]["contracts"]}
     packages = {f"weft.{path.split('/')[1]}" for path in sources if path.count("/") > 1}
-    layers = {name.strip(" ()") for layer in contracts["layers"]["layers"] for name in layer.split("|")}
+    layers = {f"weft.{name.strip(' ()')}" for layer in contracts["layers"]["layers"] for name in layer.split("|")}
     only_listed(packages - layers, NO_LAYER)
     modules = {f"weft.{PurePosixPath(path).stem}" for path in sources if path.count("/") == 1}
     others = packages | modules - {"weft.__init__", "weft.__main__"}

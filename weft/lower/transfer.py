@@ -2,17 +2,19 @@
 
 In: a Move and a device. Out: the runtime's Transfer, with the boxes to send and to receive, or None if the device
 holds neither the source nor the target. Promised: all devices of a group get the same kind and group, and the i-th
-piece that one sends to another is the i-th that the other receives from it.
+piece that one sends to another is the i-th that the other receives from it. `collectives` counts what a Program runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from weft.ir.layout import Layout, Part
-from weft.ir.program import Move
+from weft.ir.program import Compute, Move, Program, Reshard, Sync, Use, walk
 from weft.ir.routes import Route, Routing, adds, sums_fiber
+from weft.ops.book import RuleBook
 from weft.runtime.layout.transfer import Piece, Transfer
 
 
@@ -133,3 +135,48 @@ def _sent(route: Route) -> Piece:
 
 def _received(route: Route) -> Piece:
     return Piece(route.source_device, route.target_slot, route.target_index)
+
+
+PHASES = ("forward", "backward", "gradients", "inside")
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Kinds and counts, phase by phase; phases without any are absent."""
+
+    counts: dict[str, dict[str, int]]
+
+    def __str__(self) -> str:
+        lines = []
+        for phase, kinds in self.counts.items():
+            lines.append(f"{phase:<9}  " + ", ".join(f"{kind} x{n}" for kind, n in sorted(kinds.items())))
+        return "\n".join(lines) or "none"
+
+
+def collectives(program: Program, book: RuleBook | None = None) -> Collectives:
+    """The collectives of one step: between ops, forward and backward, of gradients, and inside operators that
+    communicate. Local moves are not counted; one inside a recomputed region is counted once, where it stands."""
+    rules = book or RuleBook(program.graph)
+    found: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+    for step in walk(program.steps):
+        match step:
+            case Use(_, moves):
+                found["forward"].update(_kinds(moves))
+            case Reshard(_, _, forward, backward):
+                found["forward"].update(_kinds(forward))
+                found["backward"].update(_kinds(backward or ()))
+            case Sync(_, _, paths):
+                found["gradients"].update(kind for path in paths for kind in _kinds(path))
+            case Compute(op, layout, _, _):
+                exchanges = rules.rule(program.graph.by_name[op], layout.algorithm).algorithms
+                for name in layout.cut_names:
+                    if name in exchanges:
+                        found["inside"].update((*exchanges[name].forward, *exchanges[name].backward))
+            case _:
+                pass
+    return Collectives({phase: dict(kinds) for phase, kinds in found.items() if kinds})
+
+
+def _kinds(moves: Iterable[Move]) -> Iterator[str]:
+    return (move.kind for move in moves if move.kind != LOCAL)
