@@ -18,7 +18,6 @@ import torch
 import weft
 from tests.acceptance import clashes
 from tests.acceptance.clashes import FORMS, clashing, example
-from tests.acceptance.known_clashes import KNOWN
 from weft.compile import compile_program
 from weft.verify.program_dir import verify_program
 
@@ -26,8 +25,6 @@ PLANS = ("dp=2,zero=3", "pp=2,microbatches=1")
 SAMPLE = ("inner", "stored", "comm", "sums", "device", "step", "forward_backward", "class", "1", "torch", "_weight")
 SHARES = 20
 """Into which all names fall: those of a share stand in one model."""
-TOGETHER = 16
-"""Names that are known to clash and share a model."""
 
 
 def is_trained_the_same(form: str, names: tuple[str, ...], plan: str) -> None:
@@ -71,32 +68,15 @@ def test_names_are_found() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sample(form: str, tmp_path: Path) -> None:
-    names = tuple(name for name in SAMPLE if name not in KNOWN[form])
-    is_trained_the_same(form, names, PLANS[0])
-    is_verified(form, names, PLANS[1], tmp_path)
+    is_trained_the_same(form, SAMPLE, PLANS[0])
+    is_verified(form, SAMPLE, PLANS[1], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("form", FORMS)
 def test_all(form: str, share: int, tmp_path: Path) -> None:
-    names = tuple(name for name in all_names()[share::SHARES] if name not in KNOWN[form])
+    names = all_names()[share::SHARES]
     for plan in PLANS:
         is_trained_the_same(form, names, plan)
         is_verified(form, names, plan, tmp_path / plan)
-
-
-def known() -> list[Any]:
-    """Names that are known to clash; the first ones are tried always."""
-    return [
-        pytest.param(form, names[first : first + TOGETHER], marks=[pytest.mark.full] if first else [])
-        for form, names in KNOWN.items()
-        for first in range(0, len(names), TOGETHER)
-    ]
-
-
-@pytest.mark.xfail(strict=True, reason="the runtime has something else under these names")
-@pytest.mark.parametrize(("form", "names"), known())
-def test_known(form: str, names: tuple[str, ...]) -> None:
-    for plan in PLANS:
-        is_trained_the_same(form, names, plan)

@@ -6,17 +6,21 @@ the same element they must agree on it bit for bit, and every disagreement is re
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from weft.capture.source import source_of_error
 from weft.errors import RunError, WeftError
 from weft.runtime.layout.execute import put, take
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch, RankFailed
+from weft.runtime.program.files import GENERATED
 from weft.verify.compare import Sample
 from weft.verify.reference import NUM_STEPS
 
@@ -48,7 +52,7 @@ def told(run: Callable[[], list[Any]]) -> list[Any]:
         others = [f"\n  {line.strip()}" for line in str(error).splitlines() if line.startswith("  rank ")]
         raise RunError(
             f"rank {error.rank} failed: {type(cause).__name__}: {cause}{''.join(others)}",
-            place=f"{error.place}  ({error.op})" if error.place else error.op,
+            place=_place_of(cause) or (f"{error.place}  ({error.op})" if error.place else error.op),
             remedy="the other ranks were stopped; --debug shows where it happened",
         ) from error
     except CollectiveMismatch as error:
@@ -56,6 +60,19 @@ def told(run: Callable[[], list[Any]]) -> list[Any]:
             f"the ranks' collectives do not fit together: {error}",
             remedy="this is a fault in the Program: please report it with the plan",
         ) from error
+
+
+def _place_of(error: BaseException | None) -> str:
+    """The user's line that a rank was at: their own code, or the line above the statement in the generated text."""
+    trace = None if error is None else error.__traceback__
+    source = source_of_error(trace)
+    if source.line:
+        return str(source)
+    for frame in reversed(traceback.extract_tb(trace)):
+        if frame.filename.startswith(GENERATED):
+            lines = (linecache.getline(frame.filename, at).strip() for at in range(frame.lineno or 0, 0, -1))
+            return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), "")
+    return ""
 
 
 def assemble(found: Sequence[Local], shapes: Mapping[str, tuple[int, ...]]) -> Sample:

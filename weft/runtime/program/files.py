@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 META, PARTS, CONSTANTS, PIPELINE = "meta.json", "parts.json", "constants.pt", "pipeline.json"
+GENERATED = "<weft "
+"""How the names of files begin that are in no directory."""
 NOT_RUN = ("key", "made_from", "spans", "hashes")
 """Of what is written about a pipeline: where it came from, and estimates."""
 
@@ -69,7 +71,7 @@ class ProgramFiles(dict[str, bytes]):
 
     def path(self, name: str) -> str:
         """What a file is called in tracebacks."""
-        return f"{self.where or '<weft ' + self.about['hash'][:12] + '>'}/{name}"
+        return f"{self.where or GENERATED + self.about['hash'][:12] + '>'}/{name}"
 
     def _read(self, name: str) -> dict[str, Any]:
         if name not in self:
