@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from weft.runtime.links.transport import Handle
-from weft.runtime.weights.buckets import AHEAD
+from weft.runtime.weights.buckets import AHEAD, bucket_size
 from weft.runtime.weights.unshard import Gather, start_gathers
 
 
@@ -52,14 +52,15 @@ class Prefetch:
 
     def __init__(self) -> None:
         self._order: Sequence[Gather] = ()
-        self._at = 0
-        """How far it has been started."""
+        self._at, self._size = 0, 0
+        """How far it has been started, and bytes of a batch."""
         self._coming: _Batch | None = None
 
     def begin(self, order: Sequence[Gather]) -> None:
         """A run begins: weights may have changed since the one before."""
         self._drop()
         self._order, self._at = order, 0
+        self._size = bucket_size(sum(one.num_bytes for one in order), AHEAD)
 
     def get(self, gather: Gather) -> Tensor:
         """A full weight."""
@@ -90,10 +91,12 @@ class Prefetch:
         num_bytes, first = 0, None
         for one in self._order[self._at :]:
             first = first or one
-            if one.parts is None or one.key != first.key or num_bytes >= AHEAD:
+            if one.parts is None or one.key != first.key:
                 break
-            num_bytes += one.num_bytes
             yield one
+            num_bytes += one.num_bytes
+            if num_bytes >= self._size:
+                break
 
     def _drop(self) -> None:
         if self._coming is not None:
