@@ -74,6 +74,9 @@ class Scatter:
         bucket.num_bytes += full.nbytes
         if bucket.num_bytes >= self._size:
             self._start(self._open.pop(key))
+            if not self._size:
+                # one by one: nothing is to be held while the next is made
+                self._wait()
 
     def finish(self) -> None:
         """Start what is left, and wait for all."""
