@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 TIMEOUT = 60.0
 """Seconds that one collective may take."""
 SPARE = 4 << 20
-"""Bytes of a result up to which its memory is used again: new memory costs more than what is written there."""
+"""Bytes of a result up to which its memory is used again: new memory costs more than what is written there, unless it
+is small."""
 SPARES = 8 << 20
 """Bytes of all memory that waits to be used again."""
 ASIDE = "aside"
@@ -202,7 +203,7 @@ class ProcessTransport(Transport):
         return super().buffer(numel, dtype, group) if memory is None else memory.view(dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
-        if numel * dtype.itemsize > SPARE or self.device.type != "cpu":
+        if not LARGE <= numel * dtype.itemsize <= SPARE or self.device.type != "cpu":
             return super().empty(numel, dtype)
         return self._spare[brief].take(numel, dtype)
 

@@ -16,6 +16,14 @@ FULL = 4 << 20
 AHEAD = 1 << 20
 """Bytes of weights in one all-gather ahead of their use: what comes too early leaves the cache before it is used."""
 
+WORTH = 1 << 20
+"""Bytes from which on tensors travel together: if there are less in all they go one by one, in memory that fits."""
+
+
+def bucket_size(total: int, size: int) -> int:
+    """Bytes of a bucket, up to `size`, of tensors that have so many in all."""
+    return size if total >= WORTH else 0
+
 
 class Travels(Protocol):
     """A tensor that travels."""

@@ -24,7 +24,7 @@ from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Handle, Transport
 from weft.runtime.links.wire import LARGE
-from weft.runtime.weights.buckets import FULL, in_buckets
+from weft.runtime.weights.buckets import FULL, bucket_size, in_buckets
 from weft.runtime.weights.unshard import Gather, start_gathers
 
 Key = tuple[str, int]
@@ -100,7 +100,8 @@ class FullWeights:
         """Begin to refresh all that the turn will ask for."""
         self._started = True
         if self._planned[0] is not self._order:
-            made = in_buckets([one for one in self._order if one.parts is not None], FULL)
+            gathers = [one for one in self._order if one.parts is not None]
+            made = in_buckets(gathers, bucket_size(sum(one.num_bytes for one in gathers), FULL))
             self._planned = self._order, [(bucket, self._laid_out(bucket)) for bucket in made]
         for gathers, kept in self._planned[1]:
             coming = start_gathers(gathers, [one.tensors[0] for one in kept])

@@ -23,6 +23,10 @@ from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Transpor
 
 MOST = 32 << 20
 """Bytes of full gradients under way and the next one's together, unless that is more by itself."""
+ROOM = 2 << 20
+"""Bytes of memory that gradients share; a larger one has its own."""
+ALIGNED = 64
+"""Bytes: tensors begin where vector instructions like it."""
 
 Deliver = Callable[[str, Tensor], None]
 
@@ -50,6 +54,8 @@ class Scatter:
         self._transport, self._deliver, self._size = transport, deliver, bucket
         self._open: dict[tuple[Group, torch.dtype], _Bucket] = {}
         self._started: _Bucket | None = None
+        self._rooms: dict[tuple[Group, torch.dtype], tuple[Tensor, int]] = {}
+        """Memory in which the next gradients may lie, and how much of it is taken."""
 
     @staticmethod
     def takes(transfers: Sequence[Transfer]) -> bool:
@@ -61,9 +67,20 @@ class Scatter:
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype, transfer: Transfer) -> Tensor:
         """Where a gradient is best written to."""
-        if self._started is not None and self._started.num_bytes + prod(shape) * dtype.itemsize > MOST:
+        numel, most = prod(shape), min(ROOM, self._size) // dtype.itemsize
+        if self._started is not None and self._started.num_bytes + numel * dtype.itemsize > MOST:
             self._wait()
-        return self._transport.buffer(prod(shape), dtype, transfer.group, brief=True).view(shape)
+        if numel >= most:
+            return self._transport.buffer(numel, dtype, transfer.group, brief=True).view(shape)
+        key = transfer.group, dtype
+        start = self._rooms[key][1] if key in self._rooms else most
+        if start + numel > most:
+            # first let go of the last one: it may be the one that comes
+            self._rooms.pop(key, None)
+            self._rooms[key], start = (self._transport.buffer(most, dtype, transfer.group, brief=True), 0), 0
+        room = self._rooms[key][0]
+        self._rooms[key] = room, start + -(-numel * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
+        return room[start : start + numel].view(shape)
 
     def post(self, name: str, full: Tensor, transfer: Transfer) -> None:
         """Let a gradient go. It may not be written to any more."""
@@ -74,16 +91,21 @@ class Scatter:
         bucket.num_bytes += full.nbytes
         if bucket.num_bytes >= self._size:
             self._start(self._open.pop(key))
+            if not self._size:
+                # one by one: nothing is to be held while the next is made
+                self._wait()
 
     def finish(self) -> None:
         """Start what is left, and wait for all."""
         while self._open:
             self._start(self._open.pop(next(iter(self._open))))
         self._wait()
+        self._rooms.clear()
 
     def drop(self) -> None:
         """Forget what was posted and not started."""
         self._open = {}
+        self._rooms.clear()
         self._wait()
 
     def _start(self, bucket: _Bucket) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Group, Handle, listed
-from weft.runtime.weights.buckets import BUCKET, FULL, in_buckets
+from weft.runtime.weights.buckets import BUCKET, FULL, bucket_size, in_buckets
 from weft.runtime.weights.gradient import Gradient, Told, total_of
 from weft.runtime.weights.products import Direct, Target, Write, products_are_watched
 from weft.runtime.weights.separate import separate
@@ -172,7 +173,9 @@ class BucketSync:
                 name: None if name in self._place else module.sync_transfers(name) for name, _ in module.sync_order()
             }
             whole = frozenset(n for n, part in module.stored_parts().items() if "gradient" in part.keeps)
-            self._uses = UseSync(module.transport, whole, module.sums, bucket=min(self._size, FULL))
+            total = sum(prod(part.shape) * part.dtype.itemsize for part in module.trained_parts().values())
+            size = bucket_size(total, min(self._size, FULL))
+            self._uses = UseSync(module.transport, whole, module.sums, bucket=size)
 
     def begin(self, module: ParallelModule, *, alone: bool) -> None:
         """A step begins; `alone`: one backward goes through all forwards that there were."""

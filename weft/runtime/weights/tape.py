@@ -44,8 +44,28 @@ class Used:
         return any(sink.total is not None for _, sink in self.leaves)
 
 
+MARKED = 1 << 20
+"""Bytes of weights between two marks: each is a node of autograd, whose time is that of many small weights."""
+
 Tell = Callable[[Used], None]
 """Hears that something has been added to the gradient of a use, or that backward has passed it."""
+
+
+@dataclass
+class Mark:
+    """A place in a forward. When backward has passed it, it has passed all uses that came after it."""
+
+    uses: list[Callable[[], None]] = field(default_factory=list)
+    """What to call for those up to the next mark."""
+    num_bytes: int = 0
+
+    def add(self, use: Callable[[], None], num_bytes: int) -> None:
+        self.uses.append(use)
+        self.num_bytes += num_bytes
+
+    def passed(self) -> None:
+        for one in reversed(self.uses):
+            one()
 
 
 @dataclass
@@ -67,6 +87,8 @@ class Tape:
     """A backward has gone through it."""
     results: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
     """Of a function that runs again: what it returned when it ran first."""
+    mark: Mark | None = None
+    """The last one."""
 
     def rely_on(self, name: str, parts: Sequence[Tensor]) -> None:
         """This forward uses kept wholes of these parts: they must stay as they are until its backward."""
@@ -114,8 +136,11 @@ class Tape:
         `tell`: hears of them."""
         use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell)
         if tell is not None:
-            _, token = edge_and_mark(anchor, anchor, Gradient(), partial(_pass, use, tell))
-            self.tokens.append(token)
+            num_bytes = sum(part.nbytes for part in parts)
+            if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
+                self.mark = Mark()
+                self.tokens.append(edge_and_mark(anchor, anchor, Gradient(), self.mark.passed)[1])
+            self.mark.add(partial(_pass, use, tell), num_bytes)
         return [self.leaf(part, sink)[0] for part, (_, sink) in zip(parts, use.leaves, strict=True)]
 
     def _used(

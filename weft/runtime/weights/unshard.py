@@ -33,21 +33,21 @@ class Gather:
     transport: Transport
     number: int
 
-    @property
+    @cached_property
     def use(self) -> tuple[str, int]:
         """What tells the gathers of one module apart."""
         return self.name, self.number
 
-    @property
+    @cached_property
     def key(self) -> tuple[Group, torch.dtype]:
         """What all of a bucket have in common."""
         return self.transfers[0].group, self.stored.dtype
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.transfers[-1].shapes[0]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of what it brings."""
         return sum(map(prod, self.transfers[-1].shapes)) * self.stored.itemsize
