@@ -21,7 +21,7 @@ from weft.codegen.moves import MoveWords
 from weft.codegen.program import class_name, file_text
 from weft.codegen.sheet import Sheet, input_names
 from weft.codegen.spread import Spreads, Team, main_grid, teams
-from weft.codegen.tables import Tables
+from weft.codegen.tables import Tables, tables_text
 from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
@@ -84,7 +84,7 @@ def generate(
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
-    parts = {PARTS: _tables_text(tables).encode()}
+    parts = {PARTS: tables_text({room: dict(sorted(found.items())) for room, found in tables.rooms.items()}).encode()}
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
     meta = {
@@ -108,17 +108,6 @@ def _title(program: Program, team: Team) -> str:
     where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
     devices = "one device" if program.devices == 1 else f"{program.devices} devices"
     return f"{class_name(program)} for {devices}{where}. Made by weft; edit freely, then verify it again."
-
-
-def _tables_text(tables: Tables) -> str:
-    """The tables as JSON, one line a key."""
-    rooms = []
-    for room, found in tables.rooms.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(table)}" for key, table in sorted(found.items())]
-        body = ",\n".join(lines)
-        rooms.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if lines else "{}"))
-    joined = ",\n".join(rooms)
-    return f"{{\n{joined}\n}}\n"
 
 
 def _saved(program: Program) -> bytes:

@@ -7,7 +7,7 @@ stored alike stand once, with `*` for the layer's number.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +195,3 @@ def wrapped(entry: Entry) -> list[str]:
         return [line]
     inside = entry.text.removeprefix("Part(").removesuffix(")")
     return [f'    "{entry.name}": Part(', f"        {inside}", "    ),"]
-
-
-Layers = Mapping[str, int]

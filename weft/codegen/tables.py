@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from weft.codegen.spread import GridOf
@@ -75,6 +75,23 @@ class Tables:
             size = dict(self._grid)[name]
             flat = [flat[i : i + size] for i in range(0, len(flat), size)]
         return flat
+
+
+def tables_text(
+    rooms: Mapping[str, Mapping[str, Any]], lines: Sequence[str] = (), said: Callable[[Any], Any] | None = None
+) -> str:
+    """Tables as JSON, one line a key.
+
+    Args:
+        lines: what stands before them.
+        said: gives what stands for a value that JSON does not know.
+    """
+    found = list(lines)
+    for room, tables in rooms.items():
+        body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table, default=said)}" for key, table in tables.items())
+        found.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if body else "{}"))
+    joined = ",\n".join(found)
+    return f"{{\n{joined}\n}}\n"
 
 
 def _frozen(value: Any) -> Hashable:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -110,14 +110,14 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         raise ModelFileError(f"{str(path)!r} is not a Python file", remedy="give a file whose name ends in .py")
     with _imported(path) as module:
         make_model, make_example = (_function(module, path, name) for name in ("model", "example"))
-        with Inside(path, "model()"):
+        with inside(path, "model()"):
             start = Start(make_model()) if hollow is None else begin(make_model, hollow)
         model = start.module
-        with Inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
+        with inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
             example = make_example()
         batch_dims = None
         if hasattr(module, "batch_dims"):
-            with Inside(path, "batch_dims()"):
+            with inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
         optimizer = as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
         data, eval_data = (
@@ -125,7 +125,7 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         )
         reduction, precision = _reduction(module, path), None
         if hasattr(module, "precision"):
-            with Inside(path, "precision()"):
+            with inside(path, "precision()"):
                 precision = _function(module, path, "precision")()
     _check_kinds(path, model, example, batch_dims)
     return Subject(
@@ -231,7 +231,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     sys.modules[name] = module
     sys.path.insert(0, folder)
     try:
-        with Inside(path, "the file"):
+        with inside(path, "the file"):
             spec.loader.exec_module(module)
         keep(str(path), module)
         yield module
@@ -240,7 +240,14 @@ def _imported(path: Path) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
-class Inside:
+@contextmanager
+def inside(
+    path: Path | None,
+    what: str,
+    *,
+    only: tuple[type[BaseException], ...] = (Exception, SystemExit),
+    remedy: str = "run the file by itself, or add --debug for the whole trace",
+) -> Iterator[None]:
     """Turns whatever the code of a model file raises, `sys.exit()` too, into a ModelFileError with its own line.
 
     A module given in Python (`path` None) raises its own errors to its own caller.
@@ -249,33 +256,14 @@ class Inside:
         only: what is turned; everything else passes.
         remedy: what may have gone wrong, if it is known.
     """
-
-    def __init__(
-        self,
-        path: Path | None,
-        what: str,
-        *,
-        only: tuple[type[BaseException], ...] = (Exception, SystemExit),
-        remedy: str = "run the file by itself, or add --debug for the whole trace",
-    ) -> None:
-        self.path, self.what, self.only, self.remedy = path, what, only, remedy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.path is None or not isinstance(error, self.only) or isinstance(error, WeftError):
-            return
-        told = (
-            f"called sys.exit({error})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
-        )
-        raise ModelFileError(
-            f"{self.what} {told}",
-            place=_place(error, self.path),
-            remedy=LEFT if isinstance(error, SystemExit) else self.remedy,
-        ) from error
+    try:
+        yield
+    except only as error:
+        if path is None or isinstance(error, WeftError):
+            raise
+        left = isinstance(error, SystemExit)
+        told = f"called sys.exit({error})" if left else f"raised {type(error).__name__}: {error}"
+        raise ModelFileError(f"{what} {told}", place=_place(error, path), remedy=LEFT if left else remedy) from error
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from weft.capture import capture
 from weft.capture.example import is_marked, split_example
 from weft.capture.precision import chosen_precision
-from weft.compile.model_file import Inside, Subject, load_model_file
+from weft.compile.model_file import Subject, inside, load_model_file
 from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ops.arguments import arguments, overload
@@ -69,7 +69,7 @@ def in_precision(subject: Subject, precision: Precision | str | None) -> Subject
 
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
     """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
-    with Inside(subject.path, "the forward", only=(SystemExit,)):
+    with inside(subject.path, "the forward", only=(SystemExit,)):
         graph = capture(subject.model, subject.example, precision=subject.precision)
     check_dense(graph)
     if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):

@@ -18,6 +18,7 @@ from typing import Any
 
 from weft.codegen.sizes.affine import Expression, Sample, fit, fit_quotient
 from weft.codegen.sizes.logical import Line, is_number, logical_lines, shape_of, tokens
+from weft.codegen.tables import tables_text
 from weft.codegen.text import TAB, top_level
 from weft.errors import PlanError
 from weft.runtime.program.files import PARTS
@@ -230,18 +231,8 @@ def _holds(table: Any) -> bool:
 
 
 def _parts_text(parts: Mapping[str, Any], names: tuple[str, ...], even: Mapping[str, int]) -> str:
-    """The tables as JSON, one line a key."""
-
-    def said(value: Any) -> Any:
-        return {SIZE: value.text(even)}
-
-    rooms = [f" {json.dumps('sizes')}: {json.dumps(names)}"] if names else []
-    for room, found in parts.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(table, default=said)}" for key, table in found.items()]
-        body = ",\n".join(lines)
-        rooms.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if lines else "{}"))
-    joined = ",\n".join(rooms)
-    return f"{{\n{joined}\n}}\n"
+    sizes = [f" {json.dumps('sizes')}: {json.dumps(names)}"] if names else []
+    return tables_text(parts, sizes, lambda value: {SIZE: value.text(even)})
 
 
 class Writer:

@@ -22,7 +22,7 @@ from weft.runtime.layout.execute import size
 from weft.runtime.layout.transfer import Index, Piece, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import CONSTANTS, ProgramFiles, Source, files_of
-from weft.runtime.program.module import GradSync, ParallelModule
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.sizes import SizedTables, is_sized
 from weft.runtime.program.stored import Table, Tables
 from weft.runtime.weights.by_chunk import ChunkRoute
@@ -38,7 +38,7 @@ def load_program(
     transport: Transport,
     state: Mapping[str, Tensor] | None = None,
     *,
-    grad_sync: GradSync | None = None,
+    grad_sync: BucketSync | None = None,
 ) -> ParallelModule:
     """The rank's module. `state`: its stored parts by name; zeros if not given."""
     files = files_of(source)

@@ -19,13 +19,13 @@ from weft.runtime.links.replicas import Replica
 from weft.runtime.links.teams import Team
 from weft.runtime.program.files import ProgramFiles, Source, files_of
 from weft.runtime.program.load import load_class, load_program
-from weft.runtime.program.module import GradSync
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
+from weft.runtime.weights.grad_sync import BucketSync
 
 
-def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], GradSync]) -> Rank:
+def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], BucketSync]) -> Rank:
     """The rank's share, its parts still zeros.
 
     Args:
@@ -49,13 +49,13 @@ def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], Gr
     return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
 
 
-def load_sizes(source: Source, transport: Replica, make_sync: Callable[[], GradSync], first: Share) -> list[Share]:
+def load_sizes(source: Source, transport: Replica, make_sync: Callable[[], BucketSync], first: Share) -> list[Share]:
     """The rank's share of a pipeline's files for further sizes of micro-batches, on the parameters of the first."""
     return _sizes(files_of(source), transport, make_sync, first)
 
 
 def _sizes(
-    files: ProgramFiles, transport: Replica, make_sync: Callable[[], GradSync], known: Share | None = None
+    files: ProgramFiles, transport: Replica, make_sync: Callable[[], BucketSync], known: Share | None = None
 ) -> list[Share]:
     """A Share for each size; all hold the parameters of the first that is known."""
     sizes = [_share(files, one, transport, make_sync) for one in files.about["sizes"]]
@@ -84,7 +84,7 @@ def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]
 
 
 def _share(
-    files: ProgramFiles, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], GradSync]
+    files: ProgramFiles, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], BucketSync]
 ) -> Share:
     pieces = {
         one["name"]: Piece(
