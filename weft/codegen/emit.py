@@ -1,6 +1,6 @@
 """Program -> files: the door of code generation.
 
-In: a Program and a directory. Out: the files written there, and their hash. A pure function of the Program: the same
+In: a Program. Out: its files by name, and their hash among them. A pure function of the Program: the same
 Program gives the same bytes.
 """
 
@@ -10,8 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,32 +25,6 @@ from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
 from weft.runtime.program.files import CONSTANTS, META, PARTS, content_hash, file_hash
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """What was written."""
-
-    files: tuple[Path, ...]
-    hash: str
-
-
-def emit(program: Program, directory: str | Path, *, title: str = "", about: dict[str, Any] | None = None) -> Emitted:
-    """Write the program's files.
-
-    Args:
-        title: first line of the text; says model and plan.
-        about: more to keep in meta.json (fingerprints of graph and plan, versions).
-    """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = generate(program, title=title, about=about)
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    for name in {CONSTANTS} - set(contents):
-        (folder / name).unlink(missing_ok=True)
-    made: str = json.loads(contents[META])["hash"]
-    return Emitted(tuple(folder / name for name in contents), made)
 
 
 def generate(

@@ -81,17 +81,18 @@ def transfer_entries(transfers: Transfers, moves: Iterable[Move], rank: int) -> 
 
 
 def _entry(transfer: Transfer, rank: int) -> dict[str, Any]:
-    local = transfer.kind == "local"
+    myself = rank if transfer.kind == "local" else None
+    group = [SELF if number == myself else number for number in transfer.group]
+    return {"kind": transfer.kind, "group": group, **exchange_entry(transfer, myself)}
 
-    def peer(number: int) -> int:
-        return SELF if local and number == rank else number
+
+def exchange_entry(transfer: Transfer, myself: int | None = None) -> dict[str, Any]:
+    """What a transfer sends and receives; `myself`: the rank that SELF stands for."""
 
     def pieces(items: tuple[Piece, ...]) -> list[Any]:
-        return [(peer(piece.peer), piece.slot, piece.index) for piece in items]
+        return [(SELF if piece.peer == myself else piece.peer, piece.slot, piece.index) for piece in items]
 
     return {
-        "kind": transfer.kind,
-        "group": [peer(number) for number in transfer.group],
         "sends": pieces(transfer.sends),
         "receives": pieces(transfer.receives),
         "shapes": transfer.shapes,

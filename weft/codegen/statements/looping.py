@@ -13,13 +13,16 @@ from weft.codegen.statements.frame import Frame
 from weft.codegen.statements.reads import Stack, from_outside
 from weft.codegen.text import literal
 from weft.ir.program import Chunks, Compute, Give, Recompute, Take
+from weft.lower.chunks import given, taken
 from weft.runtime.layout.execute import covers
 
 
 def say_take(frame: Frame, step: Take) -> None:
     """Cut the chunk's part out of a value that the rank holds whole."""
     sheet, count = frame.sheet, frame.slots(step.target)
-    found = {(rank, chunk): sheet.take(step, rank, chunk) for rank in sheet.team.ranks for chunk in range(count)}
+    found = {
+        (rank, chunk): taken(frame.program, step, rank, chunk) for rank in sheet.team.ranks for chunk in range(count)
+    }
     held = frame.program.values[step.source].layout
     frame.inside.add(step.target)
     if all(one.index is not None and covers(one.index, held.parts_on(r)[0].shape) for (r, _), one in found.items()):
@@ -58,7 +61,7 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
 def _given(frame: Frame, give: Give, count: int) -> str:
     """What becomes of one result of a chunk: added up, or placed."""
     sheet, ranks = frame.sheet, frame.sheet.team.ranks
-    found = {(rank, chunk): sheet.give(give, rank, chunk) for rank in ranks for chunk in range(count)}
+    found = {(rank, chunk): given(frame.program, give, rank, chunk) for rank in ranks for chunk in range(count)}
     if all(one.index is None for one in found.values()):
         return "Given()"
     index = {rank: tuple(found[rank, chunk].index for chunk in range(count)) for rank in ranks}

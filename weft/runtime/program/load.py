@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 from weft.runtime.layout.collectives import Irregular
 from weft.runtime.layout.cuts import Place, index_at
 from weft.runtime.layout.execute import size
-from weft.runtime.layout.transfer import Index, Piece, Transfer
+from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import CONSTANTS, ProgramFiles, Source, files_of
 from weft.runtime.program.module import ParallelModule
@@ -155,25 +155,23 @@ def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
 
 
 def _transfers(items: Any, rank: int) -> tuple[Transfer, ...]:
+    return tuple(transfer_of(item, rank) for item in items)
+
+
+def transfer_of(item: Mapping[str, Any], rank: int) -> Transfer:
+    """A transfer as it is written; SELF stands for `rank`. What crosses between pieces is an exchange, of no group."""
+
     def peer(number: int) -> int:
         return rank if number == SELF else number
 
     def pieces(found: Any) -> tuple[Piece, ...]:
-        return tuple(Piece(peer(number), slot, _index(index)) for number, slot, index in found)
+        return tuple(Piece(peer(number), slot, _tupled(index)) for number, slot, index in found)
 
-    return tuple(
-        Transfer(
-            item["kind"],
-            tuple(map(peer, item["group"])),
-            pieces(item["sends"]),
-            pieces(item["receives"]),
-            _tupled(item["shapes"]),
-            item["add"],
-        )
-        for item in items
+    return Transfer(
+        item.get("kind", "exchange"),
+        tuple(map(peer, item.get("group", ()))),
+        pieces(item["sends"]),
+        pieces(item["receives"]),
+        _tupled(item["shapes"]),
+        item["add"],
     )
-
-
-def _index(value: Any) -> Index:
-    found: Index = _tupled(value)
-    return found

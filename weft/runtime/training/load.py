@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from weft.runtime.layout.transfer import Piece as Part
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.teams import Team
 from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_class, load_program
+from weft.runtime.program.load import load_class, load_program, transfer_of
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
@@ -139,16 +138,4 @@ def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:
 
 def _transfer(by_device: Mapping[str, Any], rank: int) -> Transfer | None:
     one = by_device.get(str(rank))
-    if one is None:
-        return None
-    return Transfer(
-        "exchange", (), _parts(one["sends"]), _parts(one["receives"]), _tupled(one["shapes"]), bool(one["add"])
-    )
-
-
-def _parts(found: Any) -> tuple[Part, ...]:
-    return tuple(Part(peer, slot, _tupled(index)) for peer, slot, index in found)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+    return None if one is None else transfer_of(one, rank)
