@@ -49,13 +49,17 @@ MakeFiles = Callable[[Wanted], Content]
 """Makes programs when they are asked for."""
 
 
-def open_rank(content: Content, transport: Transport, weights: Values, **settings: Any) -> Parallel:
+def open_rank(
+    content: Content, transport: Transport, weights: Values, *, in_autocast: bool = False, **settings: Any
+) -> Parallel:
     """The rank's module, with its values, watched over. All ranks of a replica call this together.
 
     Args:
+        in_autocast: the program was captured under autocast.
         settings: of `open_module`.
     """
     module = open_module(content, transport, weights, **settings)
+    module.in_autocast = in_autocast
     guard_rank(module, refusal)
     return module
 

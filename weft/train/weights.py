@@ -77,21 +77,16 @@ _Parts = dict[str, list[_Wanted]]
 """Parts by the name under which their values are found."""
 
 
-def fill(program: Holds, weights: Values, otherwise: Values | None = None, known: Collection[str] = ()) -> None:
-    """Give every part that a rank holds its values.
+@torch.no_grad()
+def fill_all(
+    programs: Sequence[Holds], weights: Values, otherwise: Values | None = None, known: Collection[str] = ()
+) -> None:
+    """Give every part that the programs of a rank hold its values, in one go through the weights.
 
     Args:
         otherwise: has what state dicts lack: buffers that are not saved.
         known: all names of the original model; others among the weights are refused. Not given: none are.
     """
-    fill_all([program], weights, otherwise, known)
-
-
-@torch.no_grad()
-def fill_all(
-    programs: Sequence[Holds], weights: Values, otherwise: Values | None = None, known: Collection[str] = ()
-) -> None:
-    """The same for all programs of a rank, in one go through the weights."""
     first = _Source(weights)
     if known and (extra := [name for name in first.whole if name not in known]):
         raise RunError(f"the model has no {listed(extra)}", place=first.place, remedy=THIS_MODEL)

@@ -22,6 +22,7 @@ from weft.verify.locate import Traceable, locate, locate_in_code
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.rounded import judge_rounding
+from weft.verify.sizes import with_other_sizes
 
 Say = Callable[[str], None]
 
@@ -37,7 +38,8 @@ def judge(
     pool: Pool | None = None,
     traceable: Traceable | None = None,
 ) -> Result:
-    """Run both sides and compare them; on the processes of `pool` if there is one.
+    """Run both sides and compare them, a program for several sizes at some of them; on the processes of `pool` if there
+    is one.
 
     Args:
         program: its files, or the directory that holds them.
@@ -64,7 +66,7 @@ def judge(
         first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
     say("training on both in the model's own precision")
     rounding, rounded = round_off(files, graph, subject, reference, seed=seed, dims=dims, count=count, pool=pool)
-    return Result(
+    result = Result(
         equal=equal and (rounded is None or not rounded.wrong),
         largest_difference=largest,
         differences=differences,
@@ -77,6 +79,7 @@ def judge(
         processes=processes,
         rounded=rounded,
     )
+    return result if files.in_pieces else with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
 def round_off(

@@ -13,7 +13,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
 from weft.verify.processes import make_pool
-from weft.verify.sizes import with_other_sizes
 from weft.verify.summary import summarize_pieces
 
 ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
@@ -107,16 +106,12 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
         classes = load_classes(files)
     check_program_fits(found, classes, graph, subject)
     check_on_parts(subject, cut_parameters(files))
-    with own_lines(found), ExitStack() as stack:
-        pool = stack.enter_context(make_pool(files.devices)) if processes else None
+    with own_lines(found), make_pool(files.devices) if processes else nullcontext() as pool:
         result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
         summary: dict[str, Any] = {"operators": len(graph.ops)}
         if files.in_pieces:
             summary = summarize_pieces(*order_of(files.about), spans_in(files.about), graph)
-        result = replace(result, summary={**summary, "program": found.as_json()})
-        if files.in_pieces:
-            return result
-        return with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
+        return replace(result, summary={**summary, "program": found.as_json()})
 
 
 def open_directory(directory: str | Path) -> ProgramDirectory:
