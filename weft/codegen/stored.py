@@ -15,7 +15,6 @@ import torch
 from weft.codegen.irregular import move_entry
 from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.sheet import Sheet
-from weft.codegen.spread import describe
 from weft.codegen.text import literal
 from weft.ir.graph import Buffer, Parameter
 from weft.ir.layout import Layout
@@ -69,8 +68,7 @@ def _cuts(sheet: Sheet, layout: Layout, name: str) -> str:
             table = layout.ranges[dim]
             if not axes or table is None:
                 continue
-            counts = tuple(sheet.spreads.places[0].sizes[axis] for axis in axes)
-            cut = describe(table, layout.shape[dim], axes, counts)
+            cut = sheet.spreads.describe(table, layout.shape[dim], axes)
             if cut is None:
                 break
             words.append(f"{dim}: {cut_text(cut)}")

@@ -8,7 +8,6 @@ what the file itself imports, and a file that defines operators, which no proces
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +25,7 @@ from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError
 from weft.plan.batch import BatchDims
-from weft.runtime.operators.custom import keep, kept_name
+from weft.runtime.operators.custom import as_module, keep, kept_name
 from weft.runtime.start.initialise import Start, begin
 from weft.runtime.start.record import Record
 from weft.runtime.training.combined_optimizer import as_one
@@ -218,26 +217,16 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
-    """The file as a module, findable under its name while it is in use (dataclasses and pickle look it up)."""
-    name = f"weft_model_file_{path.stem}"
+    """The file as a module, findable under its name while it is in use."""
     kept = sys.modules.get(kept_name(str(path)))
     if kept is not None:
         yield kept
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    sys.modules[name] = module
-    sys.path.insert(0, folder)
-    try:
+    with as_module(f"weft_model_file_{path.stem}", str(path)) as (module, run):
         with inside(path, "the file"):
-            spec.loader.exec_module(module)
+            run()
         keep(str(path), module)
         yield module
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop(name, None)
 
 
 @contextmanager

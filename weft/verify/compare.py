@@ -106,7 +106,7 @@ class AtSizes:
         return {
             "sizes": dict(self.sizes),
             "equal": self.equal,
-            "differences": {found.kind: _plain(found) for found in self.differences},
+            "differences": _by_kind(self.differences),
         }
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ class Rounded:
     def as_json(self) -> dict[str, Any]:
         return {
             "precision": self.precision,
-            "devices": {found.kind: _plain(found) for found in self.ours},
-            "one_device": {found.kind: _plain(found) for found in self.one},
+            "devices": _by_kind(self.ours),
+            "one_device": _by_kind(self.one),
             "wrong": list(self.wrong),
         }
 
@@ -186,7 +186,7 @@ class Result:
             "largest_difference": plain(self.largest_difference),
             "tolerance": self.tolerance,
             "devices": self.devices,
-            "differences": {found.kind: _plain(found) for found in self.differences},
+            "differences": _by_kind(self.differences),
             "first_difference": None if first is None else _plain(first),
             "disagreements": list(self.disagreements),
             "rounding": {found.kind: plain(found.value) for found in self.rounding},
@@ -230,6 +230,10 @@ def plain(value: Any) -> Any:
 
 def _plain(found: Difference | FirstDifference | Processes) -> dict[str, Any]:
     return {name: plain(value) for name, value in vars(found).items()}
+
+
+def _by_kind(differences: Sequence[Difference]) -> dict[str, Any]:
+    return {found.kind: _plain(found) for found in differences}
 
 
 def shortened(texts: Sequence[str]) -> list[str]:

@@ -130,11 +130,7 @@ class Fitting:
             self._known[key] = fit(key, self._samples, self._common)
         found = self._known[key]
         if found is None:
-            raise PlanError(
-                f"a number of the program follows no rule over the marked sizes: {self._told(key)}",
-                place=place,
-                remedy=REMEDY,
-            )
+            raise self._no_rule(key, place)
         return found
 
     def token(self, values: Sequence[str], place: str) -> Piece:
@@ -146,18 +142,16 @@ class Fitting:
             return found if isinstance(found, Expression) else str(found)
         text = fit_quotient(list(map(float, values)), self._samples)
         if text is None:
-            raise PlanError(
-                f"a number of the program follows no rule over the marked sizes: {self._told(values)}",
-                place=place,
-                remedy=REMEDY,
-            )
+            raise self._no_rule(values, place)
         return f"({text})"
 
-    def _told(self, values: Sequence[Any]) -> str:
-        return "; ".join(
+    def _no_rule(self, values: Sequence[Any], place: str) -> PlanError:
+        told = "; ".join(
             f"{value} at {', '.join(f'{name}={size}' for name, size in sample.items())}"
             for value, sample in zip(values, self._samples, strict=True)
         )
+        what = f"a number of the program follows no rule over the marked sizes: {told}"
+        return PlanError(what, place=place, remedy=REMEDY)
 
     def steps(self) -> dict[str, int]:
         """Modulo what each size must be as in the example, so that every division comes out even."""
