@@ -13,6 +13,7 @@ from weft.ir.layout import Layout
 from weft.ir.program import Move, Program
 from weft.lower.transfer import Transfers
 from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.load import SELF
 
 
@@ -36,7 +37,7 @@ def move_entry(
         "backward": None if backward is None else transfer_entries(transfers, backward, rank),
         "source_shapes": _shapes(origin, rank),
         "target_shapes": held,
-        "dtype": str(program.graph.tensors[tensor].dtype).removeprefix("torch."),
+        "dtype": dtype_name(program.graph.tensors[tensor].dtype),
         "chunks": len(held) > 1,
         **({} if ways is None else {"by_chunk": ways}),
     }

@@ -21,6 +21,7 @@ from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.returned import returned
 from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.files import PIPELINE, description_hash, file_hash
 
 
@@ -138,4 +139,4 @@ class _Words:
 
 
 def _dtype(pipelined: Pipelined, name: str) -> str:
-    return str(pipelined.graph.tensors[name].dtype).removeprefix("torch.")
+    return dtype_name(pipelined.graph.tensors[name].dtype)

@@ -48,7 +48,6 @@ from weft.runtime.layout import moves as rt_moves
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.operators.calls import FUNCTIONS
 from weft.runtime.program.module import Container, ParallelModule
-from weft.runtime.weights.grad_sync import BucketSync
 
 _CONTAINER = Container()
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
@@ -375,4 +374,4 @@ def _is_plain(word: str) -> bool:
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
-    return ParallelModule(SingleRank(), grad_sync=BucketSync())
+    return ParallelModule(SingleRank())

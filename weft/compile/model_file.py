@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
@@ -32,13 +32,13 @@ from weft.runtime.training.combined_optimizer import as_one
 from weft.runtime.training.reduction import BadReduction, Reduction
 from weft.runtime.weights.precision import Mixed, Precision
 
-Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
 
 LEFT = "take out the call of sys.exit(), or keep it for when the file is run by itself"
 
 
-def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of a model that names none."""
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -118,7 +118,7 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         if hasattr(module, "batch_dims"):
             with inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
-        optimizer = as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
+        optimizer = _optimizer(module, path)
         data, eval_data = (
             _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
         )
@@ -166,7 +166,11 @@ def _reduction(module: ModuleType, path: Path) -> Reduction:
 def load_optimizer(path: Path) -> Optimizer:
     """The optimizer of a model file, without making its model."""
     with _imported(path) as module:
-        return as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
+        return _optimizer(module, path)
+
+
+def _optimizer(module: ModuleType, path: Path) -> Optimizer:
+    return as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
 
 
 def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
@@ -174,7 +178,7 @@ def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
         raise ModelFileError(
             f"model() returned {_a(model)}, not an nn.Module", place=str(path), remedy="return the module itself"
         )
-    if not isinstance(example, tuple | dict | torch.Tensor):
+    if not isinstance(example, tuple | dict | Tensor):
         raise ModelFileError(
             f"example() returned {_a(example)}",
             place=str(path),
@@ -188,12 +192,12 @@ def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
         )
 
 
-def check_loss(output: Any, place: str) -> torch.Tensor:
+def check_loss(output: Any, place: str) -> Tensor:
     """The scalar loss of a forward: the output itself, its `.loss`, its `["loss"]`, or the first of a tuple."""
     loss = find_loss(output)
     if loss is not None and loss.requires_grad:
         return loss
-    shape = f" of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    shape = f" of shape {list(output.shape)}" if isinstance(output, Tensor) else ""
     raise ModelFileError(
         f"the forward gives no loss to train: it returned {_a(output)}{shape}"
         + (" whose loss depends on no trained parameter" if loss is not None else ""),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from weft.compile.weight_files import Files, open_files
 from weft.errors import RunError
 from weft.runtime.layout.transfer import Index
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.stored import Holds, shapes_of
 from weft.runtime.start.counted import Counted, NotElementwise
 from weft.runtime.start.initialise import Whole, module_tensors, part_of
@@ -252,7 +253,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _word(dtype: torch.dtype | None) -> str:
-    return "of a dtype that torch does not have" if dtype is None else str(dtype).removeprefix("torch.")
+    return "of a dtype that torch does not have" if dtype is None else dtype_name(dtype)
 
 
 def listed(names: Sequence[str]) -> str:

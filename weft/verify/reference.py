@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 from torch.utils._pytree import tree_map
@@ -115,7 +115,7 @@ def _train(
 
 def _accumulate(
     module: nn.Module, parts: Cut, subject: Subject, seed: int, step: int, *, wide: bool, mixed: OneDevice | None
-) -> torch.Tensor:
+) -> Tensor:
     """The gradients of a step, one micro-batch after the other, and its loss."""
     total = None
     if mixed is not None:
@@ -191,7 +191,7 @@ def _silence(module: nn.Module, noise: Mapping[str, Noise]) -> None:
             parameter.grad = noise[name].silence(parameter.grad)
 
 
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by their first name."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in named}
@@ -208,10 +208,10 @@ def copy_module(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
 
@@ -230,7 +230,7 @@ def widen_module(module: nn.Module) -> None:
         parameter.data = widen(parameter.data)
         if parameter.grad is not None:
             parameter.grad = None
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -246,7 +246,7 @@ def direct_checkpoints() -> Iterator[None]:
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         # Re-entrant checkpoints give no gradient at all unless one of their arguments asks for it.
-        asked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
+        asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
         with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
             return function(*args)
 

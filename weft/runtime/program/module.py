@@ -68,7 +68,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         transport: Transport,
         state: Mapping[str, Tensor] | None = None,
         *,
-        grad_sync: BucketSync,
+        grad_sync: BucketSync | None = None,
         tables: Tables = NO_TABLES,
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.stream, self.tape = Stream(0, 0, 0), Tape()
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
-        self.grad_sync = grad_sync
+        self.grad_sync = grad_sync or BucketSync()
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}
         self._num_forwards = 0
