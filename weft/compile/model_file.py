@@ -92,14 +92,7 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
             be looked at then.
     """
     if str(path).startswith(PREFIX):
-        found = load_hugging_face(str(path), hollow=hollow is not None)
-        return Subject(
-            model=found.model,
-            example=found.example,
-            origin=found.origin,
-            record=found.record,
-            weights=found.weights,
-        )
+        return Subject(**vars(load_hugging_face(str(path), hollow=hollow is not None)))
     path = Path(path)
     if not path.is_file():
         raise ModelFileError(
