@@ -40,8 +40,8 @@ OWN_FILE = "write a model file: model() returns the module, example() a batch wi
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a Subject has of it: a model and its batch; `origin` loads the same anywhere on this machine; `weights`: where
-    a hollow one has its values."""
+    """What a Subject has of it: a model and its batch; `origin` loads the same anywhere on this machine; `weights`:
+    where a hollow one has its values."""
 
     model: nn.Module
     example: dict[str, Tensor]
