@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -38,7 +39,7 @@ weft COMMAND --help says more, with examples. weft completion bash|zsh|fish comp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    with _Usage(sys.argv[1:] if argv is None else argv):
+    with _usage(sys.argv[1:] if argv is None else argv):
         options = make_parser().parse_args(argv)
     if options.debug:
         return _run(options)
@@ -120,18 +121,15 @@ def _error_json(error: str, place: str, remedy: str) -> str:
     return json.dumps({"error": error, "at": place, "try": remedy})
 
 
-class _Usage:
+@contextmanager
+def _usage(argv: Sequence[str]) -> Iterator[None]:
     """A command line that is not understood is told on stderr by argparse; with --json on stdout too."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv = argv
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SystemExit) and error.code == FAILED and "--json" in self._argv:
-            print(_error_json("the command line is not understood", f"weft {' '.join(self._argv)}", "weft --help"))
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == FAILED and "--json" in argv:
+            print(_error_json("the command line is not understood", f"weft {' '.join(argv)}", "weft --help"))
+        raise
 
 
 if __name__ == "__main__":

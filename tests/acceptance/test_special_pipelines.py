@@ -28,7 +28,6 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.training.load import load_pipeline
-from weft.runtime.weights.grad_sync import BucketSync
 from weft.verify.door import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -214,7 +213,7 @@ def test_passes_on_one_device_read_one_weight(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
 
     def load(transport: Transport) -> tuple[int, int]:
-        rank = load_pipeline(tmp_path, Replica(transport, transport.num_ranks), BucketSync)
+        rank = load_pipeline(tmp_path, Replica(transport, transport.num_ranks))
         held = {id(parameter) for module in rank.modules for parameter in module.parameters()}
         return len(held), sum(len(list(module.trained())) for module in rank.modules)
 

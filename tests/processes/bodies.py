@@ -19,7 +19,6 @@ from weft.runtime.links.watch import PeerLost
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import PIECE, Segments
 from weft.runtime.training.load import load_pipeline
-from weft.runtime.weights.grad_sync import BucketSync
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -334,7 +333,7 @@ def is_killed_in_an_event(transport: Transport, payload: Any) -> None:
 
 def is_killed_in_a_pipeline(transport: ProcessTransport, payload: Any) -> None:
     """Rank 1 dies in the forward of the third micro-batch of a real step."""
-    rank = load_pipeline(payload["folder"], Replica(transport, transport.num_ranks), BucketSync)
+    rank = load_pipeline(payload["folder"], Replica(transport, transport.num_ranks))
     run = rank._forward
 
     def forward(share: Any, piece: Any, micro: int, batch: Any) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.processes import bodies
 from tests.processes.conftest import Pools
-from weft.runtime.jobs.launch import Pool, entry_name, run_processes
+from weft.runtime.jobs.launch import Pool, entry_name
 from weft.runtime.links.backend import GLOO
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.emulator import run_ranks
@@ -89,7 +89,8 @@ def test_shared_memory_ends_with_its_job(pools: Pools) -> None:
 
 
 def test_what_was_sent_last_is_still_there() -> None:
-    assert run_processes(2, bodies.last_message) == [True, True]
+    with Pool(2) as pool:
+        assert pool.run(bodies.last_message) == [True, True]
 
 
 def test_unchecked_calls(pools: Pools) -> None:
@@ -138,10 +139,6 @@ def test_jobs_share_processes_and_payloads_arrive(pools: Pools) -> None:
     assert [found[:2] for found in first] == [found[:2] for found in second]
     assert [found[1] for found in first] == pool.process_ids
     assert [found[2] for found in second] == ["a", "b"] and torch.equal(first[1][2]["x"], torch.ones(2))
-
-
-def test_processes_for_one_job() -> None:
-    assert [found[0] for found in run_processes(2, bodies.identity)] == [0, 1]
 
 
 def test_a_function_that_no_process_can_find() -> None:

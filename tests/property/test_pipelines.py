@@ -37,7 +37,6 @@ from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.random import Stream
 from weft.runtime.training.load import load_pipeline
-from weft.runtime.weights.grad_sync import BucketSync
 
 QUICK, FULL, SHARDS = 40, 3000, 10
 SEED, STEP = 7, 3
@@ -118,7 +117,7 @@ def run_job(job: Job, batches: Sequence[Mapping[str, Tensor]], directory: Path) 
     changed = {one.tensor for one in graph.buffers if one.update is not None}
 
     def body(transport: Transport) -> Results:
-        rank = load_pipeline(directory, Replica(transport, transport.num_ranks), BucketSync)
+        rank = load_pipeline(directory, Replica(transport, transport.num_ranks))
         grads: dict[str, Tensor] = {}
         updates: dict[str, Tensor] = {}
         with torch.no_grad():

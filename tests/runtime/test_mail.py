@@ -24,7 +24,6 @@ from weft.runtime.links.transport import Transport
 from weft.runtime.training.load import crossings_of, load_pipeline
 from weft.runtime.training.pipeline import Rank
 from weft.runtime.training.stage_io import Crossing, Readers
-from weft.runtime.weights.grad_sync import BucketSync
 from weft.runtime.weights.gradient import Gradient, make_leaf
 
 MICROS = 2
@@ -91,7 +90,7 @@ def test_a_tensor_with_two_readers_on_a_rank_crosses_once_each_way(files: tuple[
 
     def body(transport: Transport) -> tuple[Counter[str], dict[str, Tensor | None]]:
         counting: Any = Counting(transport)
-        rank = load_pipeline(folder, Replica(counting, 2), BucketSync)
+        rank = load_pipeline(folder, Replica(counting, 2))
         filled(rank, module)
         rank.step(batches, [1 / MICROS] * MICROS, 0, 0)
         return counting.posts, {name: held.grad for one in rank.modules for name, held in one.trained()}
@@ -193,7 +192,7 @@ def test_sums_over_replicas_start_in_the_last_backward(files: tuple[Path, Skips]
 
     def body(transport: Transport) -> tuple[list[list[str]], list[dict[str, Tensor]]]:
         starting: Any = Starting(transport)
-        rank = load_pipeline(folder, Replica(starting, 2), BucketSync)
+        rank = load_pipeline(folder, Replica(starting, 2))
         filled(rank, module)
         sums, gradients = [], []
         for step in range(3):

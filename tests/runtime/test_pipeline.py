@@ -21,7 +21,6 @@ from weft.runtime.links.transport import CollectiveMismatch, Doing, Transport
 from weft.runtime.training.load import load_pipeline
 from weft.runtime.training.microbatches import TooFewRows, default_dims, shares, split, split_arguments
 from weft.runtime.training.pipeline import Event, Rank
-from weft.runtime.weights.grad_sync import BucketSync
 
 MICROS = 3
 
@@ -55,7 +54,7 @@ def write_pipeline(tmp_path: Path) -> tuple[Path, Net]:
 
 
 def loaded(transport: Transport, folder: Path, module: nn.Module) -> Rank:
-    rank = load_pipeline(folder, Replica(transport, transport.num_ranks), BucketSync)
+    rank = load_pipeline(folder, Replica(transport, transport.num_ranks))
     state = module.state_dict()
     with torch.no_grad():
         for one in rank.modules:

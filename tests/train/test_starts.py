@@ -295,7 +295,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.runtime.links.fake_transport import Silent
+from weft.runtime.links.fake_transport import FakeTransport
 
 WIDTH, DEPTH = 1024, 16
 
@@ -332,7 +332,7 @@ def main(how):
     files = compile_program(start.module, (torch.zeros(4, WIDTH),), "dp=4,zero=3").files
     values = sys.argv[2] if how == "files" else values_of(start, init)
     before = peak()
-    module = open_rank(files, Silent(1, 4), values)
+    module = open_rank(files, FakeTransport(1, 4), values)
     print(peak() - before, sum(one.nbytes for one in module.parameters()), 4 * DEPTH * WIDTH**2)
 
 

@@ -16,9 +16,10 @@ from weft.errors import RunError
 from weft.runtime.layout.execute import take
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
-from weft.runtime.start.initialise import build, replay_parts, stored_parts
+from weft.runtime.start.initialise import begin, build, stored_parts
+from weft.runtime.start.replaying import replay
 from weft.train.opened import open_flow
-from weft.train.weights import fill, sample_hash
+from weft.train.weights import fill_all, sample_hash
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def check(cut, source) -> None:
     with torch.no_grad():
         for tensor in program.state_dict().values():
             tensor.zero_()
-    fill(program, source)
+    fill_all([program], source)
     whole = module.state_dict()
     for name, tensor in program.state_dict().items():
         assert torch.equal(tensor, take(whole[name], program.stored[name]))
@@ -58,19 +59,19 @@ def test_missing_and_misshapen_weights_are_refused(cut) -> None:
     state = dict(module.state_dict())
     last = next(reversed(state.pop("transformer.ln_f.weight").shape))
     with pytest.raises(RunError, match=r"no values for transformer\.ln_f\.weight"):
-        fill(program, state)
+        fill_all([program], state)
     state["transformer.ln_f.weight"] = torch.zeros(last + 1)
     with pytest.raises(RunError, match=rf"\[{last + 1}\], planned as \[{last}\]"):
-        fill(program, state)
+        fill_all([program], state)
     with pytest.raises(RunError, match="no file"):
-        fill(program, "absent.safetensors")
+        fill_all([program], "absent.safetensors")
 
 
 def test_unknown_weights_are_named(cut) -> None:
     module, program = cut
     state = {**module.state_dict(), **{f"other{i}": torch.zeros(1) for i in range(10)}}
     with pytest.raises(RunError, match=r"no other0, other1.* and 2 more"):
-        fill(program, state, known=frozenset(module.state_dict()))
+        fill_all([program], state, known=frozenset(module.state_dict()))
 
 
 def test_a_folder_with_an_index(cut, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_folder_with_an_index(cut, tmp_path: Path) -> None:
     check(cut, tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=r"no \.safetensors files"):
-        fill(cut[1], tmp_path / "empty")
+        fill_all([cut[1]], tmp_path / "empty")
 
 
 def test_one_of_two_tied_names_is_enough(cut) -> None:
@@ -116,9 +117,10 @@ def test_replay_gives_what_the_seed_would() -> None:
     def make() -> nn.Module:
         return nn.Linear(4, 6)
 
-    index = {"weight": (((1, 3), (5, 6)), ((0, 4),)), "bias": (((0, 6),),)}
-    found = replay_parts(make, 5, index)
+    record, found = begin(make, 5).record, dict[str, torch.Tensor]()
+    assert record is not None
+    replay(record, list(record.tensors), lambda name, tensor: found.update({name: tensor.clone()}))
     torch.manual_seed(5)
     whole = make()
-    assert torch.equal(found["weight"], whole.weight[[1, 2, 5]]) and torch.equal(found["bias"], whole.bias)
+    assert torch.equal(found["weight"], whole.weight) and torch.equal(found["bias"], whole.bias)
     assert torch.equal(build(make, 5).weight, whole.weight)

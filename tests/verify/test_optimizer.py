@@ -10,7 +10,7 @@ import torch
 import weft
 from weft.compile.optimizer import needs_closure
 from weft.errors import ModelFileError, PlanError
-from weft.runtime.checks.elementwise import mixes_elements
+from weft.runtime.checks.elementwise import mixing
 
 MODEL = """
 import sys
@@ -92,7 +92,7 @@ def test_sparse_gradients_are_refused_with_the_line(net) -> None:
     ids=["AdamW", "SGD", "RMSprop", "Adafactor", "Muon", "cannot be probed"],
 )
 def test_mixing_is_found_by_trying(made, mixes: bool) -> None:
-    assert mixes_elements(made) is mixes
+    assert bool(mixing(made, {2}).elements) is mixes
 
 
 def test_a_norm_over_all_gradients_mixes_them() -> None:
@@ -101,7 +101,7 @@ def test_a_norm_over_all_gradients_mixes_them() -> None:
             torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
             return super().step(closure)
 
-    assert mixes_elements(lambda parameters: Clipped(parameters, lr=0.1))
+    assert mixing(lambda parameters: Clipped(parameters, lr=0.1), {2}).elements
     assert not needs_closure(Clipped([torch.zeros(1)], lr=0.1)) and needs_closure(torch.optim.LBFGS([torch.zeros(1)]))
 
 

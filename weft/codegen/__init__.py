@@ -1,5 +1,5 @@
-"""Program -> readable PyTorch: `emit` writes a directory that `weft.runtime.program.load.load_program` runs."""
+"""Program -> readable PyTorch: `generate` gives the files that `weft.runtime.program.load.load_program` runs."""
 
-from weft.codegen.emit import Emitted, emit, generate
+from weft.codegen.emit import generate
 
-__all__ = ["Emitted", "emit", "generate"]
+__all__ = ["generate"]

@@ -101,7 +101,7 @@ class Cells:
             along = _along_axes(call, grid.sizes, cutting)
             if along is not None:
                 return [Pattern(along.target, along.args, along.kwargs, keys, along.function)]
-        return _all_cells(call, grid, cutting, keys)
+        return _all_cells(call, grid, keys)
 
     def _is_even(self, op: Op, step: Compute) -> bool:
         """True if every dim is cut along one axis at most, into parts of one length."""
@@ -113,9 +113,7 @@ class Cells:
         return True
 
 
-def _all_cells(
-    call: Callable[[Cell], Call], grid: Grid, cutting: Sequence[int], keys: Mapping[Where, tuple[int, ...]]
-) -> list[Pattern]:
+def _all_cells(call: Callable[[Cell], Call], grid: Grid, keys: Mapping[Where, tuple[int, ...]]) -> list[Pattern]:
     """Patterns from the calls of all distinct cells."""
     found: dict[tuple[int, ...], int] = {}
     calls: dict[Call, int] = {}

@@ -1,6 +1,6 @@
 """Program -> files: the door of code generation.
 
-In: a Program and a directory. Out: the files written there, and their hash. A pure function of the Program: the same
+In: a Program. Out: its files by name, and their hash among them. A pure function of the Program: the same
 Program gives the same bytes.
 """
 
@@ -10,8 +10,6 @@ import io
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,38 +19,12 @@ from weft.codegen.moves import MoveWords
 from weft.codegen.program import class_name, file_text
 from weft.codegen.sheet import Sheet, input_names
 from weft.codegen.spread import Spreads, Team, main_grid, teams
-from weft.codegen.tables import Tables
+from weft.codegen.tables import Tables, tables_text
 from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
 from weft.runtime.program.files import CONSTANTS, META, PARTS, content_hash, file_hash
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """What was written."""
-
-    files: tuple[Path, ...]
-    hash: str
-
-
-def emit(program: Program, directory: str | Path, *, title: str = "", about: dict[str, Any] | None = None) -> Emitted:
-    """Write the program's files.
-
-    Args:
-        title: first line of the text; says model and plan.
-        about: more to keep in meta.json (fingerprints of graph and plan, versions).
-    """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = generate(program, title=title, about=about)
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    for name in {CONSTANTS} - set(contents):
-        (folder / name).unlink(missing_ok=True)
-    made: str = json.loads(contents[META])["hash"]
-    return Emitted(tuple(folder / name for name in contents), made)
 
 
 def generate(
@@ -84,7 +56,7 @@ def generate(
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
-    parts = {PARTS: _tables_text(tables).encode()}
+    parts = {PARTS: tables_text({room: dict(sorted(found.items())) for room, found in tables.rooms.items()}).encode()}
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
     meta = {
@@ -108,17 +80,6 @@ def _title(program: Program, team: Team) -> str:
     where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
     devices = "one device" if program.devices == 1 else f"{program.devices} devices"
     return f"{class_name(program)} for {devices}{where}. Made by weft; edit freely, then verify it again."
-
-
-def _tables_text(tables: Tables) -> str:
-    """The tables as JSON, one line a key."""
-    rooms = []
-    for room, found in tables.rooms.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(table)}" for key, table in sorted(found.items())]
-        body = ",\n".join(lines)
-        rooms.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if lines else "{}"))
-    joined = ",\n".join(rooms)
-    return f"{{\n{joined}\n}}\n"
 
 
 def _saved(program: Program) -> bytes:

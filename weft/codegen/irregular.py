@@ -13,6 +13,7 @@ from weft.ir.layout import Layout
 from weft.ir.program import Move, Program
 from weft.lower.transfer import Transfers
 from weft.runtime.layout.transfer import Piece, Transfer
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.load import SELF
 
 
@@ -36,7 +37,7 @@ def move_entry(
         "backward": None if backward is None else transfer_entries(transfers, backward, rank),
         "source_shapes": _shapes(origin, rank),
         "target_shapes": held,
-        "dtype": str(program.graph.tensors[tensor].dtype).removeprefix("torch."),
+        "dtype": dtype_name(program.graph.tensors[tensor].dtype),
         "chunks": len(held) > 1,
         **({} if ways is None else {"by_chunk": ways}),
     }
@@ -81,17 +82,18 @@ def transfer_entries(transfers: Transfers, moves: Iterable[Move], rank: int) -> 
 
 
 def _entry(transfer: Transfer, rank: int) -> dict[str, Any]:
-    local = transfer.kind == "local"
+    myself = rank if transfer.kind == "local" else None
+    group = [SELF if number == myself else number for number in transfer.group]
+    return {"kind": transfer.kind, "group": group, **exchange_entry(transfer, myself)}
 
-    def peer(number: int) -> int:
-        return SELF if local and number == rank else number
+
+def exchange_entry(transfer: Transfer, myself: int | None = None) -> dict[str, Any]:
+    """What a transfer sends and receives; `myself`: the rank that SELF stands for."""
 
     def pieces(items: tuple[Piece, ...]) -> list[Any]:
-        return [(peer(piece.peer), piece.slot, piece.index) for piece in items]
+        return [(SELF if piece.peer == myself else piece.peer, piece.slot, piece.index) for piece in items]
 
     return {
-        "kind": transfer.kind,
-        "group": [peer(number) for number in transfer.group],
         "sends": pieces(transfer.sends),
         "receives": pieces(transfer.receives),
         "shapes": transfer.shapes,

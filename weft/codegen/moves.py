@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from weft.codegen.spread import Spread, Spreads, describe
+from weft.codegen.spread import Spread, Spreads
 from weft.codegen.text import literal
 from weft.ir import program as ir
 from weft.ir.layout import Layout
@@ -87,8 +87,7 @@ class MoveWords:
         axes = tuple(axis for axis in after.dims[dim] if axis not in before.dims[dim])
         table = layout.ranges[dim]
         if not before.dims[dim] and table is not None:
-            counts = tuple(self._spreads.places[0].sizes[axis] for axis in axes)
-            found = describe(table, layout.shape[dim], axes, counts)
+            found = self._spreads.describe(table, layout.shape[dim], axes)
             if found is not None:
                 return found
         return Cut(_short(axes))

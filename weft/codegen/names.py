@@ -12,7 +12,7 @@ import itertools
 import keyword
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from weft.ir.graph import Graph, Op
 
@@ -75,6 +75,11 @@ def own_name(op: Op, *, alone: bool) -> str:
     return legal(_SHORT.get(op.kind, op.kind))
 
 
+def free_name(base: str, is_free: Callable[[str], bool]) -> str:
+    """The base, or the first of `base_1`, `base_2` ... that is free."""
+    return next(filter(is_free, itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1)))))
+
+
 class Names:
     """Names in one function. `last`: the position after which each value is dead; values not in it never are."""
 
@@ -85,13 +90,13 @@ class Names:
 
     def give(self, value: str, base: str, now: int) -> str:
         """A name for a value made at position `now`."""
-        base = legal(base)
-        for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))):
-            dead = all(self._last.get(holder, now + 1) <= now for holder in self._holders.get(name, ()))
-            if dead and name not in self._reserved:
-                self._holders[name] = [value]
-                return name
-        raise AssertionError("names never run out")
+
+        def is_free(name: str) -> bool:
+            return name not in self._reserved and all(self.is_dead(one, now) for one in self._holders.get(name, ()))
+
+        name = free_name(legal(base), is_free)
+        self._holders[name] = [value]
+        return name
 
     def alias(self, name: str, value: str) -> None:
         """The name also stands for this value, until that is dead."""

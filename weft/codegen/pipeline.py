@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.codegen.emit import generate
+from weft.codegen.irregular import exchange_entry
 from weft.codegen.piece_text import crossing_names, events_text, head
 from weft.ir.program import Move
 from weft.ir.schedule import Schedule
@@ -20,7 +21,7 @@ from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.returned import returned
 from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
-from weft.runtime.layout.transfer import Transfer
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.files import PIPELINE, description_hash, file_hash
 
 
@@ -134,17 +135,8 @@ class _Words:
     def by_device(self, move: Move) -> dict[str, Any]:
         devices = sorted({*move.source.grid.devices, *move.target.grid.devices})
         found = {device: self._transfers.of(move, device) for device in devices}
-        return {str(device): _transfer(one) for device, one in found.items() if one is not None}
+        return {str(device): exchange_entry(one) for device, one in found.items() if one is not None}
 
 
 def _dtype(pipelined: Pipelined, name: str) -> str:
-    return str(pipelined.graph.tensors[name].dtype).removeprefix("torch.")
-
-
-def _transfer(one: Transfer) -> dict[str, Any]:
-    return {
-        "sends": [[piece.peer, piece.slot, piece.index] for piece in one.sends],
-        "receives": [[piece.peer, piece.slot, piece.index] for piece in one.receives],
-        "shapes": one.shapes,
-        "add": one.add,
-    }
+    return dtype_name(pipelined.graph.tensors[name].dtype)

@@ -32,20 +32,18 @@ def file_text(sheet: Sheet, title: str) -> str:
     forward = _forward(sheet)
     parameters, layers = folded(parameter_entries(sheet))
     buffers, more = folded(buffer_entries(sheet))
-    sheet.need("weft.runtime.program.module", {"ParallelModule", *(["Part"] if parameters or buffers else [])})
+    sheet.need("weft.runtime.program.module", {"ParallelModule", "Part"})
     grid = dict(sheet.spreads.grid)
     options = ["ParallelModule", "grid=GRID", "parameters=PARAMETERS"]
     options += ["buffers=BUFFERS"] if buffers else []
     options += ["layers=LAYERS"] if layers or more else []
     tables = [f"GRID = {literal(grid)}" if grid else "GRID: dict[str, int] = {}"]
     tables += [f"LAYERS = {literal({**more, **layers})}"] if layers or more else []
-    tables += table_lines("PARAMETERS", parameters) if parameters else ["PARAMETERS: dict[str, Part] = {}"]
+    tables += table_lines("PARAMETERS", parameters)
     tables += table_lines("BUFFERS", buffers) if buffers else []
     lines = statement(f"class {class_name(program)}(", options, "):", 0)
     for i, method in enumerate([forward, *sheet.methods]):
         lines += ([""] if i else []) + method
-    if not parameters:
-        sheet.need("weft.runtime.program.module", {"Part"})
     tables = [*sheet.definitions.values(), *([""] if sheet.definitions else []), *tables]
     body = "\n".join([*tables, "", "", *lines])
     return f'"""{title}"""\n\n{_imports(sheet, body)}\n\n{sheet.sources.commented(body)}\n'
@@ -58,14 +56,9 @@ def _imports(sheet: Sheet, body: str) -> str:
     if not free_of(body, "F"):
         lines.append("import torch.nn.functional as F")
     lines.append("from torch import Tensor")
-    others = {module: names for module, names in sheet.imports.items() if not module.startswith("weft.")}
-    ours = {module: names for module, names in sheet.imports.items() if module.startswith("weft.")}
-    for module in sorted(others):
-        lines += _import(module, others[module])
-    lines.append("")
-    for module in sorted(ours):
-        lines += _import(module, ours[module])
-    return "\n".join(lines)
+    found = [(module.startswith("weft."), _import(module, names)) for module, names in sorted(sheet.imports.items())]
+    theirs, own = ([line for is_own, rows in found if is_own is wanted for line in rows] for wanted in (False, True))
+    return "\n".join([*lines, *theirs, "", *own])
 
 
 def _import(module: str, names: set[str]) -> list[str]:

@@ -5,7 +5,6 @@ In: a Program and the team whose text this is. `Body` asks it for everything tha
 
 from __future__ import annotations
 
-import itertools
 import keyword
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ import torch
 from weft.codegen.cells import Cells
 from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
-from weft.codegen.names import RESERVED, base_names, legal
+from weft.codegen.names import RESERVED, base_names, free_name, legal
 from weft.codegen.sources import Sources
 from weft.codegen.spread import Spreads, Team
 from weft.codegen.statements.operators import PRODUCTS
@@ -32,27 +31,23 @@ from weft.ir.layout import Layout
 from weft.ir.program import (
     Chunks,
     Compute,
-    Give,
     Move,
     Program,
     Recompute,
     Reshard,
     Step,
-    Take,
     Use,
     outputs_of,
     values_read,
     walk,
 )
 from weft.ir.ranges import count
-from weft.lower.chunks import Chunk, given, taken
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime.layout import moves as rt_moves
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.operators.calls import FUNCTIONS
 from weft.runtime.program.module import Container, ParallelModule
-from weft.runtime.weights.grad_sync import BucketSync
 
 _CONTAINER = Container()
 MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
@@ -119,14 +114,8 @@ class Sheet:
         self._direct, self.spent = _direct(program), spent_values(program)
         self._readings: dict[str, tuple[int, set[tuple[rt_moves.Move, ...]]]] | None = None
         for op in self.graph.ops:
-            rule_names = self._names_needed(op)
-            self.reserved |= rule_names
-
-    @staticmethod
-    def _names_needed(op: Op) -> set[str]:
-        if op.function is None:
-            return set()
-        return {getattr(op.function, "cls", op.function).__qualname__.split(".")[0]}
+            if op.function is not None:
+                self.reserved.add(getattr(op.function, "cls", op.function).__qualname__.split(".")[0])
 
     def need(self, module: str, names: Iterable[str]) -> None:
         """Import these names."""
@@ -253,14 +242,6 @@ class Sheet:
             case _:
                 return False
 
-    def take(self, step: Take, rank: int, chunk: int) -> Chunk:
-        """A Take as one rank does it for one chunk."""
-        return taken(self.program, step, rank, chunk)
-
-    def give(self, step: Give, rank: int, chunk: int) -> Chunk:
-        """A Give as one rank does it for one chunk."""
-        return given(self.program, step, rank, chunk)
-
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
         made = {name for inner in step.body for name in outputs_of(inner)}
@@ -313,12 +294,9 @@ class Sheet:
 
     def method_name(self, base: str) -> str:
         """A method name that nothing else has."""
-        base = legal(base)
-        for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))):
-            if name not in self.method_names and not hasattr(_a_program(), name):
-                self.method_names.add(name)
-                return name
-        raise AssertionError("names never run out")
+        name = free_name(legal(base), lambda name: name not in self.method_names and not hasattr(_a_program(), name))
+        self.method_names.add(name)
+        return name
 
     def _type(self, value: str) -> str:
         if value.startswith(INPUT):
@@ -374,9 +352,7 @@ def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> di
     for one in program.graph.inputs:
         base = legal((wanted or {}).get(one.tensor, one.tensor))
         taken = {*found.values(), *RESERVED, *MOVES}
-        found[one.tensor] = next(
-            name for name in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if name not in taken
-        )
+        found[one.tensor] = free_name(base, lambda name, taken=taken: name not in taken)  # type: ignore[misc]
     return found
 
 
@@ -398,4 +374,4 @@ def _is_plain(word: str) -> bool:
 @cache
 def _a_program() -> ParallelModule:
     """One that holds nothing: it has all attributes that any has."""
-    return ParallelModule(SingleRank(), grad_sync=BucketSync())
+    return ParallelModule(SingleRank())

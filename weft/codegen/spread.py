@@ -125,6 +125,10 @@ class Spreads:
             found.append(next(same, None))
         return tuple(found)
 
+    def describe(self, table: Sequence[Ranges], size: int, axes: tuple[str, ...]) -> Cut | None:
+        """How a dim of that size is cut along axes of the main grid; None if no words fit."""
+        return describe(table, size, axes, tuple(self.places[0].sizes[axis] for axis in axes))
+
     def _runs(self) -> Iterator[tuple[str, ...]]:
         names = [name for name, _ in self.grid]
         for start, stop in itertools.combinations(range(len(names) + 1), 2):

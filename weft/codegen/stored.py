@@ -7,15 +7,14 @@ stored alike stand once, with `*` for the layer's number.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.codegen.irregular import transfer_entries
+from weft.codegen.irregular import move_entry
 from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.sheet import Sheet
-from weft.codegen.spread import describe
 from weft.codegen.text import literal
 from weft.ir.graph import Buffer, Parameter
 from weft.ir.layout import Layout
@@ -29,7 +28,6 @@ class Entry:
 
     name: str
     text: str
-    comment: str
 
 
 def parameter_entries(sheet: Sheet) -> list[Entry]:
@@ -49,7 +47,7 @@ def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
     tensor = sheet.graph.tensors[one.tensor]
     layout = sheet.program.stored[one.tensor]
     words = [literal(tensor.sizes)]
-    cuts, comment = _cuts(sheet, layout, one.names[0])
+    cuts = _cuts(sheet, layout, one.names[0])
     words += [cuts] if cuts else []
     words += [f"dtype={tensor.dtype}"] if tensor.dtype != torch.float32 else []
     if isinstance(one, Parameter):
@@ -58,11 +56,11 @@ def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
     elif not one.persistent:
         words.append("persistent=False")
     words += [f"tied={literal(one.names[1:])}"] if len(one.names) > 1 else []
-    return Entry(one.names[0], f"Part({', '.join(words)})", comment)
+    return Entry(one.names[0], f"Part({', '.join(words)})")
 
 
-def _cuts(sheet: Sheet, layout: Layout, name: str) -> tuple[str, str]:
-    """How a tensor is cut, as text, and its local shape as a comment."""
+def _cuts(sheet: Sheet, layout: Layout, name: str) -> str:
+    """How a tensor is cut, as text."""
     spread = sheet.spreads.of(layout)
     if spread is not None:
         words = []
@@ -70,21 +68,19 @@ def _cuts(sheet: Sheet, layout: Layout, name: str) -> tuple[str, str]:
             table = layout.ranges[dim]
             if not axes or table is None:
                 continue
-            counts = tuple(sheet.spreads.places[0].sizes[axis] for axis in axes)
-            cut = describe(table, layout.shape[dim], axes, counts)
+            cut = sheet.spreads.describe(table, layout.shape[dim], axes)
             if cut is None:
                 break
             words.append(f"{dim}: {cut_text(cut)}")
-            if "Cut(" in words[-1]:
-                sheet.need("weft.runtime.layout.cuts", {"Cut"})
+            sheet.need_cut(words[-1])
         else:
-            return (f"{{{', '.join(words)}}}" if words else ""), ""
+            return f"{{{', '.join(words)}}}" if words else ""
     entries = {
         rank: layout.parts_on(rank)[0].ranges if layout.parts_on(rank) else None
         for rank in range(sheet.program.devices)
     }
     sheet.need("weft.runtime.program.module", {"Table"})
-    return f'Table("{sheet.tables.key("stored", name, entries)}")', ""
+    return f'Table("{sheet.tables.key("stored", name, entries)}")'
 
 
 def _use(sheet: Sheet, one: Parameter) -> list[str]:
@@ -105,7 +101,6 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
     direct = next((sync for sync in sheet.program.syncs if sync.parameter == one.tensor), None)
     if direct is None:
         return ["sync=None"]
-    stored = sheet.program.stored[one.tensor]
     for source, moves in zip(direct.sources, direct.moves, strict=True):
         if sheet.used_as_stored(source):
             if not moves:
@@ -113,14 +108,7 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
             words = sheet.words.all(moves, sheet.program.values[source].grad)
             if words is None:
                 entries = {
-                    rank: {
-                        "forward": transfer_entries(sheet.words.transfers, moves, rank),
-                        "backward": None,
-                        "source_shapes": [part.shape for part in stored.parts_on(rank)],
-                        "target_shapes": [part.shape for part in stored.parts_on(rank)],
-                        "dtype": str(sheet.graph.tensors[one.tensor].dtype).removeprefix("torch."),
-                        "chunks": False,
-                    }
+                    rank: move_entry(sheet.program, sheet.words.transfers, rank, source, moves, None, one.tensor, None)
                     for rank in sheet.team.ranks
                 }
                 sheet.need("weft.runtime.program.module", {"Table"})
@@ -174,7 +162,7 @@ def _patterns(entries: Sequence[Entry], stack: str) -> list[Entry] | None:
         number = int(match[2])
         if number < max(by_layer, default=number):
             return None
-        star = Entry(f"{stack}.*.{match[3]}", entry.text.replace(f'"{stack}.{number}.', f'"{stack}.*.'), entry.comment)
+        star = Entry(f"{stack}.*.{match[3]}", entry.text.replace(f'"{stack}.{number}.', f'"{stack}.*.'))
         by_layer.setdefault(number, []).append(star)
     alike = list(by_layer) == list(range(len(by_layer))) and all(one == by_layer[0] for one in by_layer.values())
     return by_layer[0] if alike and len(by_layer) > 1 else None
@@ -195,6 +183,3 @@ def wrapped(entry: Entry) -> list[str]:
         return [line]
     inside = entry.text.removeprefix("Part(").removesuffix(")")
     return [f'    "{entry.name}": Part(', f"        {inside}", "    ),"]
-
-
-Layers = Mapping[str, int]

@@ -8,11 +8,11 @@ In: values by rank, with a hint for their name. Out: a key that the text looks u
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from weft.codegen.names import free_name
 from weft.codegen.spread import GridOf
 from weft.runtime.layout.cuts import Place
 
@@ -37,9 +37,7 @@ class Tables:
         if (room, text) not in self._keys:
             base = "_".join((hint, *(axes or ())))
             taken = self.rooms[room]
-            name = next(
-                n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(1))) if n not in taken
-            )
+            name = free_name(base, lambda name: name not in taken)
             self._keys[room, text] = name
             taken[name] = table
         return self._keys[room, text]
@@ -75,6 +73,23 @@ class Tables:
             size = dict(self._grid)[name]
             flat = [flat[i : i + size] for i in range(0, len(flat), size)]
         return flat
+
+
+def tables_text(
+    rooms: Mapping[str, Mapping[str, Any]], lines: Sequence[str] = (), said: Callable[[Any], Any] | None = None
+) -> str:
+    """Tables as JSON, one line a key.
+
+    Args:
+        lines: what stands before them.
+        said: gives what stands for a value that JSON does not know.
+    """
+    found = list(lines)
+    for room, tables in rooms.items():
+        body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table, default=said)}" for key, table in tables.items())
+        found.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if body else "{}"))
+    joined = ",\n".join(found)
+    return f"{{\n{joined}\n}}\n"
 
 
 def _frozen(value: Any) -> Hashable:

@@ -81,13 +81,6 @@ def _item(argument: str, indent: int) -> list[str]:
     return statement(argument[: opening + 1], top_level(argument[opening + 1 : -1]), argument[-1] + ",", indent)
 
 
-def simple(line: str, indent: int, comment: str = "") -> list[str]:
-    """A statement without a bracket to break."""
-    note = f"  # {comment}" if comment else ""
-    text = f"{TAB * indent}{line}"
-    return [text + note] if len(text) + len(note) <= WIDTH else [text]
-
-
 def top_level(text: str) -> list[str]:
     """The arguments in a text, cut at commas outside of brackets and strings.
 
@@ -116,7 +109,7 @@ def assign(targets: str, expression: str, indent: int, comment: str = "") -> lis
     head = f"{targets} = " if targets else ""
     opening = last_bracket(expression)
     if opening < 0:
-        return simple(head + expression, indent, comment)
+        return statement(head + expression, (), "", indent, comment)
     inside = expression[opening + 1 : -1]
     return statement(head + expression[: opening + 1], top_level(inside), expression[-1], indent, comment)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from weft.errors import RunError
 from weft.ir.graph import Graph
@@ -93,7 +94,7 @@ def origin(graph: Graph) -> dict[str, str]:
     return {"graph": graph_key(graph), "weft": source_hash(), "torch": torch.__version__}
 
 
-def tensor_hash(tensor: torch.Tensor) -> str:
+def tensor_hash(tensor: Tensor) -> str:
     """A hash of a tensor's content."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     content = plain.view(torch.uint8) if plain.numel() else plain

@@ -12,7 +12,8 @@ Promised: nothing is downloaded, no code of the folder runs, and whatever is wro
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +40,8 @@ OWN_FILE = "write a model file: model() returns the module, example() a batch wi
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its batch; `origin` loads the same anywhere on this machine; `weights`: where a hollow one has its
-    values."""
+    """What a Subject has of it: a model and its batch; `origin` loads the same anywhere on this machine; `weights`:
+    where a hollow one has its values."""
 
     model: nn.Module
     example: dict[str, Tensor]
@@ -66,7 +67,7 @@ def load_hugging_face(text: str, *, hollow: bool = False) -> Loaded:
         raise ModelFileError(f"{named!r} is a file", remedy=f"give its folder: {PREFIX}{folder.parent}")
     name, settings = _parse(text, named)
     if name is not None:
-        with _Told(text, name, "settings that the configuration class knows, with values that fit each other"):
+        with _told(text, name, "settings that the configuration class knows, with values that fit each other"):
             config = _configured(_config_class(library, name, text), settings, text)
         return _made(library, config, text, None, hollow)
     return _from_cache(library, named, text)
@@ -124,7 +125,7 @@ def _from_folder(library: ModuleType, folder: Path, hollow: bool) -> Loaded:
         raise ModelFileError(
             f"{str(folder)!r} has no config.json", remedy="give the folder of a model: save_pretrained() writes one"
         )
-    with _Told(origin, "config.json", "give the folder of a model that this version of transformers knows"):
+    with _told(origin, "config.json", "give the folder of a model that this version of transformers knows"):
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     weights = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
     return _made(library, config, origin, str(folder.resolve()) if weights else None, hollow)
@@ -187,7 +188,7 @@ def _made(library: ModuleType, config: Any, origin: str, weights: str | None, ho
         config.use_cache = False
     task, architecture = _choose(library, config, origin)
     what = f"making {architecture.__name__}"
-    with torch.random.fork_rng(devices=[]), _Told(origin, what, "settings that fit each other, or whole files"):
+    with torch.random.fork_rng(devices=[]), _told(origin, what, "settings that fit each other, or whole files"):
         torch.manual_seed(SEED)
         start, files = Start(nn.Module()), None
         if hollow:
@@ -197,7 +198,7 @@ def _made(library: ModuleType, config: Any, origin: str, weights: str | None, ho
             start = Start(architecture.from_pretrained(weights, config=config, local_files_only=True))
         elif not hollow:
             start = Start(architecture._from_config(config))
-    with _Told(origin, "making a batch", OWN_FILE):
+    with _told(origin, "making a batch", OWN_FILE):
         example = task.batch(config, origin)
     return Loaded(start.module.train(), example, origin, start.record, files)
 
@@ -238,18 +239,13 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED + 1)
 
 
-class _Told:
+@contextmanager
+def _told(place: str, what: str, remedy: str) -> Iterator[None]:
     """Turns whatever transformers raises into a ModelFileError."""
-
-    def __init__(self, place: str, what: str, remedy: str) -> None:
-        self._place, self._what, self._remedy = place, what, remedy
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, WeftError):
-            said = " ".join(str(error).split())[:MAX_SAID]
-            raise ModelFileError(
-                f"{self._what}: {type(error).__name__}: {said}", place=self._place, remedy=self._remedy
-            ) from error
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:MAX_SAID]
+        raise ModelFileError(f"{what}: {type(error).__name__}: {said}", place=place, remedy=remedy) from error

@@ -8,38 +8,37 @@ what the file itself imports, and a file that defines operators, which no proces
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError
 from weft.plan.batch import BatchDims
-from weft.runtime.operators.custom import keep, kept_name
+from weft.runtime.operators.custom import as_module, keep, kept_name
 from weft.runtime.start.initialise import Start, begin
 from weft.runtime.start.record import Record
 from weft.runtime.training.combined_optimizer import as_one
 from weft.runtime.training.reduction import BadReduction, Reduction
 from weft.runtime.weights.precision import Mixed, Precision
 
-Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Data = Callable[[], Iterable[Any]]
 
 LEFT = "take out the call of sys.exit(), or keep it for when the file is run by itself"
 
 
-def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of a model that names none."""
     return torch.optim.AdamW(parameters, lr=1e-3)
 
@@ -93,14 +92,7 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
             be looked at then.
     """
     if str(path).startswith(PREFIX):
-        found = load_hugging_face(str(path), hollow=hollow is not None)
-        return Subject(
-            model=found.model,
-            example=found.example,
-            origin=found.origin,
-            record=found.record,
-            weights=found.weights,
-        )
+        return Subject(**vars(load_hugging_face(str(path), hollow=hollow is not None)))
     path = Path(path)
     if not path.is_file():
         raise ModelFileError(
@@ -110,22 +102,22 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         raise ModelFileError(f"{str(path)!r} is not a Python file", remedy="give a file whose name ends in .py")
     with _imported(path) as module:
         make_model, make_example = (_function(module, path, name) for name in ("model", "example"))
-        with Inside(path, "model()"):
+        with inside(path, "model()"):
             start = Start(make_model()) if hollow is None else begin(make_model, hollow)
         model = start.module
-        with Inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
+        with inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
             example = make_example()
         batch_dims = None
         if hasattr(module, "batch_dims"):
-            with Inside(path, "batch_dims()"):
+            with inside(path, "batch_dims()"):
                 batch_dims = _function(module, path, "batch_dims")()
-        optimizer = as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
+        optimizer = _optimizer(module, path)
         data, eval_data = (
             _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
         )
         reduction, precision = _reduction(module, path), None
         if hasattr(module, "precision"):
-            with Inside(path, "precision()"):
+            with inside(path, "precision()"):
                 precision = _function(module, path, "precision")()
     _check_kinds(path, model, example, batch_dims)
     return Subject(
@@ -167,7 +159,11 @@ def _reduction(module: ModuleType, path: Path) -> Reduction:
 def load_optimizer(path: Path) -> Optimizer:
     """The optimizer of a model file, without making its model."""
     with _imported(path) as module:
-        return as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
+        return _optimizer(module, path)
+
+
+def _optimizer(module: ModuleType, path: Path) -> Optimizer:
+    return as_one(_function(module, path, "optimizer")) if hasattr(module, "optimizer") else adamw
 
 
 def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
@@ -175,7 +171,7 @@ def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
         raise ModelFileError(
             f"model() returned {_a(model)}, not an nn.Module", place=str(path), remedy="return the module itself"
         )
-    if not isinstance(example, tuple | dict | torch.Tensor):
+    if not isinstance(example, tuple | dict | Tensor):
         raise ModelFileError(
             f"example() returned {_a(example)}",
             place=str(path),
@@ -189,12 +185,12 @@ def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
         )
 
 
-def check_loss(output: Any, place: str) -> torch.Tensor:
+def check_loss(output: Any, place: str) -> Tensor:
     """The scalar loss of a forward: the output itself, its `.loss`, its `["loss"]`, or the first of a tuple."""
     loss = find_loss(output)
     if loss is not None and loss.requires_grad:
         return loss
-    shape = f" of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    shape = f" of shape {list(output.shape)}" if isinstance(output, Tensor) else ""
     raise ModelFileError(
         f"the forward gives no loss to train: it returned {_a(output)}{shape}"
         + (" whose loss depends on no trained parameter" if loss is not None else ""),
@@ -218,29 +214,26 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
-    """The file as a module, findable under its name while it is in use (dataclasses and pickle look it up)."""
-    name = f"weft_model_file_{path.stem}"
+    """The file as a module, findable under its name while it is in use."""
     kept = sys.modules.get(kept_name(str(path)))
     if kept is not None:
         yield kept
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    sys.modules[name] = module
-    sys.path.insert(0, folder)
-    try:
-        with Inside(path, "the file"):
-            spec.loader.exec_module(module)
+    with as_module(f"weft_model_file_{path.stem}", str(path)) as (module, run):
+        with inside(path, "the file"):
+            run()
         keep(str(path), module)
         yield module
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop(name, None)
 
 
-class Inside:
+@contextmanager
+def inside(
+    path: Path | None,
+    what: str,
+    *,
+    only: tuple[type[BaseException], ...] = (Exception, SystemExit),
+    remedy: str = "run the file by itself, or add --debug for the whole trace",
+) -> Iterator[None]:
     """Turns whatever the code of a model file raises, `sys.exit()` too, into a ModelFileError with its own line.
 
     A module given in Python (`path` None) raises its own errors to its own caller.
@@ -249,33 +242,14 @@ class Inside:
         only: what is turned; everything else passes.
         remedy: what may have gone wrong, if it is known.
     """
-
-    def __init__(
-        self,
-        path: Path | None,
-        what: str,
-        *,
-        only: tuple[type[BaseException], ...] = (Exception, SystemExit),
-        remedy: str = "run the file by itself, or add --debug for the whole trace",
-    ) -> None:
-        self.path, self.what, self.only, self.remedy = path, what, only, remedy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.path is None or not isinstance(error, self.only) or isinstance(error, WeftError):
-            return
-        told = (
-            f"called sys.exit({error})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}: {error}"
-        )
-        raise ModelFileError(
-            f"{self.what} {told}",
-            place=_place(error, self.path),
-            remedy=LEFT if isinstance(error, SystemExit) else self.remedy,
-        ) from error
+    try:
+        yield
+    except only as error:
+        if path is None or isinstance(error, WeftError):
+            raise
+        left = isinstance(error, SystemExit)
+        told = f"called sys.exit({error})" if left else f"raised {type(error).__name__}: {error}"
+        raise ModelFileError(f"{what} {told}", place=_place(error, path), remedy=LEFT if left else remedy) from error
 
 
 def _place(error: BaseException, path: Path) -> str:

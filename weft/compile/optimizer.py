@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from weft.compile.model_file import Inside, Subject
+from weft.compile.model_file import Subject, inside
 from weft.errors import ModelFileError, PlanError
 from weft.ops.precision import Float64Mode
 from weft.runtime.checks.elementwise import mixing
@@ -24,7 +24,7 @@ GIVEN = "optimizer(parameters) is given a list of parameters, as in torch.optim.
 
 def make_optimizer(subject: Subject, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The user's optimizer over these parameters."""
-    with Inside(subject.path, "optimizer()", remedy=GIVEN):
+    with inside(subject.path, "optimizer()", remedy=GIVEN):
         made = subject.optimizer(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         what = "None" if made is None else f"a {type(made).__name__}"

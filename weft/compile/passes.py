@@ -121,17 +121,29 @@ def compile_subject(
         made = make(at_example(graph))
     if is_in_pieces(made):
         return build_pieces(subject, graph, made, make, links, timer, folder=folder, outputs=outputs)
+    key = "" if folder is None else cache.program_key(graph, made, _more(graph, links, outputs, like))
+    known = Compiled(graph, made, None, None, {}, timings=timer.seconds)
+    return kept(
+        known, folder, key, lambda: build(graph, made, links, timer, key, outputs=outputs, like=like, make=make)
+    )
+
+
+def kept(known: Compiled, folder: str | Path | None, key: str, make: Callable[[], Compiled]) -> Compiled:
+    """The program under a key, from the cache if it is there; without a folder it is just made.
+
+    Args:
+        known: what is there without the files.
+    """
     if folder is None:
-        return build(graph, made, links, timer, outputs=outputs, like=like, make=make)
-    key = cache.program_key(graph, made, _more(graph, links, outputs, like))
-    directory = cache.directory_of(Path(folder), graph, key)
-    found = cache.look_up(directory, key)
-    if found is not None:
-        files = found.files()
-        return Compiled(graph, made, None, None, files, directory, found.edited, timer.seconds)
-    compiled = build(graph, made, links, timer, key, outputs=outputs, like=like, make=make)
-    found = cache.write(directory, key, compiled.files)
-    return replace(compiled, directory=found.directory, edited=found.edited)
+        return make()
+    directory = cache.directory_of(Path(folder), known.graph, key)
+    found, made = cache.look_up(directory, key), known
+    if found is None:
+        made = make()
+        found = cache.write(directory, key, made.files)
+    else:
+        made = replace(known, files=found.files())
+    return replace(made, directory=found.directory, edited=found.edited)
 
 
 def build(
@@ -155,7 +167,7 @@ def build(
     if returns_all:
         about["returns"] = returned(graph).to_json()
         if kinds := lost(graph.out_leaves):
-            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=5)
+            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=7)
     about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
     stored = None if like is None else stored_parameters(like, links=links)
     lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
@@ -193,51 +205,24 @@ def build_pieces(
         )
     with timer("micro-batches"):
         prepared = prepare_pieces(subject, plan, capture_subject, make)
-    kept = None if folder is None else _Kept(Path(folder), graph, prepared, links)
-    found = kept.look_up() if kept is not None else None
-    if found is not None:
-        return Compiled(graph, plan, None, None, found.files(), found.directory, found.edited, timer.seconds)
+    # the order of a step by a function is known when it has been called
+    pieces = _pieces(prepared, links, timer) if callable(prepared.plans[0].schedule) else None
+    more = f"{'' if links is None else links.to_json()} {'' if pieces is None else pieces.schedule}"
+    key = "" if folder is None else cache.pieces_key(prepared.whole, prepared.plans, more)
+    known = Compiled(graph, plan, None, None, {}, timings=timer.seconds, pieces=pieces)
+
+    def emitted() -> Compiled:
+        made = _pieces(prepared, links, timer) if pieces is None else pieces
+        with timer("emit"):
+            files = made.files({"made_from": cache.origin(graph), "key": key})
+        return replace(known, files=files, pieces=made)
+
+    return kept(known, folder, key, emitted)
+
+
+def _pieces(prepared: Prepared, links: Links | None, timer: Timer) -> InPieces:
     with timer("pieces"):
-        pieces = lower_prepared(prepared, links=links)
-    found = kept.look_up(pieces) if kept is not None and kept.asks else None
-    with timer("emit"):
-        about = {"made_from": cache.origin(graph), "key": "" if kept is None else kept.key(pieces)}
-        files = pieces.files(about) if found is None else found.files()
-    compiled = Compiled(graph, plan, None, None, files, timings=timer.seconds, pieces=pieces)
-    if kept is not None and found is None:
-        found = kept.write(pieces, files)
-    return compiled if found is None else replace(compiled, directory=found.directory, edited=found.edited)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Where the cache has a program in pieces."""
-
-    folder: Path
-    graph: Graph
-    prepared: Prepared
-    links: Links | None
-
-    @property
-    def asks(self) -> bool:
-        """True if the order of a step is known only when its function has been called."""
-        return callable(self.prepared.plans[0].schedule)
-
-    def key(self, pieces: InPieces | None = None) -> str:
-        more = "" if self.links is None else self.links.to_json()
-        order = str(pieces.schedule) if pieces is not None and self.asks else ""
-        return cache.pieces_key(self.prepared.whole, self.prepared.plans, f"{more} {order}")
-
-    def look_up(self, pieces: InPieces | None = None) -> cache.Found | None:
-        """The program, if it is there; a function must have made the order."""
-        if self.asks and pieces is None:
-            return None
-        key = self.key(pieces)
-        return cache.look_up(cache.directory_of(self.folder, self.graph, key), key)
-
-    def write(self, pieces: InPieces, files: Mapping[str, bytes]) -> cache.Found:
-        key = self.key(pieces)
-        return cache.write(cache.directory_of(self.folder, self.graph, key), key, files)
+        return lower_prepared(prepared, links=links)
 
 
 def returned(graph: Graph) -> Returns:

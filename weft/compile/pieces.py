@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -33,7 +33,9 @@ from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
 from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
-from weft.runtime.training.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
+from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, dims_of, split_arguments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,28 +129,30 @@ def prepare_pieces(
         raise PlanError(
             str(error), place=f"microbatches={plan.microbatches}", remedy="use fewer micro-batches, or a larger batch"
         ) from None
-    plans: dict[str, Plan] = {}
-    keys = []
-    for one in examples:
-        key = str([tuple(tensor.shape) for tensor in _tensors(one)])
-        keys.append(key)
-        if key not in plans:
-            # a batch that is not cut is captured and planned
-            plans[key] = plan if len(examples) == 1 else make(capture(replace(subject, example=as_example(one))))
-    places = list(plans)
-    return Prepared(
-        whole=plan,
-        plans=tuple(plans.values()),
-        size_of=tuple(places.index(key) for key in keys),
-        examples=tuple(examples),
-        dims=dims,
+    # a batch that is not cut is captured and planned
+    plans, size_of = (
+        ((plan,), (0,))
+        if len(examples) == 1
+        else by_size(examples, lambda one: make(capture(replace(subject, example=as_example(one)))))
     )
+    return Prepared(plan, plans, size_of, tuple(examples), dims)
+
+
+def by_size(examples: Sequence[Arguments], make: Callable[[Arguments], T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
+    """What is made of the first example of each size, and which of the sizes each example has."""
+    found: dict[str, T] = {}
+    size_of = []
+    for one in examples:
+        key = str([tuple(tensor.shape) for tensor in tensors_in(one)])
+        if key not in found:
+            found[key] = make(one)
+        size_of.append(list(found).index(key))
+    return tuple(found.values()), tuple(size_of)
 
 
 def _warn_of_mixing(plan: Plan, dims: Sequence[BatchDim] | None) -> None:
     """Say it where micro-batches are not what the user may take them for."""
-    sizes = [plan.graph.tensors[one.tensor].sizes for one in plan.graph.inputs]
-    mixing = mixing_ops(plan.graph, plan.rules, dims_of(sizes) if dims is None else dims)
+    mixing = mixing_ops(plan.graph, plan.rules, dims_in(plan.graph, dims))
     if mixing:
         warnings.warn(
             f"{mixing[0].name} ({mixing[0].place}) takes rows of the batch apart or together: on micro-batches it "
@@ -163,8 +167,7 @@ def lower_prepared(found: Prepared, *, links: Links | None = None) -> InPieces:
     sizes = [lower_pieces(made, links=links)]
     for anew in others:
         sizes.append(at_other_size(sizes[0], made, anew.graph, _planned(anew), links))
-    for part in (part for one in sizes for part in one.parts):
-        check(part.program)
+    check_parts(sizes)
     pipeline = Pipeline(tuple(part.piece.segment for part in sizes[0].parts), found.whole.microbatches)
     schedule = said_schedule(pipeline, made.schedule, made.orders, _stages(sizes[0]))
     _refuse_shuffled(sizes[0], schedule)
@@ -178,6 +181,12 @@ def lower_prepared(found: Prepared, *, links: Links | None = None) -> InPieces:
         dims=found.dims,
         whole=found.whole.graph,
     )
+
+
+def check_parts(sizes: Sequence[Pipelined]) -> None:
+    """Prove the program of every piece at every size."""
+    for part in (part for one in sizes for part in one.parts):
+        check(part.program)
 
 
 def _planned(plan: Plan) -> Callable[[Graph], Plan]:
@@ -244,16 +253,21 @@ def batch_dims(subject: Subject, graph: Graph) -> tuple[BatchDim, ...] | None:
     told = subject.batch_dims
     if told is None:
         found = batch_dims_of(graph, RuleBook(graph))
-        return None if list(found) == dims_of([graph.tensors[one.tensor].sizes for one in graph.inputs]) else found
+        return None if found == dims_in(graph) else found
     if isinstance(told, Mapping):
         return tuple(told.get(one.where) for one in graph.inputs)
     return tuple(told)
 
 
-def _tensors(arguments: Any) -> Sequence[Any]:
+def dims_in(graph: Graph, told: Sequence[BatchDim] | None = None) -> tuple[BatchDim, ...]:
+    """The batch dim of each input: as told, else as sizes tell."""
+    return tuple(dims_of([graph.tensors[one.tensor].sizes for one in graph.inputs]) if told is None else told)
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def as_example(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def as_example(arguments: Arguments) -> Any:
     args, kwargs = arguments
     return kwargs if kwargs and not args else args

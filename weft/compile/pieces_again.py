@@ -18,21 +18,28 @@ from torch.utils import _pytree as pytree
 from weft.capture.example import split_example
 from weft.compile.alike import lower_alike
 from weft.compile.model_file import Subject
-from weft.compile.pieces import InPieces, as_example, at_other_size, batch_dims
+from weft.compile.pieces import (
+    InPieces,
+    as_example,
+    at_other_size,
+    batch_dims,
+    by_size,
+    check_parts,
+    dims_in,
+    stored_in,
+    tensors_in,
+)
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
 from weft.ir.schedule import Pipeline
-from weft.lower.check import check
 from weft.lower.pipeline import Pipelined
 from weft.order import make_schedule
 from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, dims_of, rows_of, split_arguments
-
-LOSS = -1
-"""In place of a dim along which parts are laid end to end: they are weighed and added up."""
+from weft.runtime.training.flow import LOSS
+from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, rows_of, split_arguments
 
 Capture = Callable[[Subject], Graph]
 Make = Callable[[Graph], Plan]
@@ -59,11 +66,11 @@ def at_size(
     made: InPieces, subject: Subject, rows: int, capture: Capture, make: Make, *, evaluation: bool = False
 ) -> InPieces:
     """The same pieces for micro-batches of so many rows."""
-    example = _with_rows(made.examples[0], _dims(made.dims, made.whole), rows)
+    example = _with_rows(made.examples[0], dims_in(made.whole, made.dims), rows)
     graph = capture(replace(subject, example=as_example(example)))
     graph = _only_read(graph) if evaluation else graph
     found = at_other_size(made.sizes[0], made.plan, graph, make, None)
-    _check(found)
+    check_parts([found])
     return replace(made, sizes=(found,), size_of=(0,), examples=(example,))
 
 
@@ -86,24 +93,18 @@ def for_evaluation(
     """
     count = trained.plan.microbatches
     told = batch_dims(subject, whole)
-    dims = _dims(told if told is None or len(told) == len(whole.inputs) else None, whole)
+    dims = dims_in(whole, told if told is None or len(told) == len(whole.inputs) else None)
     examples = _cut(split_example(subject.example), dims, count)
-    graphs: dict[str, Graph] = {}
-    keys = [str([tuple(leaf.shape) for leaf in _tensors(one)]) for one in examples]
-    for key, one in zip(keys, examples, strict=True):
-        if key not in graphs:
-            graphs[key] = _only_read(capture(replace(subject, example=as_example(one))))
-    joins = _joins(whole, [graphs[key] for key in keys], returns) if count > 1 else None
+    graphs, size_of = by_size(examples, lambda one: _only_read(capture(replace(subject, example=as_example(one)))))
+    joins = _joins(whole, [graphs[size] for size in size_of], returns) if count > 1 else None
     if joins is None and len(examples) > 1:
-        examples, keys, graphs = [split_example(subject.example)], [""], {"": _only_read(whole)}
-    first, *others = graphs.values()
+        examples, graphs, size_of = [split_example(subject.example)], (_only_read(whole),), (0,)
+    first, *others = graphs
     plan, lowered = _as_trained(trained, first, make, links)
     sizes = (lowered, *(at_other_size(lowered, plan, graph, make, links) for graph in others))
-    for size in sizes:
-        _check(size)
+    check_parts(sizes)
     pipeline = Pipeline(tuple(part.piece.segment for part in lowered.parts), count)
     schedule = make_schedule("inference", pipeline)
-    size_of = tuple(list(graphs).index(key) for key in keys)
     free = pipeline.without_gradient()
     made = InPieces(plan, sizes, size_of, free, schedule, tuple(examples), tuple(dims), whole)
     return Evaluation(made, tuple(returns), joins)
@@ -126,9 +127,8 @@ def _only_read(graph: Graph) -> Graph:
 def _cut(arguments: Arguments, dims: Sequence[BatchDim], count: int) -> list[Arguments]:
     """In as many parts as there are rows for."""
     args, kwargs = arguments
-    tensors = _tensors(arguments)
     try:
-        rows = rows_of(tensors, dims)
+        rows = rows_of(tensors_in(arguments), dims)
     except TooFewRows:
         rows = 1
     return split_arguments(args, dict(kwargs), dims, max(1, min(count, rows)))[0]
@@ -199,21 +199,8 @@ def _stage_before(graph: Graph, op: Op, found: Mapping[str, str]) -> str | None:
 
 def _homes(pipelined: Pipelined) -> frozenset[Any]:
     """What is kept from step to step, on which devices, how."""
-    found = set()
-    for part in pipelined.parts:
-        graph = part.program.graph
-        for name in (*graph.parameter_tensors, *(one.tensor for one in graph.buffers)):
-            found.add((name, part.piece.segment.devices, part.program.stored[name]))
-    return frozenset(found)
-
-
-def _check(pipelined: Pipelined) -> None:
-    for part in pipelined.parts:
-        check(part.program)
-
-
-def _dims(told: Sequence[BatchDim] | None, whole: Graph) -> tuple[BatchDim, ...]:
-    return tuple(dims_of([whole.tensors[one.tensor].sizes for one in whole.inputs]) if told is None else told)
+    kept = stored_in(pipelined)
+    return frozenset((name, devices, layout) for _, devices, found in kept for name, layout in found.items())
 
 
 def _with_rows(arguments: Any, dims: Sequence[BatchDim], rows: int) -> Any:
@@ -225,7 +212,3 @@ def _with_rows(arguments: Any, dims: Sequence[BatchDim], rows: int) -> Any:
             leaf = leaves[number]
             leaves[number] = leaf.index_select(dim, torch.arange(rows, device=leaf.device) % leaf.shape[dim])
     return pytree.tree_unflatten(leaves, spec)
-
-
-def _tensors(arguments: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from weft.capture import capture
 from weft.capture.example import is_marked, split_example
 from weft.capture.precision import chosen_precision
-from weft.compile.model_file import Inside, Subject, load_model_file
+from weft.compile.model_file import Subject, inside, load_model_file
 from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.graph import Buffer, Graph, Parameter
 from weft.ops.arguments import arguments, overload
@@ -34,14 +33,14 @@ PlanLike = Plan | str | Path | Callable[[Graph], Plan]
 class Whole:
     """Whole tensors before the first step, by tensor name of the Graph."""
 
-    state: Mapping[str, torch.Tensor]
-    inputs: Mapping[str, torch.Tensor]
+    state: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
     trained: tuple[str, ...]
     """Trained parameters, in the order of `module.parameters()`."""
     names: Mapping[str, str]
     """The name under which the reference knows each parameter and buffer."""
 
-    def every(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def every(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their names in the Graph."""
         yield from self.state.items()
         yield from self.inputs.items()
@@ -69,7 +68,7 @@ def in_precision(subject: Subject, precision: Precision | str | None) -> Subject
 
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
     """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
-    with Inside(subject.path, "the forward", only=(SystemExit,)):
+    with inside(subject.path, "the forward", only=(SystemExit,)):
         graph = capture(subject.model, subject.example, precision=subject.precision)
     check_dense(graph)
     if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):
@@ -139,7 +138,7 @@ def whole_tensors(graph: Graph, subject: Subject, *, wide: bool) -> Whole:
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     names: dict[str, str] = {}
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     named: tuple[Parameter | Buffer, ...] = (*graph.parameters, *graph.buffers)
     for held in named:
         name = next((name for name in held.names if name in first_names), "")
@@ -152,7 +151,7 @@ def whole_tensors(graph: Graph, subject: Subject, *, wide: bool) -> Whole:
         names[held.tensor], state[held.tensor] = name, known[name].detach()
     state.update(graph.constants)
     leaves, _ = tree_flatten(split_example(subject.example))
-    if [one.index for one in graph.inputs] != [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]:
+    if [one.index for one in graph.inputs] != [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]:
         raise PlanError(
             f"the plan is for another example: it has {len(graph.inputs)} tensors in other places",
             place=subject.place,

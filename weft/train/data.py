@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.compile.model_file import Inside, Subject
+from weft.compile.model_file import Subject, inside
 from weft.compile.packages import needed
 from weft.errors import ModelFileError, RunError
 from weft.train.text import Text, read_text
@@ -140,7 +141,7 @@ class Own:
     def _dealt(self, make: Callable[[], Any], what: str, replica: int, num_replicas: int) -> Iterator[Any]:
         """Whole rounds only: in an incomplete one some replicas would wait for the others."""
         number, mine = -1, None
-        with Inside(self.subject.path, what):
+        with inside(self.subject.path, what):
             for number, batch in enumerate(make()):
                 mine = batch if number % num_replicas == replica else mine
                 if number % num_replicas == num_replicas - 1:
@@ -229,7 +230,7 @@ class Numbered:
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     room = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
     module = needed(room, str(path), error=RunError)
-    with _Unreadable(path):
+    with _unreadable(path):
         if path.suffix == ".safetensors":
             return dict(module.load_file(path))
         found = module.load(path, allow_pickle=False)
@@ -277,18 +278,13 @@ def _listed(numbers: Sequence[int]) -> str:
     return " and ".join(map(str, numbers))
 
 
-class _Unreadable:
+@contextmanager
+def _unreadable(path: Path) -> Iterator[None]:
     """Whatever a reader raises over a file that is not what its name says."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RunError):
-            said = " ".join(str(error).split())[:200]
-            raise RunError(
-                f"{self._path} cannot be read: {said}", place=str(self._path), remedy="write the file anew"
-            ) from None
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise RunError(f"{path} cannot be read: {said}", place=str(path), remedy="write the file anew") from error

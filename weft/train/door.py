@@ -50,11 +50,14 @@ from weft.runtime.weights.precision import Precision
 from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
 from weft.train.memory.limit import check_limit
-from weft.train.opened import Content, MakeFiles, open_rank, refusal
+from weft.train.opened import Content, open_rank, refusal
 from weft.train.programs import Once, Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
 from weft.train.weights import Values, Weights, sample_hash
+
+Opened = partial[Parallel]
+"""Opens a rank's program, with the values that were asked for."""
 
 
 def parallelize(  # noqa: PLR0913 - each is a choice of the user's
@@ -103,12 +106,13 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     wanted = _wanted_outputs(outputs)
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
-    opened = _Opening(start, values_of(start, init), weights, seed, reduction_of(reduction), chosen)
+    reduced = reduction_of(reduction)
+    opened = _opened(start, values_of(start, init), weights, chosen, seed=seed, reduction=reduced)
 
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
-    about = partial(Subject, example=example, batch_dims=batch_dims, reduction=opened.reduction, precision=chosen)
+    about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
     programs = Programs(
         lambda module: about(original() if module is None else module),
         plan,
@@ -125,6 +129,19 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     return made
 
 
+def _opened(start: Start, own: Values, weights: Weights | None, chosen: Precision | None, **settings: Any) -> Opened:
+    """Only what the values need of the module is kept: a hollow one goes."""
+    return partial(
+        open_rank,
+        weights=own if weights is None else weights,
+        in_autocast=torch.is_autocast_enabled("cpu"),
+        otherwise=own,
+        known=original_order(start.module),
+        mixed=None if chosen is None else chosen.mixed(start.module),
+        **settings,
+    )
+
+
 def _wanted_outputs(outputs: str | None) -> str:
     if outputs not in (None, "loss", "all"):
         raise RunError(f"outputs is {outputs!r}", remedy='"loss", "all", or leave it out')
@@ -139,59 +156,25 @@ def _trained(programs: Programs, subject: Subject, memory_limit: str | int | Non
     return files
 
 
-def _emulated(content: Content, opened: _Opening, programs: Programs) -> nn.Module:
+def _emulated(content: Content, opened: Opened, programs: Programs) -> nn.Module:
     """All ranks as threads of this process."""
     once = Once(programs)
     files = files_of(content)
-    return Emulated(lambda transport: opened.rank(files, transport, once), files.devices, once, opened.order)
+    make = partial(opened, files, make_files=once)
+    return Emulated(make, files.devices, once, opened.keywords["known"])
 
 
-def _launched(trained: Callable[[], Content], start: Start, opened: _Opening, programs: Programs) -> nn.Module:
+def _launched(trained: Callable[[], Content], start: Start, opened: Opened, programs: Programs) -> nn.Module:
     """The rank that this process is."""
     if not is_launched():
         files = files_of(trained())
         refuse_processes(files.devices)
-        return opened.rank(files, SingleRank(), programs)
+        return opened(files, SingleRank(), make_files=programs)
     job = connect()
     refuse_different(job.transport, start)
     files = files_of(shared(job, trained))
     refuse_size(files.devices, job.transport.num_ranks)
-    return opened.rank(files, job.transport, lambda wanted: shared(job, lambda: programs(wanted)))
-
-
-class _Opening:
-    """Makes the module of a rank, with the values that were asked for.
-
-    Only what the values need of the module is kept: a hollow one goes."""
-
-    def __init__(
-        self,
-        start: Start,
-        own: Values,
-        weights: Weights | None,
-        seed: int,
-        reduction: Reduction,
-        precision: Precision | None,
-    ) -> None:
-        self.reduction, self._mixed = reduction, None if precision is None else precision.mixed(start.module)
-        self._values, self._own, self._seed = own if weights is None else weights, own, seed
-        self.order = original_order(start.module)
-        self._in_autocast = torch.is_autocast_enabled("cpu")
-
-    def rank(self, files: Content, transport: Transport, make_files: MakeFiles) -> Parallel:
-        made = open_rank(
-            files,
-            transport,
-            self._values,
-            seed=self._seed,
-            otherwise=self._own,
-            known=self.order,
-            make_files=make_files,
-            reduction=self.reduction,
-            mixed=self._mixed,
-        )
-        made.in_autocast = self._in_autocast
-        return made
+    return opened(files, job.transport, make_files=lambda wanted: shared(job, lambda: programs(wanted)))
 
 
 def reduction_of(how: How) -> Reduction:

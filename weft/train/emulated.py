@@ -22,16 +22,15 @@ from torch.utils import _pytree as pytree
 from weft.errors import RunError, WeftError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
-from weft.runtime.checks.unchanged import ASSIGN, BOUND, UNCALLED, hooks_of
+from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.context import Ambient, Modes
 from weft.runtime.program.module import TWICE
-from weft.runtime.program.name_passthrough import Loaded, LoadsByName
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
-from weft.runtime.training.step import Optimizers, Prepare, Scaler, all_of, loss_of, step_of
+from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import refuse_parts
 from weft.runtime.weights.leaf_aliases import is_watched
 from weft.train.opened import MakeFiles, Wanted, refusal
@@ -108,7 +107,7 @@ def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]], thread: threading.T
         thread.join(GOODBYE)
 
 
-class Emulated(LoadsByName):
+class Emulated(Stepping):
     """A parallel module with all of its ranks here.
 
     Args:
@@ -138,6 +137,9 @@ class Emulated(LoadsByName):
     def guard(self) -> Guard:
         found: Guard = self.__dict__["_guard"]
         return found
+
+    def _refused(self, message: str, remedy: str) -> Exception:
+        return refusal(message, remedy)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -223,18 +225,6 @@ class Emulated(LoadsByName):
         losses: list[Tensor] = self._crew.each(lambda module: module.forward_backward(batch, scale))
         return losses[0]
 
-    def train_step(
-        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
-    ) -> Tensor:
-        """Forward, backward, update of all ranks; the loss before the update.
-
-        Args:
-            prepare: is called between the gradients and the update: what clips them, say.
-            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
-        """
-        self.guard.refuse_others(all_of(optimizer))
-        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
-
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss over the batches of all replicas: there is one."""
         return loss
@@ -263,23 +253,30 @@ class Emulated(LoadsByName):
                 raise RunError(wrong, remedy="load a state dict of this very model")
         return super().load_state_dict(state_dict, strict, assign)
 
-    def load_given(self, given: Mapping[str, Any], *, strict: bool, assign: bool) -> Loaded:
-        """Cut whole tensors into the ranks' parts, if they are those of the original."""
-        if assign:
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Asked by torch, of this module or of one that holds it (`prefix` stands before the names): cut whole tensors
+        into the ranks' parts, if they are those of the original."""
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if local_metadata.get("assign_to_params_buffers"):
             raise refusal(*ASSIGN)
-        missing = [name for name in self._shapes if name in self._saved and name not in given]
-        unexpected = [name for name in given if strict and name not in self._saved]
+        given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        missing_keys += [prefix + name for name in self._shapes if name in self._saved and name not in given]
+        unexpected_keys += [prefix + name for name in given if strict and name not in self._saved]
         wrong = [found for name, whole in given.items() if (found := self._wrong(name, whole)) is not None]
+        error_msgs += wrong
         for rank, stored in zip(self.ranks, self._stored, strict=True):
             mine = {name: take(whole, stored[name]) for name, whole in given.items() if name in stored and not wrong}
             rank.load_state_dict(mine, strict=False)
-        return Loaded(missing, unexpected, wrong)
-
-    def __deepcopy__(self, memo: Any) -> Emulated:
-        raise refusal(*BOUND)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refusal(*BOUND)
 
     def _wrong(self, name: str, whole: Any) -> str | None:
         """Why a tensor is not that of the original, if it is not."""

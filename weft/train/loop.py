@@ -24,6 +24,7 @@ from weft.errors import RunError
 from weft.runtime.jobs.connect import Job
 from weft.runtime.links.backend import PrefixStore, peak_memory
 from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
 from weft.runtime.start.initialise import Start, original_order
 from weft.runtime.training.clip import Clip
@@ -37,7 +38,8 @@ from weft.train.programs import Programs
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings
-from weft.train.starting import values_of
+from weft.train.starting import Init, values_of
+from weft.train.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,7 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
     subject = in_precision(load_model_file(order.origin, hollow=order.settings.seed), order.settings.precision)
     chosen = replace(subject, optimizer=chosen_optimizer(subject, order.settings))
     module = _open(transport, order, subject)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(chosen, parameters) if parameters else Nothing()
+    optimizer = optimizer_of(chosen, module)
     if order.saved is not None:
         restore(order.saved, module, optimizer)
     run = Run(order, module, optimizer, make_source(subject, order.choice), scaler_of(subject, transport, order.saved))
@@ -102,18 +103,36 @@ def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parall
             return order.eval_files
         return job.share(lambda: programs(wanted))
 
-    own = values_of(Start(subject.model, subject.record), order.settings.init)
-    weights = order.settings.weights or subject.weights or own
-    return open_rank(
+    return open_subject(
         order.files,
         transport,
-        weights if order.saved is None else order.saved.model,
+        subject,
+        order.settings.weights if order.saved is None else order.saved.model,
+        order.settings.init,
         seed=order.settings.seed,
+        make_files=make_files,
+    )
+
+
+def open_subject(
+    files: Content,
+    transport: Transport,
+    subject: Subject,
+    weights: Weights | None = None,
+    init: Init = "exact",
+    **settings: Any,
+) -> Parallel:
+    """The rank's module of what a model file gives, with its values or others."""
+    own = values_of(Start(subject.model, subject.record), init)
+    return open_rank(
+        files,
+        transport,
+        weights or subject.weights or own,
         otherwise=own,
         known=original_order(subject.model),
-        make_files=make_files,
         reduction=subject.reduction,
         mixed=subject.mixed,
+        **settings,
     )
 
 
@@ -210,6 +229,12 @@ def scaler_of(subject: Subject, transport: ProcessTransport, saved: Saved | None
 def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
     """That of the file, or the one that was asked for."""
     return subject.optimizer if settings.lr is None else _adamw(settings.lr)
+
+
+def optimizer_of(subject: Subject, module: Parallel) -> Any:
+    """Over what a rank trains."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return make_optimizer(subject, parameters) if parameters else Nothing()
 
 
 class Nothing:

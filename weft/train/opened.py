@@ -21,7 +21,6 @@ from weft.runtime.training.load import load_sizes
 from weft.runtime.training.microbatches import Arguments
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import Reduction
-from weft.runtime.weights.grad_sync import BucketSync
 from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.train.weights import Values, fill_all
@@ -49,13 +48,17 @@ MakeFiles = Callable[[Wanted], Content]
 """Makes programs when they are asked for."""
 
 
-def open_rank(content: Content, transport: Transport, weights: Values, **settings: Any) -> Parallel:
+def open_rank(
+    content: Content, transport: Transport, weights: Values, *, in_autocast: bool = False, **settings: Any
+) -> Parallel:
     """The rank's module, with its values, watched over. All ranks of a replica call this together.
 
     Args:
+        in_autocast: the program was captured under autocast.
         settings: of `open_module`.
     """
     module = open_module(content, transport, weights, **settings)
+    module.in_autocast = in_autocast
     guard_rank(module, refusal)
     return module
 
@@ -103,7 +106,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
 
     def make_size(into: Flow, rows: int) -> None:
         found = made(Wanted(into is not flow, into.batch, rows))
-        into.add(rows, load_sizes(found, replica, BucketSync, into.rank.sizes[0]))
+        into.add(rows, load_sizes(found, replica, into.rank.sizes[0]))
         tell_sums(into.modules, mixed)
 
     return Parallel(

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weft.capture.specialise import at_example
@@ -163,7 +162,7 @@ def told(batch: Arguments | None) -> str:
         return ""
     leaves, spec = pytree.tree_flatten(batch)
     kinds = [
-        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     ]
     return f"{spec} {kinds}"

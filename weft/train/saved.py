@@ -29,7 +29,6 @@ from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.start.initialise import Whole, part_of
 from weft.runtime.training.parallel import Parallel
-from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.shard_owners import ShardOwners, exchange, gather, tell_all
 from weft.train.weights import listed, open_weights
 
@@ -245,7 +244,7 @@ def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphab
 def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
     program, whole = module.masters, _tensors(saved.folder / OPTIMIZER)
-    if isinstance(program, Pieces) and (apart := program.apart()):
+    if apart := program.apart():
         raise RunError(
             f"rank {program.transport.rank} holds {apart[0][0]} in two layouts, and one state of it is saved",
             remedy="resume under a plan whose stages lay it out alike, or keep them on different devices",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from weft.compile.weight_files import Files, open_files
 from weft.errors import RunError
 from weft.runtime.layout.transfer import Index
+from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.stored import Holds, shapes_of
 from weft.runtime.start.counted import Counted, NotElementwise
 from weft.runtime.start.initialise import Whole, module_tensors, part_of
@@ -77,21 +78,16 @@ _Parts = dict[str, list[_Wanted]]
 """Parts by the name under which their values are found."""
 
 
-def fill(program: Holds, weights: Values, otherwise: Values | None = None, known: Collection[str] = ()) -> None:
-    """Give every part that a rank holds its values.
+@torch.no_grad()
+def fill_all(
+    programs: Sequence[Holds], weights: Values, otherwise: Values | None = None, known: Collection[str] = ()
+) -> None:
+    """Give every part that the programs of a rank hold its values, in one go through the weights.
 
     Args:
         otherwise: has what state dicts lack: buffers that are not saved.
         known: all names of the original model; others among the weights are refused. Not given: none are.
     """
-    fill_all([program], weights, otherwise, known)
-
-
-@torch.no_grad()
-def fill_all(
-    programs: Sequence[Holds], weights: Values, otherwise: Values | None = None, known: Collection[str] = ()
-) -> None:
-    """The same for all programs of a rank, in one go through the weights."""
     first = _Source(weights)
     if known and (extra := [name for name in first.whole if name not in known]):
         raise RunError(f"the model has no {listed(extra)}", place=first.place, remedy=THIS_MODEL)
@@ -257,7 +253,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _word(dtype: torch.dtype | None) -> str:
-    return "of a dtype that torch does not have" if dtype is None else str(dtype).removeprefix("torch.")
+    return "of a dtype that torch does not have" if dtype is None else dtype_name(dtype)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -19,12 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LARGEST = sys.float_info.max
 ROUNDING = 1e-9
 KINDS = ("loss", "gradients", "weights")
 FEW = 3
 """So many copies that differ are named."""
+
+Tensors = Mapping[str, Tensor]
+"""By name."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,10 @@ class FirstDifference:
 class Sample:
     """What one side of the comparison computed: two steps of training."""
 
-    losses: tuple[torch.Tensor, ...]
-    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    losses: tuple[Tensor, ...]
+    gradients: tuple[Tensors, ...]
     """Per step, by parameter name; a parameter without a gradient is absent."""
-    weights: Mapping[str, torch.Tensor]
+    weights: Tensors
     """Parameters and buffers after the last step."""
     disagreements: tuple[str, ...] = ()
     """Copies of one tensor that differ between ranks."""
@@ -68,10 +72,10 @@ class Sample:
 class Noise:
     """Elements of one gradient that are zero or rounding only: `where` the reference is smaller than `below`."""
 
-    where: torch.Tensor
+    where: Tensor
     below: float
 
-    def silence(self, gradient: torch.Tensor) -> torch.Tensor:
+    def silence(self, gradient: Tensor) -> Tensor:
         """The gradient with those elements zero; an element that is larger than rounding on this side stays."""
         # Twice: what lies just below the bound on one side may lie just above it on the other.
         return torch.where(self.where & (gradient.abs() < 2 * self.below), torch.zeros_like(gradient), gradient)
@@ -106,7 +110,7 @@ class AtSizes:
         return {
             "sizes": dict(self.sizes),
             "equal": self.equal,
-            "differences": {found.kind: _plain(found) for found in self.differences},
+            "differences": _by_kind(self.differences),
         }
 
     def __str__(self) -> str:
@@ -132,8 +136,8 @@ class Rounded:
     def as_json(self) -> dict[str, Any]:
         return {
             "precision": self.precision,
-            "devices": {found.kind: _plain(found) for found in self.ours},
-            "one_device": {found.kind: _plain(found) for found in self.one},
+            "devices": _by_kind(self.ours),
+            "one_device": _by_kind(self.one),
             "wrong": list(self.wrong),
         }
 
@@ -186,7 +190,7 @@ class Result:
             "largest_difference": plain(self.largest_difference),
             "tolerance": self.tolerance,
             "devices": self.devices,
-            "differences": {found.kind: _plain(found) for found in self.differences},
+            "differences": _by_kind(self.differences),
             "first_difference": None if first is None else _plain(first),
             "disagreements": list(self.disagreements),
             "rounding": {found.kind: plain(found.value) for found in self.rounding},
@@ -232,6 +236,10 @@ def _plain(found: Difference | FirstDifference | Processes) -> dict[str, Any]:
     return {name: plain(value) for name, value in vars(found).items()}
 
 
+def _by_kind(differences: Sequence[Difference]) -> dict[str, Any]:
+    return {found.kind: _plain(found) for found in differences}
+
+
 def shortened(texts: Sequence[str]) -> list[str]:
     """The first few of many.
 
@@ -242,7 +250,7 @@ def shortened(texts: Sequence[str]) -> list[str]:
     return [*texts[:FEW], f"and {left} more"] if left > 0 else list(texts)
 
 
-def difference(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
+def difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     """max|a - b| / max(max|b|, scale); `b` is the reference.
 
     >>> difference(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0]))
@@ -259,17 +267,22 @@ def difference(a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> float:
     largest = float(apart.max())
     if largest == 0.0:
         return 0.0
-    finite = b.abs()[torch.isfinite(b)]
-    below = max(float(finite.max()) if finite.numel() else 0.0, scale)
+    below = max(_largest(b.abs()), scale)
     return min(largest / below, LARGEST) if below > 0.0 else LARGEST
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
+def _largest(sizes: Tensor) -> float:
+    """The largest that is finite."""
+    finite = sizes[torch.isfinite(sizes)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _wide(value: Tensor) -> Tensor:
     value = value.detach()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
-def scale_of(tensors: Mapping[str, torch.Tensor]) -> float:
+def scale_of(tensors: Tensors) -> float:
     """RMS over all finite elements of all float tensors."""
     total, count = 0.0, 0
     for tensor in tensors.values():
@@ -281,7 +294,7 @@ def scale_of(tensors: Mapping[str, torch.Tensor]) -> float:
     return math.sqrt(total / count) if count else 0.0
 
 
-def apart_in(name: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], scale: float) -> float:
+def apart_in(name: str, ours: Tensors, reference: Tensors, scale: float) -> float:
     """The difference of the tensors of that name; one that only one side has is compared with zeros."""
     if name not in ours and name not in reference:
         return 0.0
@@ -291,7 +304,7 @@ def apart_in(name: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str
     return difference(a, b, scale if b.is_floating_point() or b.is_complex() else 0.0)
 
 
-def compare_kind(kind: str, ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
+def compare_kind(kind: str, ours: Tensors, reference: Tensors) -> Difference:
     """The largest difference over all tensors of one kind."""
     scale = scale_of(reference)
     names = dict.fromkeys((*reference, *ours))
@@ -302,7 +315,7 @@ def compare_kind(kind: str, ours: Mapping[str, torch.Tensor], reference: Mapping
 def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:
     """The largest difference of each kind, over both steps."""
 
-    def losses(sample: Sample) -> dict[str, torch.Tensor]:
+    def losses(sample: Sample) -> dict[str, Tensor]:
         return {f"loss of step {i}": loss for i, loss in enumerate(sample.losses, 1)}
 
     gradients = [compare_kind("gradients", a, b) for a, b in zip(ours.gradients, reference.gradients, strict=True)]
@@ -313,13 +326,12 @@ def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:
     )
 
 
-def noise_in(gradients: Mapping[str, torch.Tensor]) -> dict[str, Noise]:
+def noise_in(gradients: Tensors) -> dict[str, Noise]:
     """What is rounding only in the reference's gradients of one step; tensors without any are left out."""
     scale, found = scale_of(gradients), {}
     for name, gradient in gradients.items():
         size = gradient.abs()
-        finite = size[torch.isfinite(size)]
-        below = ROUNDING * max(float(finite.max()) if finite.numel() else 0.0, scale)
+        below = ROUNDING * max(_largest(size), scale)
         where = size < below
         if bool(where.any()):
             found[name] = Noise(where, below)
@@ -328,7 +340,7 @@ def noise_in(gradients: Mapping[str, torch.Tensor]) -> dict[str, Noise]:
 
 def count_silenced(ours: Sample, reference: Sample) -> int:
     """How many elements, of all gradients, were not zero in some step on some side and yet taken as zero."""
-    total: dict[str, torch.Tensor] = {}
+    total: dict[str, Tensor] = {}
     for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
         for name, noise in noise_in(theirs).items():
             for gradient in (side[name] for side in (mine, theirs) if name in side):

@@ -8,7 +8,7 @@ judged.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
 from weft.verify.locate import Traceable
 from weft.verify.processes import make_pool
-from weft.verify.sizes import with_other_sizes
 from weft.verify.summary import summarize, summarize_pieces
 
 
@@ -69,11 +68,10 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
         check_schedule(compiled.pieces.pipeline, compiled.pieces.schedule)
     files = files_of(compiled.files)
     check_on_parts(subject, cut_parameters(files))
-    with ExitStack() as stack:
-        pool = stack.enter_context(make_pool(compiled.devices)) if processes else None
+    with make_pool(compiled.devices) if processes else nullcontext() as pool:
         result = judge(
             files,
-            compiled.plan.graph,
+            compiled.graph,
             subject,
             seed=seed,
             tolerance=tolerance,
@@ -81,8 +79,6 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
             pool=pool,
             traceable=_traceable(compiled),
         )
-        if compiled.pieces is None:
-            result = with_other_sizes(result, files, compiled.graph, subject, seed=seed, pool=pool, say=say)
     return replace(result, summary=_summary(compiled))
 
 

@@ -73,16 +73,6 @@ def _made(options: Mapping[str, Any], x: Tensor | None = None) -> dict[str, Any]
     return {"dtype": options.get("dtype") or default, "device": options.get("device") or device}
 
 
-def _fill(numbers: Numbers) -> Numbers:
-    """`x.numbers_(*args)`."""
-
-    def run(mode: DrawMode, x: Tensor, *args: Any, **named: Any) -> Tensor:
-        args = (*args, *named.values())
-        return x.copy_(numbers(*args, **mode.draw(x.shape), **_like(x)))
-
-    return run
-
-
 def _new(numbers: Numbers) -> Numbers:
     """The functional twin of `_fill`."""
 
@@ -91,6 +81,17 @@ def _new(numbers: Numbers) -> Numbers:
         return numbers(*args, **mode.draw(x.shape), **_like(x))  # type: ignore[no-any-return]
 
     return run
+
+
+def _fill(numbers: Numbers) -> Numbers:
+    """`x.numbers_(*args)`."""
+    new = _new(numbers)
+    return lambda mode, x, *args, **named: x.copy_(new(mode, x, *args, **named))
+
+
+def _of(numbers: Numbers) -> Numbers:
+    """`numbers(x)`, drawn for each element of `x`."""
+    return lambda mode, x: numbers(x, **mode.draw(x.shape), **_like(x))
 
 
 def _factory(numbers: Numbers) -> Numbers:
@@ -124,14 +125,6 @@ def _integers(numbers: Numbers) -> Numbers:
     return lambda mode, *args, **options: run(mode, *args, **{"dtype": torch.int64, **options})
 
 
-def _bernoulli(mode: DrawMode, p: Tensor) -> Tensor:
-    return random.bernoulli(p, **mode.draw(p.shape), **_like(p))
-
-
-def _poisson(mode: DrawMode, rate: Tensor) -> Tensor:
-    return sampling.poisson(rate, **mode.draw(rate.shape), **_like(rate))
-
-
 def _multinomial(mode: DrawMode, p: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     shape = (*p.shape[:-1], num_samples) if replacement else tuple(p.shape)
     return sampling.multinomial(p, num_samples, replacement, **mode.draw(shape))
@@ -161,7 +154,7 @@ def _table() -> Mapping[Any, Numbers]:
     return {
         aten.bernoulli_.float: _fill(lambda p=0.5, **options: draw.bernoulli(p, **options)),
         aten.bernoulli_.Tensor: _fill(draw.bernoulli),
-        aten.bernoulli.default: _bernoulli,
+        aten.bernoulli.default: _of(draw.bernoulli),
         aten.bernoulli.p: _new(draw.bernoulli),
         aten.bernoulli.Tensor: _new(draw.bernoulli),
         aten.uniform_.default: _fill(draw.rand),
@@ -180,7 +173,7 @@ def _table() -> Mapping[Any, Numbers]:
         aten.log_normal.default: _new(sampling.log_normal),
         aten.geometric_.default: _fill(sampling.geometric),
         aten.geometric.default: _new(sampling.geometric),
-        aten.poisson.default: _poisson,
+        aten.poisson.default: _of(sampling.poisson),
         aten.multinomial.default: _multinomial,
         aten.random_.to: _fill(_below),
         aten.random_.__getattr__("from"): _fill(draw.randint),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.codegen import generate
 from weft.compile.model_file import Optimizer, Subject, load_optimizer
@@ -42,12 +42,12 @@ from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.reduction import reduced
 from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
-from weft.verify.compare import Noise, Sample, noise_in
+from weft.verify.compare import Noise, Sample, Tensors, noise_in
 from weft.verify.precision import Float64Mode
 from weft.verify.ranks import Local, assemble, emulate, told
 from weft.verify.reference import NUM_STEPS, shares_of
 
-Record = dict[tuple[str, int, str, int, int], torch.Tensor]
+Record = dict[tuple[str, int, str, int, int], Tensor]
 """What the ops of one rank made: (piece, micro-batch, op, output, slot) -> tensor. A whole program is piece ''."""
 
 
@@ -67,8 +67,8 @@ class Task:
     """
 
     files: ProgramFiles
-    state: Mapping[str, torch.Tensor]
-    batches: tuple[tuple[torch.Tensor, ...], ...]
+    state: Tensors
+    batches: tuple[tuple[Tensor, ...], ...]
     shares: tuple[float, ...]
     size_of: tuple[int, ...]
     names: Mapping[str, str]
@@ -150,7 +150,7 @@ def _forwards(task: Task, graphs: Sequence[Graph], transport: Transport) -> Reco
 def _record(module: ParallelModule, piece: str, record: Record) -> None:
     """Let a module write down what its ops make in the first step; not again where they run again in backward."""
 
-    def trace(op: str, output: int, slot: int, tensor: torch.Tensor) -> None:
+    def trace(op: str, output: int, slot: int, tensor: Tensor) -> None:
         if module.stream.step == 0:
             record.setdefault((piece, module.stream.microbatch, op, output, slot), tensor.detach().clone())
 
@@ -195,8 +195,8 @@ def _make_task(
 
 
 def _cut(
-    files: ProgramFiles, subject: Subject, inputs: Sequence[torch.Tensor]
-) -> tuple[Sequence[Sequence[torch.Tensor]], Sequence[float], Sequence[int]]:
+    files: ProgramFiles, subject: Subject, inputs: Sequence[Tensor]
+) -> tuple[Sequence[Sequence[Tensor]], Sequence[float], Sequence[int]]:
     """The micro-batches that a program runs, what each counts, and which of its sizes each has."""
     size_of = files.about["size_of"] if files.in_pieces else [0]
     if len(size_of) == 1:
@@ -264,13 +264,13 @@ class _Opened:
         yield from self._pieces.trained()
         yield from self._pieces.apart()
 
-    def step(self, task: Task, step: int) -> torch.Tensor:
+    def step(self, task: Task, step: int) -> Tensor:
         """Forward and backward; the loss."""
         # an op may write to its input: each step has its own
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
         if self._flow.is_whole:
             self._flow.program.stream = Stream(task.seed, step, 0)
-            loss: torch.Tensor = self._flow.program(*batches[0])
+            loss: Tensor = self._flow.program(*batches[0])
             found = loss.detach().clone()
             loss.backward()
             return found
@@ -299,7 +299,7 @@ class _Held:
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         return {name: one.grad.clone() for name, one in self.trained.items() if one.grad is not None}
 
     def silence(self, noise: Mapping[str, Noise]) -> None:
@@ -308,7 +308,7 @@ class _Held:
                 part = Noise(take(noise[name].where, self.stored[name]), noise[name].below)
                 parameter.grad = part.silence(parameter.grad)
 
-    def local(self, losses: tuple[torch.Tensor, ...], gradients: Sequence[Mapping[str, torch.Tensor]]) -> Local:
+    def local(self, losses: tuple[Tensor, ...], gradients: Sequence[Tensors]) -> Local:
         """What was computed, and the weights as they are now."""
         weights = {known: self._module.part(name).detach().clone() for known, name in self._names.items()}
         return Local(self._rank, losses, tuple(gradients), weights, self.stored)
@@ -316,7 +316,7 @@ class _Held:
 
 def _train(
     opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], object]
-) -> tuple[tuple[torch.Tensor, ...], list[list[dict[str, torch.Tensor]]]]:
+) -> tuple[tuple[Tensor, ...], list[list[dict[str, Tensor]]]]:
     """The losses, and for each module the gradients of each step."""
     by_name: dict[str, list[nn.Parameter]] = {}
     for name, parameter in opened.trained():
@@ -324,8 +324,8 @@ def _train(
     ordered = [parameter for name in task.trained for parameter in by_name.get(name, ())]
     dims = {task.state[name].dim() for name in task.trained}
     update = optimizer(with_empties(ordered, dims)) if ordered else None
-    losses: list[torch.Tensor] = []
-    gradients: list[list[dict[str, torch.Tensor]]] = [[] for _ in held]
+    losses: list[Tensor] = []
+    gradients: list[list[dict[str, Tensor]]] = [[] for _ in held]
     for step in range(NUM_STEPS):
         begin(step + 1)
         for one in held:

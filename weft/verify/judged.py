@@ -9,19 +9,20 @@ looked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from weft.compile.model_file import Subject
 from weft.ir.graph import Graph
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.files import Source, files_of
-from weft.runtime.training.microbatches import BatchDim
-from weft.verify.compare import Difference, Processes, Result, Rounded, Sample, compare, count_silenced
+from weft.verify.compare import Processes, Result, Sample, compare, count_silenced
 from weft.verify.generated import run_generated
 from weft.verify.locate import Traceable, locate, locate_in_code
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.rounded import judge_rounding
+from weft.verify.sizes import with_other_sizes
 
 Say = Callable[[str], None]
 
@@ -37,7 +38,8 @@ def judge(
     pool: Pool | None = None,
     traceable: Traceable | None = None,
 ) -> Result:
-    """Run both sides and compare them; on the processes of `pool` if there is one.
+    """Run both sides and compare them, a program for several sizes at some of them; on the processes of `pool` if there
+    is one.
 
     Args:
         program: its files, or the directory that holds them.
@@ -47,11 +49,13 @@ def judge(
     count = len(files.about["size_of"]) if files.in_pieces else 1
     dims = files.about.get("dims")
     say(f"training on one device, {f'{count} micro-batches a step, ' if count > 1 else ''}in float64")
-    reference = run_reference(subject, seed=seed, wide=True, microbatches=count, dims=dims)
+    run = partial(run_generated, files, graph, subject, seed=seed)
+    on_one = partial(run_reference, subject, seed=seed, microbatches=count, dims=dims)
+    reference = on_one(wide=True)
     say(f"training on {files.devices} emulated devices, in float64")
     processes = None
     if pool is None:
-        ours = run_generated(files, graph, subject, seed=seed, wide=True, reference=reference)
+        ours = run(wide=True, reference=reference)
     else:
         ours, processes = run_both(files, graph, subject, reference, seed=seed, say=say, pool=pool)
     differences = compare(ours, reference)
@@ -63,8 +67,11 @@ def judge(
         say("looking for the first difference")
         first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
     say("training on both in the model's own precision")
-    rounding, rounded = round_off(files, graph, subject, reference, seed=seed, dims=dims, count=count, pool=pool)
-    return Result(
+    # a precision that was asked for is judged
+    asked = subject.precision
+    narrow, plain = run(wide=False, pool=None if asked is None else pool), on_one(wide=False)
+    rounded = None if asked is None else judge_rounding(narrow, plain, reference, asked)
+    result = Result(
         equal=equal and (rounded is None or not rounded.wrong),
         largest_difference=largest,
         differences=differences,
@@ -72,38 +79,21 @@ def judge(
         devices=files.devices,
         first_difference=first,
         disagreements=ours.disagreements,
-        rounding=rounding,
+        rounding=compare(narrow, plain),
         silenced=count_silenced(ours, reference),
         processes=processes,
         rounded=rounded,
     )
-
-
-def round_off(
-    program: Source,
-    graph: Graph,
-    subject: Subject,
-    truth: Sample,
-    *,
-    seed: int,
-    dims: Sequence[BatchDim] | None = None,
-    count: int = 1,
-    pool: Pool | None = None,
-) -> tuple[tuple[Difference, ...], Rounded | None]:
-    """What both sides round off in the model's own precision, or in one that was asked for: that is judged."""
-    there = pool if subject.precision is not None else None
-    narrow = run_generated(program, graph, subject, seed=seed, wide=False, pool=there)
-    plain = run_reference(subject, seed=seed, wide=False, microbatches=count, dims=dims)
-    judged = None if subject.precision is None else judge_rounding(narrow, plain, truth, subject.precision)
-    return compare(narrow, plain), judged
+    return result if files.in_pieces else with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
 def run_both(
     program: Source, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
 ) -> tuple[Sample, Processes]:
     """Train through a program on processes, and how they compare with the emulator."""
+    run = partial(run_generated, program, graph, subject, seed=seed, wide=True, reference=reference)
     with one_thread():
-        emulated = run_generated(program, graph, subject, seed=seed, wide=True, reference=reference)
+        emulated = run()
     say(f"training on {pool.num_ranks} processes, in float64")
-    ours = run_generated(program, graph, subject, seed=seed, wide=True, reference=reference, pool=pool)
+    ours = run(pool=pool)
     return ours, compare_with_emulator(ours, emulated, pool.num_ranks)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from weft.codegen import generate
 from weft.compile.model_file import Subject
@@ -131,7 +132,7 @@ def _first_op(
 
 def gather(
     layout: Layout, piece: str, ranks: Sequence[int], records: Sequence[Record], key: tuple[int, str, int]
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """The whole tensor, once for every copy of it that the devices hold.
 
     Args:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.ops.precision import Float64Mode, widen, widen_dtype
 
@@ -30,8 +31,8 @@ def precision_of(dtype: torch.dtype) -> Iterator[None]:
         asked = torch.get_default_dtype() if asked is None else asked
         return original(dtype if asked == torch.float64 else asked)
 
-    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("dtype") == torch.float64 and not isinstance(data, torch.Tensor):
+    def tensor(data: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("dtype") == torch.float64 and not isinstance(data, Tensor):
             kwargs["dtype"] = dtype
         return made(data, **kwargs)
 

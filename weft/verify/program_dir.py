@@ -12,8 +12,8 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
 from weft.verify.processes import make_pool
-from weft.verify.sizes import with_other_sizes
 from weft.verify.summary import summarize_pieces
 
 ANEW = "move the directory away and write the program anew: weft show FILE --plan P --out DIR"
@@ -103,20 +102,16 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     found = compare_origin(found, graph)
     tell(str(found))
     # whatever is wrong with the text is told with its own line
-    with OwnLines(found):
+    with own_lines(found):
         classes = load_classes(files)
     check_program_fits(found, classes, graph, subject)
     check_on_parts(subject, cut_parameters(files))
-    with OwnLines(found), ExitStack() as stack:
-        pool = stack.enter_context(make_pool(files.devices)) if processes else None
+    with own_lines(found), make_pool(files.devices) if processes else nullcontext() as pool:
         result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
         summary: dict[str, Any] = {"operators": len(graph.ops)}
         if files.in_pieces:
             summary = summarize_pieces(*order_of(files.about), spans_in(files.about), graph)
-        result = replace(result, summary={**summary, "program": found.as_json()})
-        if files.in_pieces:
-            return result
-        return with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
+        return replace(result, summary={**summary, "program": found.as_json()})
 
 
 def open_directory(directory: str | Path) -> ProgramDirectory:
@@ -241,42 +236,36 @@ def fits(shape: Sequence[int | str], sizes: Sequence[int]) -> bool:
     return len(shape) == len(sizes) and all(same)
 
 
-class OwnLines:
+@contextmanager
+def own_lines(found: ProgramDirectory) -> Iterator[None]:
     """Turns whatever the code in a program's directory raises into an error with the line there."""
-
-    def __init__(self, found: ProgramDirectory) -> None:
-        self._program = found
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or (isinstance(error, WeftError) and not isinstance(error, RunError)):
-            return
-        place = self._place(error)
-        if isinstance(error, RunError):
-            if place or self._program.edited:
-                remedy = (
-                    f"look at what was edited in {self._program.directory}" if self._program.edited else error.remedy
-                )
-                raise RunError(error.message, place=place or error.place, remedy=remedy) from error
-            return
+    try:
+        yield
+    except RunError as error:
+        place = _place(found, error)
+        if not place and not found.edited:
+            raise
+        remedy = f"look at what was edited in {found.directory}" if found.edited else error.remedy
+        raise RunError(error.message, place=place or error.place, remedy=remedy) from error
+    except WeftError:
+        raise
+    except Exception as error:
         raise RunError(
             f"the program cannot be loaded: {type(error).__name__}: {getattr(error, 'msg', None) or error}",
-            place=place or str(self._program.directory),
-            remedy=f"mend it, or {ANEW}" if self._program.edited else ANEW,
+            place=_place(found, error) or str(found.directory),
+            remedy=f"mend it, or {ANEW}" if found.edited else ANEW,
         ) from error
 
-    def _place(self, error: Exception) -> str:
-        """The innermost line of the program on the way to the error, here or in another process."""
-        if isinstance(error, SyntaxError):
-            return f"{error.filename}:{error.lineno}  {(error.text or '').strip()}".rstrip()
-        text = "".join(traceback.format_exception(error))
-        folder = re.escape(str(self._program.directory.resolve()))
-        given = re.escape(str(self._program.directory))
-        found = re.findall(rf'File "((?:{folder}|{given})/[^"]+)", line (\d+)', text)
-        if not found:
-            return ""
-        file, line = found[-1]
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-        return f"{file}:{line}  {lines[int(line) - 1].strip() if int(line) <= len(lines) else ''}".rstrip()
+
+def _place(program: ProgramDirectory, error: Exception) -> str:
+    """The innermost line of the program on the way to the error, here or in another process."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}  {(error.text or '').strip()}".rstrip()
+    text = "".join(traceback.format_exception(error))
+    folder, given = re.escape(str(program.directory.resolve())), re.escape(str(program.directory))
+    found = re.findall(rf'File "((?:{folder}|{given})/[^"]+)", line (\d+)', text)
+    if not found:
+        return ""
+    file, line = found[-1]
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return f"{file}:{line}  {lines[int(line) - 1].strip() if int(line) <= len(lines) else ''}".rstrip()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.capture.source import source_of_error
 from weft.errors import RunError, WeftError
@@ -21,7 +22,7 @@ from weft.runtime.layout.transfer import Index
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch, RankFailed
 from weft.runtime.program.files import GENERATED
-from weft.verify.compare import Sample
+from weft.verify.compare import Sample, Tensors
 from weft.verify.reference import NUM_STEPS
 
 
@@ -30,9 +31,9 @@ class Local:
     """What one module of a rank computed, and what the rank stores of each tensor, by the reference's names."""
 
     rank: int
-    losses: tuple[torch.Tensor, ...]
-    gradients: tuple[Mapping[str, torch.Tensor], ...]
-    weights: Mapping[str, torch.Tensor]
+    losses: tuple[Tensor, ...]
+    gradients: tuple[Tensors, ...]
+    weights: Tensors
     stored: Mapping[str, Index]
 
 
@@ -79,7 +80,7 @@ def assemble(found: Sequence[Local], shapes: Mapping[str, tuple[int, ...]]) -> S
     """Whole tensors from the ranks' parts, and what they disagree on. A rank may have several modules, or none."""
     quarrels: list[str] = []
 
-    def join_all(parts: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, torch.Tensor]:
+    def join_all(parts: Sequence[Tensors], what: str) -> dict[str, Tensor]:
         joined = {}
         for name in dict.fromkeys(name for part in parts for name in part):
             held = zip(found, parts, strict=True)
@@ -102,7 +103,7 @@ def assemble(found: Sequence[Local], shapes: Mapping[str, tuple[int, ...]]) -> S
     return Sample(losses=first.losses, gradients=gradients, weights=weights, disagreements=tuple(quarrels))
 
 
-def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor]]) -> tuple[torch.Tensor, list[str]]:
+def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, Tensor]]) -> tuple[Tensor, list[str]]:
     """A whole tensor from (rank, intervals, part), and where ranks disagree or an element is stored nowhere.
 
     >>> join((3,), [(0, (((0, 2),),), torch.tensor([1, 2])), (1, (((1, 3),),), torch.tensor([5, 3]))])
@@ -123,6 +124,6 @@ def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, torch.Tensor
     return whole, faults
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit; two NaNs count as equal (their difference shows elsewhere)."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

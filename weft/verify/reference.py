@@ -16,13 +16,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 from torch.utils._pytree import tree_map
 
 from weft.capture.example import split_example
-from weft.compile.model_file import Inside, Subject, check_loss
+from weft.compile.model_file import Subject, check_loss, inside
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
 from weft.runtime.random import Stream
@@ -78,7 +78,7 @@ def shares_of(subject: Subject, microbatches: int, dims: Sequence[BatchDim] | No
     examples, by_rows = split_arguments(args, dict(kwargs), dims, microbatches)
     if microbatches == 1 or subject.reduction.how == "mean":
         return by_rows
-    with Inside(subject.path, "reduction"):
+    with inside(subject.path, "reduction"):
         return subject.reduction.shares(subject.reduction.weights(examples, [1] * microbatches))
 
 
@@ -105,7 +105,7 @@ def _train(
         if wide:
             _silence(module, noise_in(gradients[-1]))
         if update is not None:
-            with Inside(subject.path, "the optimizer's step()"):
+            with inside(subject.path, "the optimizer's step()"):
                 update.step()
         for parameter in named.values():
             parameter.grad = None
@@ -115,7 +115,7 @@ def _train(
 
 def _accumulate(
     module: nn.Module, parts: Cut, subject: Subject, seed: int, step: int, *, wide: bool, mixed: OneDevice | None
-) -> torch.Tensor:
+) -> Tensor:
     """The gradients of a step, one micro-batch after the other, and its loss."""
     total = None
     if mixed is not None:
@@ -124,8 +124,8 @@ def _accumulate(
         args, kwargs = batch if mixed is None else mixed.inputs(batch)
         with (
             DrawMode(Stream(seed, step, micro)),
-            Inside(subject.path, "the forward"),
-            _Wide(subject, wide=wide),
+            inside(subject.path, "the forward"),
+            _wide_told(subject, wide=wide),
             nullcontext() if mixed is None else mixed.forward(),
         ):
             output = module(*args, **kwargs)
@@ -139,7 +139,7 @@ def _accumulate(
                 remedy="give an example and initial weights with a finite loss",
             )
         loss = loss if share == 1 else loss * share
-        with Inside(subject.path, "the backward"), _Wide(subject, wide=wide):
+        with inside(subject.path, "the backward"), _wide_told(subject, wide=wide):
             loss.backward()
         if mixed is not None:
             mixed.add()
@@ -155,26 +155,23 @@ def _accumulate(
     return total
 
 
-class _Wide:
+@contextmanager
+def _wide_told(subject: Subject, *, wide: bool) -> Iterator[None]:
     """Tells a failure of float64 alone as such: the model may well run in its own precision."""
-
-    def __init__(self, subject: Subject, *, wide: bool) -> None:
-        self._subject, self._wide = subject, wide
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._wide or not isinstance(error, Exception) or isinstance(error, WeftError):
-            return
+    try:
+        yield
+    except Exception as error:
+        if not wide or isinstance(error, WeftError):
+            raise
         with disabled_modes():
-            fine = _runs_narrow(self._subject)
-        if fine:
-            raise ModelFileError(
-                f"the forward fails in float64, in which verify runs it: {type(error).__name__}: {error}",
-                place=self._subject.place,
-                remedy="use operators that have a float64 version",
-            ) from error
+            fine = _runs_narrow(subject)
+        if not fine:
+            raise
+        raise ModelFileError(
+            f"the forward fails in float64, in which verify runs it: {type(error).__name__}: {error}",
+            place=subject.place,
+            remedy="use operators that have a float64 version",
+        ) from error
 
 
 def _runs_narrow(subject: Subject) -> bool:
@@ -194,7 +191,7 @@ def _silence(module: nn.Module, noise: Mapping[str, Noise]) -> None:
             parameter.grad = noise[name].silence(parameter.grad)
 
 
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by their first name."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in named}
@@ -211,10 +208,10 @@ def copy_module(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
 
@@ -233,7 +230,7 @@ def widen_module(module: nn.Module) -> None:
         parameter.data = widen(parameter.data)
         if parameter.grad is not None:
             parameter.grad = None
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -249,7 +246,7 @@ def direct_checkpoints() -> Iterator[None]:
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         # Re-entrant checkpoints give no gradient at all unless one of their arguments asks for it.
-        asked = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in args)
+        asked = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
         with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
             return function(*args)
 

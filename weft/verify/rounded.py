@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.weights.precision import Precision
-from weft.verify.compare import KINDS, Difference, Rounded, Sample
+from weft.verify.compare import KINDS, Difference, Rounded, Sample, Tensors
 
 SLACK = 2.0
 ROUNDINGS = 4
@@ -39,7 +39,7 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     return Rounded(str(precision), tuple(mine), tuple(theirs), tuple(wrong))
 
 
-def _by_kind(sample: Sample) -> Iterator[Mapping[str, Tensor]]:
+def _by_kind(sample: Sample) -> Iterator[Tensors]:
     """The tensors of each kind; gradients of both steps."""
     yield {f"of step {step + 1}": loss for step, loss in enumerate(sample.losses)}
     yield {
@@ -50,7 +50,7 @@ def _by_kind(sample: Sample) -> Iterator[Mapping[str, Tensor]]:
     yield sample.weights
 
 
-def _error(found: Mapping[str, Tensor], right: Mapping[str, Tensor], name: str, scale: float) -> float:
+def _error(found: Tensors, right: Tensors, name: str, scale: float) -> float:
     wanted = _flat(right[name])
     mine = _flat(found[name]) if name in found else torch.zeros_like(wanted)
     # what is infinite in both, as in a mask, is equal

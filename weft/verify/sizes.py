@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
@@ -95,7 +96,7 @@ def resized(example: Any, form: Form, given: Mapping[str, int]) -> Any:
     return kwargs or args
 
 
-def _stretched(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _stretched(tensor: Tensor, dim: int, size: int) -> Tensor:
     return tensor.detach().index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from weft.codegen.sizes.affine import Expression, Sample, fit, fit_quotient
 from weft.codegen.sizes.logical import Line, is_number, logical_lines, shape_of, tokens
+from weft.codegen.tables import tables_text
 from weft.codegen.text import TAB, top_level
 from weft.errors import PlanError
 from weft.runtime.program.files import PARTS
@@ -129,11 +130,7 @@ class Fitting:
             self._known[key] = fit(key, self._samples, self._common)
         found = self._known[key]
         if found is None:
-            raise PlanError(
-                f"a number of the program follows no rule over the marked sizes: {self._told(key)}",
-                place=place,
-                remedy=REMEDY,
-            )
+            raise self._no_rule(key, place)
         return found
 
     def token(self, values: Sequence[str], place: str) -> Piece:
@@ -145,18 +142,16 @@ class Fitting:
             return found if isinstance(found, Expression) else str(found)
         text = fit_quotient(list(map(float, values)), self._samples)
         if text is None:
-            raise PlanError(
-                f"a number of the program follows no rule over the marked sizes: {self._told(values)}",
-                place=place,
-                remedy=REMEDY,
-            )
+            raise self._no_rule(values, place)
         return f"({text})"
 
-    def _told(self, values: Sequence[Any]) -> str:
-        return "; ".join(
+    def _no_rule(self, values: Sequence[Any], place: str) -> PlanError:
+        told = "; ".join(
             f"{value} at {', '.join(f'{name}={size}' for name, size in sample.items())}"
             for value, sample in zip(values, self._samples, strict=True)
         )
+        what = f"a number of the program follows no rule over the marked sizes: {told}"
+        return PlanError(what, place=place, remedy=REMEDY)
 
     def steps(self) -> dict[str, int]:
         """Modulo what each size must be as in the example, so that every division comes out even."""
@@ -230,18 +225,8 @@ def _holds(table: Any) -> bool:
 
 
 def _parts_text(parts: Mapping[str, Any], names: tuple[str, ...], even: Mapping[str, int]) -> str:
-    """The tables as JSON, one line a key."""
-
-    def said(value: Any) -> Any:
-        return {SIZE: value.text(even)}
-
-    rooms = [f" {json.dumps('sizes')}: {json.dumps(names)}"] if names else []
-    for room, found in parts.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(table, default=said)}" for key, table in found.items()]
-        body = ",\n".join(lines)
-        rooms.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if lines else "{}"))
-    joined = ",\n".join(rooms)
-    return f"{{\n{joined}\n}}\n"
+    sizes = [f" {json.dumps('sizes')}: {json.dumps(names)}"] if names else []
+    return tables_text(parts, sizes, lambda value: {SIZE: value.text(even)})
 
 
 class Writer:

@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.codegen.text import TAB, last_bracket, simple, statement, top_level
+from weft.codegen.text import TAB, last_bracket, statement, top_level
 
 TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"'  # strings hold no sizes
@@ -50,7 +50,7 @@ class Line:
         opening = last_bracket(code)
         inside_text = code[opening + 1 : -1]
         if opening < 0 or inside_text.rstrip().endswith(","):
-            return simple(code, self.indent, note)
+            return statement(code, (), "", self.indent, note)
         return statement(code[: opening + 1], top_level(inside_text), code[-1], self.indent, note)
 
 

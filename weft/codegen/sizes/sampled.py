@@ -23,6 +23,7 @@ from typing import Any
 from weft.capture.specialise import hints, specialise
 from weft.codegen.emit import generate
 from weft.codegen.form import form_of, guards_of
+from weft.codegen.names import free_name
 from weft.codegen.sheet import input_names
 from weft.codegen.sizes.generalise import Files, Home, form, generalise
 from weft.codegen.sizes.logical import logical_lines, tokens
@@ -52,16 +53,11 @@ class Sized:
 
     Args:
         program, report: at the sizes of the example.
-        sizes: that batches choose; symbols: the name of each symbol of the Graph among them.
-        samples: the sizes at which it was made and proven.
     """
 
     program: Program
     report: Report
     files: Files
-    sizes: tuple[FreeSize, ...]
-    symbols: Mapping[str, str]
-    samples: tuple[Mapping[str, int], ...]
 
 
 def generate_for_sizes(
@@ -77,10 +73,9 @@ def generate_for_sizes(
     program = lowered(plan)
     report = check(program, plan.rules)
     sizes = _free_sizes(graph, _words(generate(program)))
-    names = {symbol: one.name for one in sizes for symbol in one.symbols}
-    moduli = {one.name: _modulus(graph, program, one.symbols) for one in sizes}
+    names = _names(sizes)
+    moduli = {one.size.name: _modulus(graph, program, one.symbols) for one in sizes}
     taken = _Search(graph, make, lowered, sizes, moduli).run(program)
-    samples = [one.sizes for one in taken]
     homes = [
         Home(argument, tuple(names.get(dim.expr, "") if isinstance(dim, Size) else "" for dim in shape))
         for argument, shape in (
@@ -88,35 +83,32 @@ def generate_for_sizes(
         )
     ]
     general = generalise(
-        [one.files for one in taken], samples, _first_homes(homes), moduli, [one.cuts for one in taken]
+        [one.files for one in taken],
+        [one.sizes for one in taken],
+        _first_homes(homes),
+        moduli,
+        [one.cuts for one in taken],
     )
+    steps = general.steps
     free = tuple(
-        FreeSize(
-            one.name,
-            one.leaf,
-            one.where,
-            one.dim,
-            general.steps[one.name],
-            one.hint % general.steps[one.name],
-            one.hint,
-        )
-        for one in sizes
+        replace(one.size, step=steps[one.size.name], rest=one.size.example % steps[one.size.name]) for one in sizes
     )
     batch = form_of(graph, free, names).to_json()
     files = _with_meta(general.files, {**(about or {}), "batch": batch})
-    return Sized(program, report, files, free, names, tuple(samples))
+    return Sized(program, report, files)
 
 
 @dataclass(frozen=True)
 class _Free:
-    """One size: the symbols that stand for it, and the input that gives it."""
+    """One size, of any value, and the symbols that stand for it."""
 
-    name: str
+    size: FreeSize
     symbols: tuple[str, ...]
-    leaf: int
-    where: str
-    dim: int
-    hint: int
+
+
+def _names(sizes: Sequence[_Free]) -> dict[str, str]:
+    """The name of the size that each symbol stands for."""
+    return {symbol: one.size.name for one in sizes for symbol in one.symbols}
 
 
 def _free_sizes(graph: Graph, words: set[str]) -> tuple[_Free, ...]:
@@ -130,14 +122,10 @@ def _free_sizes(graph: Graph, words: set[str]) -> tuple[_Free, ...]:
     for (dim, hint), symbols in groups.items():
         one = inputs[graph.symbols[symbols[0]][0]]
         base = NAMES[dim] if dim < len(NAMES) else f"size_{dim}"
-        taken = {each.name for each in found} | words
+        taken = {each.size.name for each in found} | words
         own = f"{re.sub(r'[^A-Za-z0-9_]+', '_', one.where).strip('_')}_{base}"
-        name = next(
-            each
-            for each in itertools.chain([base, own], map(f"{own}_{{}}".format, itertools.count(1)))
-            if each not in taken
-        )
-        found.append(_Free(name, tuple(symbols), one.index, one.where, dim, hint))
+        name = base if base not in taken else free_name(own, lambda name, taken=taken: name not in taken)  # type: ignore[misc]
+        found.append(_Free(FreeSize(name, one.index, one.where, dim, 1, 0, hint), tuple(symbols)))
     return tuple(found)
 
 
@@ -209,13 +197,12 @@ class _Search:
         self, graph: Graph, make: Make, lowered: Lower, sizes: Sequence[_Free], moduli: Mapping[str, int]
     ) -> None:
         self._graph, self._make, self._lowered, self._sizes, self._moduli = graph, make, lowered, sizes, moduli
-        names = {symbol: one.name for one in sizes for symbol in one.symbols}
-        self._guards = guards_of(graph, names)
+        self._guards = guards_of(graph, _names(sizes))
         self.wanted = len(sizes) + 2
 
     def run(self, example: Program) -> list[_Taken]:
         """Enough samples whose programs have one form."""
-        at = {one.name: one.hint for one in self._sizes}
+        at = {one.size.name: one.size.example for one in self._sizes}
         groups: dict[Any, list[_Taken]] = {}
         first_error: CaptureError | PlanError | None = None
         for sample in (at, *itertools.islice(self._samples(at), MANY)):
@@ -232,7 +219,7 @@ class _Search:
         raise self._refusal([key for key, _ in groups], first_error)
 
     def _program(self, sample: Mapping[str, int]) -> Program:
-        sizes = {symbol: sample[one.name] for one in self._sizes for symbol in one.symbols}
+        sizes = {symbol: sample[name] for symbol, name in _names(self._sizes).items()}
         plan = self._make(specialise(self._graph, sizes))
         program = self._lowered(plan)
         check(program, plan.rules)
@@ -240,25 +227,25 @@ class _Search:
 
     def _samples(self, at: Mapping[str, int]) -> Iterator[dict[str, int]]:
         """Sizes around the example's, no two of which go along with each other."""
-        windows = {one.name: self._window(one) for one in self._sizes}
+        free = [one.size for one in self._sizes]
+        windows = {one.name: self._window(one) for one in free}
         seen = {tuple(at.values())}
         for number in range(MANY * 4):
             sample = {
                 name: window[(number * (2 * place + 1) + 2 * place) % len(window)]
                 for place, (name, window) in enumerate(windows.items())
             }
-            free = [FreeSize(one.name, one.leaf, one.where, one.dim, 1, 0, one.hint) for one in self._sizes]
             if tuple(sample.values()) not in seen and refused(free, self._guards, sample) is None:
                 seen.add(tuple(sample.values()))
                 yield sample
 
-    def _window(self, one: _Free) -> list[int]:
+    def _window(self, one: FreeSize) -> list[int]:
         step = self._moduli[one.name]
-        around = (one.hint + step * k for k in sorted(range(-16, 17), key=lambda k: (abs(k), -k)) if k)
+        around = (one.example + step * k for k in sorted(range(-16, 17), key=lambda k: (abs(k), -k)) if k)
         return [size for size in around if size >= 2]
 
     def _refusal(self, forms: Sequence[Any], error: CaptureError | PlanError | None) -> PlanError:
-        told = ", ".join(f"dim {one.dim} of {one.where}" for one in self._sizes)
+        told = ", ".join(f"dim {one.size.dim} of {one.size.where}" for one in self._sizes)
         if len(forms) <= 1 and error is not None:
             return PlanError(
                 f"the sizes of {told} cannot vary together: {error.message}",

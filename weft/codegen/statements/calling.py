@@ -12,7 +12,6 @@ from typing import Any
 
 from weft.codegen.cells import MANY, DrawPattern, Pattern, Varying
 from weft.codegen.moves import axes_text, cut_text
-from weft.codegen.spread import describe
 from weft.codegen.statements.frame import Context, Frame
 from weft.codegen.statements.opaque import called, need_operator, opaque
 from weft.codegen.statements.operators import PRODUCTS, WEIGHTS, Written, expression
@@ -215,8 +214,7 @@ class _Call:
         axes = tables.axes_of(by_rank)
         if not axes:
             return None
-        counts = tuple(spreads.places[0].sizes[axis] for axis in axes)
-        cut = describe(tables.by_axes(by_rank, axes), size, axes, counts)
+        cut = spreads.describe(tables.by_axes(by_rank, axes), size, axes)
         if cut is None:
             return None
         self.frame.sheet.need_cut(cut_text(cut))

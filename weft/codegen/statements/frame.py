@@ -126,12 +126,9 @@ class Frame:
         by_rank: dict[int, list[Any]] = {}
         for (rank, _), value in sorted(values.items(), key=lambda item: item[0]):
             by_rank.setdefault(rank, []).append(value)
-        tables = self.sheet.tables
-        if slot is None and any(one != found[0] for found in by_rank.values() for one in found):
-            return (
-                f"self.here.{tables.key('here', hint, {rank: tuple(found) for rank, found in by_rank.items()})}[chunk]"
-            )
-        return f"self.here.{tables.key('here', hint, {rank: found[0] for rank, found in by_rank.items()})}"
+        varies = slot is None and any(one != found[0] for found in by_rank.values() for one in found)
+        table = {rank: tuple(found) if varies else found[0] for rank, found in by_rank.items()}
+        return f"self.here.{self.sheet.tables.key('here', hint, table)}{'[chunk]' if varies else ''}"
 
     def give_back(self, results: Sequence[str]) -> None:
         """The last statement of a method: its results, the only one without a name of its own if it was made last."""

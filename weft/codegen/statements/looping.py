@@ -12,14 +12,17 @@ from weft.codegen.sheet import Layer, attribute
 from weft.codegen.statements.frame import Frame
 from weft.codegen.statements.reads import Stack, from_outside
 from weft.codegen.text import literal
-from weft.ir.program import Chunks, Compute, Give, Recompute, Take
+from weft.ir.program import Chunks, Compute, Give, Recompute, Step, Take
+from weft.lower.chunks import given, taken
 from weft.runtime.layout.execute import covers
 
 
 def say_take(frame: Frame, step: Take) -> None:
     """Cut the chunk's part out of a value that the rank holds whole."""
     sheet, count = frame.sheet, frame.slots(step.target)
-    found = {(rank, chunk): sheet.take(step, rank, chunk) for rank in sheet.team.ranks for chunk in range(count)}
+    found = {
+        (rank, chunk): taken(frame.program, step, rank, chunk) for rank in sheet.team.ranks for chunk in range(count)
+    }
     held = frame.program.values[step.source].layout
     frame.inside.add(step.target)
     if all(one.index is not None and covers(one.index, held.parts_on(r)[0].shape) for (r, _), one in found.items()):
@@ -41,11 +44,7 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
     if not count:
         return
     gives = [inner for inner in step.body if isinstance(inner, Give)]
-    outside = [name for name in from_outside(step.body, frame.program) if name in frame.env]
-    method, extra = frame.sheet.method(
-        "chunk", step.body, outside, [give.source for give in gives], layer=frame.layer, chunked=True
-    )
-    words = [str(count), f"self.{method}", *_extra(frame, extra), *(frame.env[name] for name in outside)]
+    words = [str(count), *_method(frame, "chunk", step.body, [give.source for give in gives], chunked=True)]
     words.append(f"gives=[{', '.join(_given(frame, give, count) for give in gives)}]")
     words += ["recompute=True"] if step.recompute else []
     words += ["returned=True"] if step.ends else []
@@ -58,7 +57,7 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
 def _given(frame: Frame, give: Give, count: int) -> str:
     """What becomes of one result of a chunk: added up, or placed."""
     sheet, ranks = frame.sheet, frame.sheet.team.ranks
-    found = {(rank, chunk): sheet.give(give, rank, chunk) for rank in ranks for chunk in range(count)}
+    found = {(rank, chunk): given(frame.program, give, rank, chunk) for rank in ranks for chunk in range(count)}
     if all(one.index is None for one in found.values()):
         return "Given()"
     index = {rank: tuple(found[rank, chunk].index for chunk in range(count)) for rank in ranks}
@@ -73,10 +72,8 @@ def say_recompute(frame: Frame, step: Recompute) -> None:
     """Run the body now and again in backward: also where it leaves nothing, for the ranks that wait in it."""
     if not any(frame.sheet.does_something(inner) for inner in step.body):
         return
-    outside = [name for name in from_outside(step.body, frame.program) if name in frame.env]
     leaving = [name for name in frame.sheet.leaving(step) if frame.slots(name)]
-    method, extra = frame.sheet.method("again", step.body, outside, leaving, layer=frame.layer, chunked=frame.chunked)
-    words = [f"self.{method}", *_extra(frame, extra), *(frame.env[name] for name in outside)]
+    words = _method(frame, "again", step.body, leaving, chunked=frame.chunked)
     # the parts of an only result are results of their own
     results = leaving * frame.slots(leaving[0]) if len(leaving) == 1 else leaving
     plain = tuple(i for i, name in enumerate(results) if frame.program.values[name].grad is None)
@@ -84,6 +81,15 @@ def say_recompute(frame: Frame, step: Recompute) -> None:
     names = ", ".join(frame.name(name, parts=frame.slots(name) > 1) for name in leaving)
     shape = frame.sheet.shape(leaving[0]) if len(leaving) == 1 else ""
     frame.say(names, f"self.recompute({', '.join(words)})", shape)
+
+
+def _method(frame: Frame, kind: str, body: Sequence[Step], returned: Sequence[str], *, chunked: bool) -> list[str]:
+    """Steps as a method, and what it is called with: what else it takes, passed on, and the values it reads."""
+    outside = [name for name in from_outside(body, frame.program) if name in frame.env]
+    method, extra = frame.sheet.method(kind, body, outside, returned, layer=frame.layer, chunked=chunked)
+    frame.needs_layer = frame.needs_layer or (frame.layer is not None and frame.layer.variable in extra)
+    frame.needs_draw = frame.needs_draw or "draw" in extra
+    return [f"self.{method}", *extra, *(frame.env[name] for name in outside)]
 
 
 def say_stack(frame: Frame, step: Stack) -> None:
@@ -132,10 +138,3 @@ def _draw_text(step: Stack) -> str:
     base = step.draw - step.start * step.stride
     times = f"{step.stride} * i" if step.stride != 1 else "i"
     return f"{base} + {times}" if base else times
-
-
-def _extra(frame: Frame, extra: Sequence[str]) -> list[str]:
-    """What a method takes beside values, passed on."""
-    frame.needs_layer = frame.needs_layer or (frame.layer is not None and frame.layer.variable in extra)
-    frame.needs_draw = frame.needs_draw or "draw" in extra
-    return list(extra)

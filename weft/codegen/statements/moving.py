@@ -34,9 +34,14 @@ def say_use(frame: Frame, step: Use) -> None:
         return
     sync = sheet.syncs.get(step.value)
     shown = _moved(frame, step, source) if sync is None else _used(frame, step, sync)
-    slots = frame.slots(step.value)
-    target = frame.name(step.value, parts=slots > 1) if slots else ""
-    frame.say(target, shown, sheet.shape(step.value) if slots else "")
+    _say_made(frame, step.value, shown)
+
+
+def _say_made(frame: Frame, value: str, shown: str) -> None:
+    """What a value becomes, named if the rank holds something of it."""
+    slots = frame.slots(value)
+    made = frame.name(value, parts=slots > 1) if slots else ""
+    frame.say(made, shown, frame.sheet.shape(value) if slots else "")
 
 
 def _moved(frame: Frame, step: Use, source: str | None) -> str:
@@ -79,9 +84,7 @@ def say_reshard(frame: Frame, step: Reshard) -> None:
         tensor = values[step.target].tensor
         key = sheet.move_key(step.target, step.forward, step.backward, tensor, step.source)
         shown = f"self.comm.move({text}, {literal(key)})"
-    slots = frame.slots(step.target)
-    made = frame.name(step.target, parts=slots > 1) if slots else ""
-    frame.say(made, shown, sheet.shape(step.target) if made else "")
+    _say_made(frame, step.target, shown)
 
 
 def _reshard_text(frame: Frame, text: str, words: Words, back: Words | None) -> str:

@@ -33,14 +33,17 @@ def opaque(sheet: Sheet, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any],
     applied: Any = op.function
     function = getattr(applied, "cls", applied)
     _reach(sheet, op, function)
-    if function is applied:
-        words = [*map(show, args), *(f"{name}={show(value)}" for name, value in kwargs.items())]
+
+    def call(positional: Sequence[Any], named: Mapping[str, Any]) -> str:
+        words = [*map(show, positional), *(f"{name}={show(value)}" for name, value in named.items())]
         return f"{function.__qualname__}({', '.join(words)})"
+
+    if function is applied:
+        return call(args, kwargs)
     tree = pytree.tree_unflatten(list(args), applied.spec)
     if isinstance(function, CustomOp):
         positional, named = tree
-        words = [*map(show, positional), *(f"{name}={show(value)}" for name, value in {**named, **kwargs}.items())]
-        text = f"{function.__qualname__}({', '.join(words)})"
+        text = call(positional, {**named, **kwargs})
     else:
         text = f"{function.__qualname__}.apply({', '.join(map(show, tree))})"
     if not applied.nested:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,23 +55,13 @@ def mixing(make: Make, dims: Collection[int]) -> Verdict:
     ([], [1, 2])
     """
     asked = sorted(dims)
-    trial = _Trial()
-    with trial, torch.random.fork_rng(devices=[]):
-        trial.verdict = Verdict(known=False)
+    # whatever an optimizer raises on small parameters says nothing about the real ones
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
         whole = [_waves(num_dims) for num_dims in asked]
         trained = _trained(make, whole)
         found = frozenset(num_dims for at, num_dims in enumerate(asked) if _differs(make, whole, at, trained[at]))
-        trial.verdict = Verdict(found, _mixes_parameters(make, whole, trained))
-    return trial.verdict
-
-
-def mixes_elements(make: Make) -> bool:
-    """True if two steps on a whole matrix and on its halves give other weights; False also if it cannot be tried.
-
-    >>> mixes_elements(torch.optim.AdamW), mixes_elements(torch.optim.Adafactor)
-    (False, True)
-    """
-    return bool(mixing(make, {2}).elements)
+        return Verdict(found, _mixes_parameters(make, whole, trained))
+    return Verdict(known=False)
 
 
 def mixing_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: Collection[int]) -> Verdict:
@@ -93,18 +84,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return "0.0" if float(value) == 0 else "number"
     return repr(value)
-
-
-class _Trial:
-    """Whatever an optimizer raises on small parameters says nothing about the real ones."""
-
-    verdict = Verdict()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        return isinstance(error, Exception)
 
 
 def _waves(num_dims: int) -> list[Tensor]:

@@ -77,6 +77,9 @@ class Mark:
         return Mark, ()
 
 
+NO_MARK = Mark()
+
+
 @dataclass(frozen=True)
 class Held:
     """What one rank holds.
@@ -263,8 +266,14 @@ NONE_OF_IT = (
 
 def guard_of(parameter: Any) -> Guard | None:
     """The guard of the module that a parameter is part of."""
+    guard = _mark_of(parameter).guard
+    return None if guard is None else guard()
+
+
+def _mark_of(parameter: Any) -> Mark:
+    """What a parameter says of itself; nothing if it has no mark."""
     mark = vars(parameter).get(NAME) if isinstance(parameter, nn.Parameter) else None
-    return mark.guard() if isinstance(mark, Mark) and mark.guard is not None else None
+    return mark if isinstance(mark, Mark) else NO_MARK
 
 
 def mark_replaced(parameters: Iterable[nn.Parameter], refuse: Refuse) -> None:
@@ -321,8 +330,8 @@ def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _is_replaced(parameter: Any) -> bool:
-    mark = vars(parameter).get(NAME) if isinstance(parameter, nn.Parameter) else None
-    return isinstance(mark, Mark) and mark.guard is None and mark.refuse is not None
+    mark = _mark_of(parameter)
+    return mark.guard is None and mark.refuse is not None
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.runtime.program.batch import dtype_name
+
 Wrong = tuple[str, str]
 """What is wrong, and what to do instead."""
 
@@ -139,7 +141,7 @@ def left_behind(name: str) -> str:
 
 def converted(name: str, before: torch.dtype, after: torch.dtype) -> Wrong:
     """Another dtype than the program's."""
-    old, new = (str(one).removeprefix("torch.") for one in (before, after))
+    old, new = map(dtype_name, (before, after))
     return (
         f"{name} would be in {new}, and its program is for {old}",
         "weft.parallelize(..., precision='bf16') computes in another precision, with float32 masters of the weights; "

@@ -13,7 +13,8 @@ import base64
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Job:
         self._num_shared += 1
         key = f"shared/{self._num_shared}"
         if self.transport.rank == 0:
-            with _Told(self._store, key):
+            with _told(self._store, key):
                 found = dict(make())
                 for name, content in found.items():
                     self._store.set(f"{key}/{name}", base64.b64encode(content).decode())
@@ -59,18 +60,14 @@ class Job:
         return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}
 
 
-class _Told:
+@contextmanager
+def _told(store: Store, key: str) -> Iterator[None]:
     """Lets the waiting ranks know if rank 0 fails."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._store.set(f"{self._key}/failed", "1")
+    try:
+        yield
+    except BaseException:
+        store.set(f"{key}/failed", "1")
+        raise
 
 
 def connect(*, timeout: float = TIMEOUT) -> Job:

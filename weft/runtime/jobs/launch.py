@@ -58,24 +58,6 @@ class RemoteError(RuntimeError):
     """What a process raised, by name and text; its trace is a note."""
 
 
-def run_processes(
-    num_ranks: int, entry: Entry | str, payload: Any = None, *, timeout: float = TIMEOUT, **options: Any
-) -> list[Any]:
-    """Start processes, call `entry(transport, payload)` in each, end them. Several jobs are better served by a `Pool`.
-
-    Args:
-        entry: a function at the top of a module, or `module:function`.
-        timeout: seconds that one collective may take.
-        options: of `Pool.run`.
-
-    Raises:
-        RankFailed: a rank raised, or its process was killed.
-        CollectiveMismatch: ranks entered different collectives, or wait for ones that nobody will enter.
-    """
-    with Pool(num_ranks) as pool:
-        return pool.run(entry, payload, timeout=timeout, **options)
-
-
 class Pool:
     """Processes that serve jobs until the pool is closed. After a failure new ones are started for the next job.
 

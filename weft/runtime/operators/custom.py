@@ -13,9 +13,10 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, overload
@@ -164,20 +165,28 @@ def load_file(path: str) -> ModuleType:
     name = kept_name(path)
     if name in sys.modules:
         return sys.modules[name]
+    with as_module(name, path) as (module, run):
+        run()
+    # it stays
+    sys.modules[name] = module
+    return module
+
+
+@contextmanager
+def as_module(name: str, path: str) -> Iterator[tuple[ModuleType, Callable[[], None]]]:
+    """A file as a module, findable under its name (dataclasses and pickle look it up) with its folder, and what runs
+    it."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     folder = str(Path(path).resolve().parent)
     sys.modules[name] = module
     sys.path.insert(0, folder)
-    with ExitStack() as ending:
-        ending.callback(sys.path.remove, folder)
-        unloading = ending.enter_context(ExitStack())
-        unloading.callback(sys.modules.pop, name)
-        spec.loader.exec_module(module)
-        # it stays
-        unloading.pop_all()
-    return module
+    try:
+        yield module, partial(spec.loader.exec_module, module)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop(name, None)
 
 
 def defined_in(path: str, name: str) -> Any:

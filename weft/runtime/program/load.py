@@ -19,27 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 from weft.runtime.layout.collectives import Irregular
 from weft.runtime.layout.cuts import Place, index_at
 from weft.runtime.layout.execute import size
-from weft.runtime.layout.transfer import Index, Piece, Transfer
+from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import CONSTANTS, ProgramFiles, Source, files_of
-from weft.runtime.program.module import GradSync, ParallelModule
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.sizes import SizedTables, is_sized
 from weft.runtime.program.stored import Table, Tables
 from weft.runtime.weights.by_chunk import ChunkRoute
-from weft.runtime.weights.grad_sync import BucketSync
 
 ROOMS = ("here", "stored", "moves")
 SELF = -1
 """Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
 
 
-def load_program(
-    source: Source,
-    transport: Transport,
-    state: Mapping[str, Tensor] | None = None,
-    *,
-    grad_sync: GradSync | None = None,
-) -> ParallelModule:
+def load_program(source: Source, transport: Transport, state: Mapping[str, Tensor] | None = None) -> ParallelModule:
     """The rank's module. `state`: its stored parts by name; zeros if not given."""
     files = files_of(source)
     assert transport.num_ranks == files.devices, (
@@ -49,7 +42,7 @@ def load_program(
     cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], transport.rank)])
     tables = read_tables(files.parts, Place(tuple(cls.grid().items()), transport.rank))
     constants = load_constants(files, transport.device)
-    return cls(transport, state, grad_sync=grad_sync or BucketSync(), tables=tables, constants=constants)
+    return cls(transport, state, tables=tables, constants=constants)
 
 
 def load_constants(files: ProgramFiles, device: torch.device | str) -> dict[str, Tensor]:
@@ -113,12 +106,10 @@ def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
         del mine[room][key]
     moves = {key: _irregular(table, place.rank) for key, table in mine["moves"].items()}
     return Tables(
-        here={key: _tupled(table) for key, table in mine["here"].items()},
-        parts={key: _tupled(table) for key, table in mine["stored"].items()},
+        here={key: tupled(table) for key, table in mine["here"].items()},
+        parts={key: tupled(table) for key, table in mine["stored"].items()},
         moves={key: found for key, found in moves.items() if found is not None},
-        sized=SizedTables(
-            parts["sizes"], sized, {"here": _tupled, "moves": lambda table: _irregular(table, place.rank)}
-        )
+        sized=SizedTables(parts["sizes"], sized, {"here": tupled, "moves": lambda table: _irregular(table, place.rank)})
         if "sizes" in parts
         else None,
     )
@@ -133,8 +124,9 @@ def _look_up(table: Mapping[str, Any], place: Place) -> Any:
     return values
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+def tupled(value: Any) -> Any:
+    """JSON's lists as tuples, at any depth."""
+    return tuple(map(tupled, value)) if isinstance(value, list) else value
 
 
 def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
@@ -143,8 +135,8 @@ def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
     return Irregular(
         forward=_transfers(value["forward"], rank),
         backward=None if value["backward"] is None else _transfers(value["backward"], rank),
-        source_shapes=_tupled(value["source_shapes"]),
-        target_shapes=_tupled(value["target_shapes"]),
+        source_shapes=tupled(value["source_shapes"]),
+        target_shapes=tupled(value["target_shapes"]),
         dtype=getattr(torch, value["dtype"]),
         chunks=value["chunks"],
         by_chunk=tuple(
@@ -155,25 +147,23 @@ def _irregular(value: Mapping[str, Any] | None, rank: int) -> Irregular | None:
 
 
 def _transfers(items: Any, rank: int) -> tuple[Transfer, ...]:
+    return tuple(transfer_of(item, rank) for item in items)
+
+
+def transfer_of(item: Mapping[str, Any], rank: int) -> Transfer:
+    """A transfer as it is written; SELF stands for `rank`. What crosses between pieces is an exchange, of no group."""
+
     def peer(number: int) -> int:
         return rank if number == SELF else number
 
     def pieces(found: Any) -> tuple[Piece, ...]:
-        return tuple(Piece(peer(number), slot, _index(index)) for number, slot, index in found)
+        return tuple(Piece(peer(number), slot, tupled(index)) for number, slot, index in found)
 
-    return tuple(
-        Transfer(
-            item["kind"],
-            tuple(map(peer, item["group"])),
-            pieces(item["sends"]),
-            pieces(item["receives"]),
-            _tupled(item["shapes"]),
-            item["add"],
-        )
-        for item in items
+    return Transfer(
+        item.get("kind", "exchange"),
+        tuple(map(peer, item.get("group", ()))),
+        pieces(item["sends"]),
+        pieces(item["receives"]),
+        tupled(item["shapes"]),
+        item["add"],
     )
-
-
-def _index(value: Any) -> Index:
-    found: Index = _tupled(value)
-    return found

@@ -31,7 +31,7 @@ from weft.runtime.program.stored import NO_TABLES, Behind, Container, Part, Tabl
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.ending import tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
-from weft.runtime.weights.grad_sync import BucketSync as GradSync
+from weft.runtime.weights.grad_sync import BucketSync
 from weft.runtime.weights.gradient import Gradient, give_gradient
 from weft.runtime.weights.leaf_aliases import Arrived, LeafAliases, is_watched
 from weft.runtime.weights.precision import NO_SUMS
@@ -40,7 +40,7 @@ from weft.runtime.weights.tape import Tape, Used
 from weft.runtime.weights.unshard import Gather
 from weft.runtime.weights.unsharded import changed_since
 
-__all__ = ["Container", "Given", "GradSync", "ParallelModule", "Part", "Table", "Tables"]
+__all__ = ["Container", "Given", "BucketSync", "ParallelModule", "Part", "Table", "Tables"]
 
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         transport: Transport,
         state: Mapping[str, Tensor] | None = None,
         *,
-        grad_sync: GradSync,
+        grad_sync: BucketSync | None = None,
         tables: Tables = NO_TABLES,
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.stream, self.tape = Stream(0, 0, 0), Tape()
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
-        self.grad_sync = grad_sync or GradSync()
+        self.grad_sync = grad_sync or BucketSync()
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}
         self._num_forwards = 0

@@ -3,15 +3,13 @@
 In: attributes that are set in construction, before what it shows. Out: they can be set again whatever the submodules,
 parameters and buffers are called that it shows; `get_submodule` finds those under any name. What it holds apart is
 among its modules, and not among those that torch saves and loads by their names, also as part of another module.
-`LoadsByName`: torch asks such a module for all that it shows at once.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -51,39 +49,3 @@ class Own(nn.Module):
         first, _, rest = target.partition(".")
         found = self._modules.get(first)
         return super().get_submodule(target) if found is None else found.get_submodule(rest)
-
-
-class Loaded(NamedTuple):
-    """What was wrong with the values that a module was given: names, and whole sentences."""
-
-    missing: list[str]
-    unexpected: list[str]
-    errors: list[str]
-
-
-class LoadsByName(Own):
-    """A module that takes values under the names that it shows, whatever torch takes for its children."""
-
-    @abstractmethod
-    def load_given(self, given: Mapping[str, Any], *, strict: bool, assign: bool) -> Loaded:
-        """Take values by name."""
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Asked by torch, of this module or of one that holds it: `prefix` stands before the names."""
-        for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        assign = bool(local_metadata.get("assign_to_params_buffers"))
-        found = self.load_given(given, strict=strict, assign=assign)
-        missing_keys += [prefix + name for name in found.missing]
-        unexpected_keys += [prefix + name for name in found.unexpected]
-        error_msgs += found.errors

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +149,6 @@ class SizedTables:
     ) -> None:
         self._names, self._tables, self._read = tuple(names), tables, read
         self._known: dict[tuple[str, str, tuple[int, ...]], Any] = {}
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self._tables)
 
     def at(self, room: str, key: str, sizes: tuple[int, ...]) -> Any:
         """What a table holds at these sizes."""

@@ -51,7 +51,7 @@ class Counted:
         self._record = record
         self._writers: dict[int, list[int]] = {}
         for number, entry in enumerate(record.entries):
-            for storage in entry.writes | {one.storage for one in entry.makes if one is not None}:
+            for storage in entry.sets:
                 self._writers.setdefault(storage, []).append(number)
         self._random = _random_entries(record)
         self._streams = _streams(record)
@@ -184,9 +184,8 @@ def _random_entries(record: Record) -> list[bool]:
     tainted: set[int] = set()
     found = []
     for entry in record.entries:
-        written = entry.writes | {one.storage for one in entry.makes if one is not None}
         random = entry.draws or not tainted.isdisjoint(entry.touches - entry.covers)
-        tainted = tainted | written if random else tainted - entry.covers
+        tainted = tainted | entry.sets if random else tainted - entry.covers
         found.append(random)
     return found
 
@@ -200,8 +199,7 @@ def _streams(record: Record) -> dict[int, Stream]:
     found, seen = {}, dict[str, int]()
     for number, entry in enumerate(record.entries):
         if entry.draws:
-            storages = sorted(entry.writes | {one.storage for one in entry.makes if one is not None})
-            name = next((names[storage] for storage in storages if storage in names), "")
+            name = next((names[storage] for storage in sorted(entry.sets) if storage in names), "")
             seen[name] = seen.get(name, 0) + 1
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
             found[number] = Stream(record.seed, key, seen[name])

@@ -18,7 +18,7 @@ from weft.runtime.layout.execute import size, take
 from weft.runtime.layout.transfer import Index
 from weft.runtime.start.record import Record
 from weft.runtime.start.recording import Unrecordable, record_module
-from weft.runtime.start.replaying import fill_strays, replay
+from weft.runtime.start.replaying import fill_strays
 
 
 class Whole(Protocol):
@@ -115,16 +115,3 @@ def begin_hollow(factory: Callable[[], nn.Module], seed: int) -> Start:
     recorded = record_module(factory, seed)
     fill_strays(recorded)
     return Start(recorded.module, recorded.record)
-
-
-def replay_parts(factory: Callable[[], nn.Module], seed: int, stored: Mapping[str, Index]) -> dict[str, Tensor]:
-    """This rank's parts of the module under the seed, by dotted name; one whole tensor at a time where possible.
-
-    Seeds are a matter of the whole process: not for several threads at once."""
-    start = begin(factory, seed)
-    if start.record is None:
-        return stored_parts(module_tensors(start.module), stored)
-    found: dict[str, Tensor] = {}
-    wanted = [name for name in stored if name in start.record.tensors]
-    replay(start.record, wanted, lambda name, tensor: found.update({name: part_of(tensor, stored[name], name)}))
-    return found

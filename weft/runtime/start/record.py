@@ -57,6 +57,11 @@ class Entry:
     """The line of the construction that it comes from."""
 
     @cached_property
+    def sets(self) -> frozenset[int]:
+        """All storages that it writes or makes."""
+        return self.writes | {one.storage for one in self.makes if one is not None}
+
+    @cached_property
     def touches(self) -> frozenset[int]:
         """All storages that it reads, writes or makes."""
         found: set[int] = set()
@@ -79,8 +84,7 @@ class Record:
 
     def unset(self, names: Iterable[str]) -> list[str]:
         """Those that nothing ever gives a value."""
-        set_at = {storage for entry in self.entries for storage in entry.writes}
-        set_at |= {one.storage for entry in self.entries for one in entry.makes if one is not None}
+        set_at = {storage for entry in self.entries for storage in entry.sets}
         tensors = {name: self.tensors[name] for name in names}
         return [
             name

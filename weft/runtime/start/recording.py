@@ -73,7 +73,7 @@ def record_module(factory: Callable[[], nn.Module], seed: int) -> Recorded:
         Unrecordable: with the reason, also where the function raises; Python's and NumPy's generators are as before
             then, for the function to be called again."""
     recorder = Recorder()
-    with torch.random.fork_rng(devices=[]), _Undone():
+    with torch.random.fork_rng(devices=[]), _undone():
         torch.manual_seed(seed)
         recorder.begin()
         with _whole_functions(recorder), _Guard(recorder), recorder:
@@ -96,20 +96,20 @@ def record_module(factory: Callable[[], nn.Module], seed: int) -> Recorded:
     return Recorded(module, Record(tuple(recorder.entries), sizes, found, seed, raw), strays)
 
 
-class _Undone:
+@contextlib.contextmanager
+def _undone() -> Iterator[None]:
     """Whatever ends the construction early: Python's and NumPy's generators are put back, to do it again."""
-
-    def __enter__(self) -> None:
-        self._python, numpy = random.getstate(), sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
-            if not isinstance(error, Unrecordable):
-                raise Unrecordable(f"{type(error).__name__}: {error}") from error
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    except Exception as error:
+        random.setstate(python)
+        if drawn is not None:
+            sys.modules["numpy"].random.set_state(drawn)
+        if isinstance(error, Unrecordable):
+            raise
+        raise Unrecordable(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def needed_entries(record: Record, finals: frozenset[int]) -> dict[int, frozense
     found: dict[int, frozenset[int]] = {}
     for number in range(len(record.entries) - 1, -1, -1):
         entry = record.entries[number]
-        results = entry.writes | {one.storage for one in entry.makes if one is not None}
+        results = entry.sets
         if live.isdisjoint(results) and not (entry.draws and draws):
             continue
         found[number] = entry.touches - live

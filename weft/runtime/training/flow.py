@@ -27,7 +27,6 @@ from weft.runtime.training.microbatches import Arguments, BatchDim, dims_of, par
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.pipeline import Piece, Rank, Share
 from weft.runtime.training.reduction import reduced
-from weft.runtime.weights.grad_sync import BucketSync
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""
@@ -191,8 +190,8 @@ def open_flow(source: Source, transport: Replica, batch: Arguments | None = None
     """
     files = files_of(source)
     if files.in_pieces:
-        return flow_of(files.about, load_pipeline(files, transport, BucketSync), batch)
-    return whole_flow(load_program(files, transport, grad_sync=BucketSync()), files.about, transport)
+        return flow_of(files.about, load_pipeline(files, transport), batch)
+    return whole_flow(load_program(files, transport), files.about, transport)
 
 
 def pieces_of(

@@ -7,33 +7,27 @@ crossings and events. Needs no compiler.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from weft.runtime.layout.transfer import Piece as Part
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.teams import Team
 from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_class, load_program
-from weft.runtime.program.module import GradSync
+from weft.runtime.program.load import load_class, load_program, transfer_of
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
 
 
-def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], GradSync]) -> Rank:
-    """The rank's share, its parts still zeros.
-
-    Args:
-        make_sync: makes what completes the gradients of one piece.
-    """
+def load_pipeline(source: Source, transport: Replica) -> Rank:
+    """The rank's share, its parts still zeros."""
     files, rank = files_of(source), transport.rank
     told = files.about
-    sizes = _sizes(files, transport, make_sync)
+    sizes = _sizes(files, transport)
     ties = [
         Tie(
             one["parameter"],
@@ -49,16 +43,14 @@ def load_pipeline(source: Source, transport: Replica, make_sync: Callable[[], Gr
     return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
 
 
-def load_sizes(source: Source, transport: Replica, make_sync: Callable[[], GradSync], first: Share) -> list[Share]:
+def load_sizes(source: Source, transport: Replica, first: Share) -> list[Share]:
     """The rank's share of a pipeline's files for further sizes of micro-batches, on the parameters of the first."""
-    return _sizes(files_of(source), transport, make_sync, first)
+    return _sizes(files_of(source), transport, first)
 
 
-def _sizes(
-    files: ProgramFiles, transport: Replica, make_sync: Callable[[], GradSync], known: Share | None = None
-) -> list[Share]:
+def _sizes(files: ProgramFiles, transport: Replica, known: Share | None = None) -> list[Share]:
     """A Share for each size; all hold the parameters of the first that is known."""
-    sizes = [_share(files, one, transport, make_sync) for one in files.about["sizes"]]
+    sizes = [_share(files, one, transport) for one in files.about["sizes"]]
     first = sizes[0] if known is None else known
     for one in sizes:
         for parameter, owner, borrower in files.about["loans"]:
@@ -83,13 +75,11 @@ def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]
     return found
 
 
-def _share(
-    files: ProgramFiles, told: Mapping[str, Any], transport: Replica, make_sync: Callable[[], GradSync]
-) -> Share:
+def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> Share:
     pieces = {
         one["name"]: Piece(
             one["name"],
-            load_program(files.folders[one["folder"]], Team(transport, one["devices"]), grad_sync=make_sync()),
+            load_program(files.folders[one["folder"]], Team(transport, one["devices"])),
             tuple(one["inputs"]),
             tuple(one["takes"]),
             tuple((name, trained) for name, trained in one["gives"]),
@@ -139,16 +129,4 @@ def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:
 
 def _transfer(by_device: Mapping[str, Any], rank: int) -> Transfer | None:
     one = by_device.get(str(rank))
-    if one is None:
-        return None
-    return Transfer(
-        "exchange", (), _parts(one["sends"]), _parts(one["receives"]), _tupled(one["shapes"]), bool(one["add"])
-    )
-
-
-def _parts(found: Any) -> tuple[Part, ...]:
-    return tuple(Part(peer, slot, _tupled(index)) for peer, slot, index in found)
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+    return None if one is None else transfer_of(one, rank)

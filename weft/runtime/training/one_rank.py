@@ -7,48 +7,51 @@ this is, the step as one call, a loss over all replicas.
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from weft.runtime.checks.batch_checksum import other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
-from weft.runtime.checks.unchanged import BOUND, UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.transport import Transport
 from weft.runtime.program.batch import BatchMismatch
-from weft.runtime.program.module import Refusal
-from weft.runtime.program.name_passthrough import Own
-from weft.runtime.program.stored import Holds
+from weft.runtime.program.module import ParallelModule, Refusal
 from weft.runtime.training.combined_optimizer import with_empties
+from weft.runtime.training.flow import Flow
+from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.reduction import BadReduction, Reduction
-from weft.runtime.training.step import Optimizers, Prepare, Scaler, all_of, step_of
+from weft.runtime.training.step import Stepping
 from weft.runtime.weights.leaf_aliases import has_hook_after
+from weft.runtime.weights.masters import Masters
 
 
-class HasStored(Protocol):
-    """A program, as its module sees it."""
-
-    @property
-    def stored(self) -> Mapping[str, Index]: ...
-
-    @property
-    def transport(self) -> Transport: ...
-
-
-class OneRank(Own):
+class OneRank(Stepping):
     """One rank of a parallel model.
 
     Args:
+        flow: the program for training.
+        pieces: its programs on this rank, as one.
+        masters: of the parameters of all pieces, if they compute in another precision.
+        seed: of the random streams.
         refusal: makes the error for a wrong call.
     """
 
-    def __init__(self, *, seed: int, reduction: Reduction, refusal: Refusal | None) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        pieces: Pieces[ParallelModule],
+        masters: Pieces[Masters] | None,
+        *,
+        seed: int,
+        reduction: Reduction,
+        refusal: Refusal | None,
+    ) -> None:
         super().__init__()
+        self._flow, self._pieces, self._masters = flow, pieces, masters
         self.seed, self.step = seed, 0
         self.reduction = reduction
         self._refusal = refusal
@@ -56,44 +59,28 @@ class OneRank(Own):
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
         # Not as parameters of the module: they are of no use but to be listed.
-        self.__dict__.update(dict.fromkeys(("_empty", "_guard", "_remember", "_unchanged")))
+        self.__dict__.update(dict.fromkeys(("_empty", "_remember", "_unchanged")))
 
     @property
-    @abstractmethod
-    def program(self) -> Any:
-        """The generated program for training."""
+    def program(self) -> Pieces[ParallelModule]:
+        """The programs for training of the rank's pieces, as one."""
+        return self._pieces
 
     @property
-    @abstractmethod
-    def masters(self) -> Holds:
-        """What holds the parameters that the optimizer updates: the program, or masters behind it."""
-
-    @abstractmethod
-    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
-        """Forward and backward; gradients are added to what was there, the loss is returned.
-
-        `scale`: the gradients are so many times what they are."""
-
-    @abstractmethod
-    def when_complete(self, then: Callable[[], None]) -> None:
-        """Call this at the end of every backward."""
+    def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
+        """What holds the parameters that the optimizer updates: the programs, or masters behind them."""
+        return self._pieces if self._masters is None else self._masters
 
     @property
-    @abstractmethod
     def has_forward(self) -> bool:
         """True if its forward can be called in training."""
+        return self._flow.is_whole
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
         self.__dict__["_guard"], self.__dict__["_remember"] = guard, remember
-        self.when_complete(remember)
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self, trained), {}
-
-    @property
-    def guard(self) -> Guard | None:
-        found: Guard | None = self.__dict__["_guard"]
-        return found
 
     def gradients_are_right(self) -> None:
         """They were scaled, on all ranks alike."""
@@ -124,8 +111,7 @@ class OneRank(Own):
     @property
     def stored(self) -> Mapping[str, Index]:
         """What this rank holds of each parameter and buffer of the original."""
-        found: HasStored = self.program
-        return found.stored
+        return self._pieces.stored
 
     @property
     def replica(self) -> int:
@@ -138,24 +124,7 @@ class OneRank(Own):
 
     @property
     def _transport(self) -> Replica:
-        found: HasStored = self.program
-        assert isinstance(found.transport, Replica)
-        return found.transport
-
-    def train_step(
-        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
-    ) -> Tensor:
-        """Forward, backward, update; the loss before the update.
-
-        Args:
-            batch: the replica's, the same on every rank of it.
-            optimizer: over all parameters that are to be trained; several go as a list.
-            prepare: is called between the gradients and the update: what clips them, say.
-            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
-        """
-        if self.guard is not None:
-            self.guard.refuse_others(all_of(optimizer))
-        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
+        return self._pieces.transport
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss of the last step over the batches of all replicas. All ranks call this together."""
@@ -245,12 +214,6 @@ class OneRank(Own):
         if wrong is not None:
             raise self._refused(*wrong)
         return self
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        raise self._refused(*BOUND)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._refused(*BOUND)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return BatchMismatch(message) if self._refusal is None else self._refusal(message, remedy)

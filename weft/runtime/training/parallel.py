@@ -20,7 +20,7 @@ other arguments than the example's (one without labels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,19 +72,17 @@ class Parallel(OneRank):
         reduction: Reduction | None = None,
         refusal: Refusal | None = None,
     ) -> None:
-        super().__init__(seed=seed, reduction=reduction or Reduction(), refusal=refusal)
-        self._flow, self._pieces, self._masters = flow, pieces, masters
+        super().__init__(flow, pieces, masters, seed=seed, reduction=reduction or Reduction(), refusal=refusal)
         self._make_flow, self._make_size = make_flow, make_size
         self._evaluations: list[Flow] = []
         self._losses: tuple[Tensor, ...] = ()
-        self._then: Callable[[], None] = lambda: None
         tree = shown_tree(self.masters)
         self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
         self._non_persistent_buffers_set = tree._non_persistent_buffers_set
         for module in pieces.modules:
             module.trees.append(tree)
         if flow.is_whole:
-            flow.program.after_backward = self._complete
+            flow.program.after_backward = self.gradients_are_right
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
         self._tell_refusal(flow)
@@ -95,28 +93,9 @@ class Parallel(OneRank):
                 module.refusal = self._refusal
 
     @property
-    def program(self) -> Pieces[ParallelModule]:
-        """The programs of the rank's pieces, as one."""
-        return self._pieces
-
-    @property
-    def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
-        return self._pieces if self._masters is None else self._masters
-
-    @property
-    def has_forward(self) -> bool:
-        return self._flow.is_whole
-
-    @property
     def returns_loss(self) -> bool:
         """In training; otherwise it returns what the original does."""
         return self._flow.output is None
-
-    def when_complete(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    def _complete(self) -> None:
-        self._then()
 
     @property
     def losses(self) -> tuple[Tensor, ...]:
@@ -299,7 +278,7 @@ class Parallel(OneRank):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
-        self._complete()
+        self.gradients_are_right()
         return losses
 
     # What it holds, by the original names.

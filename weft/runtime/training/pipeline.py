@@ -178,10 +178,7 @@ class Rank:
         """
         sizes = [0] * len(batches) if size_of is None else size_of
         self._begin(sizes, starts=not completes)
-        for event in self._real(len(batches)):
-            self.transport.doing = Doing(str(event))
-            share = self.sizes[sizes[event.micro]]
-            piece = share.pieces[event.piece]
+        for event, share, piece in self._running(sizes):
             if event.phase == F:
                 piece.module.stream = Stream(seed, step, first + event.micro)
                 self._forward(share, piece, event.micro, batches[event.micro])
@@ -209,10 +206,7 @@ class Rank:
             what the model returns of each micro-batch, whole.
         """
         self._mail.begin()
-        for event in self._real(len(batches)):
-            self.transport.doing = Doing(str(event))
-            share = self.sizes[size_of[event.micro]]
-            piece = share.pieces[event.piece]
+        for event, share, piece in self._running(size_of):
             piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
             self._forward(share, piece, event.micro, batches[event.micro])
         self.transport.doing = Doing("what the model returns")
@@ -257,6 +251,13 @@ class Rank:
                         held.grad = None
             for parameter, held in self.sizes[0].pieces[name].module.trained():
                 held.grad = found.get(parameter)
+
+    def _running(self, size_of: Sequence[int]) -> Iterator[tuple[Event, Share, Piece]]:
+        """The same, each with its piece, as they are run."""
+        for event in self._real(len(size_of)):
+            self.transport.doing = Doing(str(event))
+            share = self.sizes[size_of[event.micro]]
+            yield event, share, share.pieces[event.piece]
 
     def _forward(self, share: Share, piece: Piece, micro: int, batch: Sequence[Tensor]) -> None:
         taken: dict[str, Tensor] = {}

@@ -19,6 +19,7 @@ from weft.runtime.layout.execute import put, size
 from weft.runtime.layout.indices import indices
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import GroupComm, Transport
+from weft.runtime.program.load import tupled
 from weft.runtime.program.stored import Holds
 
 
@@ -55,7 +56,7 @@ def exchange(program: Holds) -> ShardOwners:
     """Ask every rank of the replica. All of them call this at the same place."""
     mine = {name: program.stored[name] for name in program.stored_parts() if name in program.stored}
     told = tell_all(program.transport, mine)
-    return ShardOwners(tuple({name: _index(index) for name, index in one.items()} for one in told))
+    return ShardOwners(tuple({name: tupled(index) for name, index in one.items()} for one in told))
 
 
 def tell_all(transport: Transport, value: Any) -> list[Any]:
@@ -97,7 +98,3 @@ def _meet(one: Index, other: Index) -> bool:
     return all(
         any(a < d and c < b for a, b in mine for c, d in theirs) for mine, theirs in zip(one, other, strict=True)
     )
-
-
-def _index(found: Any) -> Index:
-    return tuple(tuple((int(start), int(stop)) for start, stop in intervals) for intervals in found)

@@ -1,12 +1,20 @@
-"""One optimizer step of a parallel module, and how a batch becomes arguments."""
+"""One optimizer step of a parallel module, and how a batch becomes arguments.
+
+In: a module that gives gradients (`forward_backward`), its optimizers. Out: the step as one call (`Stepping`).
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from weft.runtime.checks.guards import Guard
+from weft.runtime.checks.unchanged import BOUND
+from weft.runtime.program.name_passthrough import Own
 
 
 class Optimizer(Protocol):
@@ -35,6 +43,50 @@ class Scaler(Protocol):
 
 Prepare = Callable[[], Any]
 """What is done with complete gradients before the update."""
+
+
+class Stepping(Own):
+    """A parallel module as its optimizers see it: it is trained where it is, and cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # not as an attribute of a module: it is no part of the state
+        self.__dict__["_guard"] = None
+
+    @property
+    def guard(self) -> Guard | None:
+        """What watches over its parameters."""
+        found: Guard | None = self.__dict__["_guard"]
+        return found
+
+    @abstractmethod
+    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """Forward and backward; gradients, `scale` times, are added to what was there, the loss is returned."""
+
+    @abstractmethod
+    def _refused(self, message: str, remedy: str) -> Exception:
+        """The error for a wrong call."""
+
+    def train_step(
+        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
+    ) -> Tensor:
+        """Forward, backward, update; the loss before the update.
+
+        Args:
+            batch: the replica's, the same on every rank of it.
+            optimizer: over all parameters that are to be trained; several go as a list.
+            prepare: is called between the gradients and the update: what clips them, say.
+            scaler: a `weft.GradScaler`: gradients are those of a scaled loss, and scaled back before that.
+        """
+        if self.guard is not None:
+            self.guard.refuse_others(all_of(optimizer))
+        return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise self._refused(*BOUND)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._refused(*BOUND)
 
 
 def all_of(optimizer: Optimizers) -> Sequence[Optimizer]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -110,7 +111,7 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
         with largest.reading(1):
             _first_update(optimizer, parameters)
         silent.lend(_sums(module))
-        batch = pytree.tree_map_only(torch.Tensor, fake.from_tensor, subject.example)
+        batch = pytree.tree_map_only(Tensor, fake.from_tensor, subject.example)
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)

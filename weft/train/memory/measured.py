@@ -7,21 +7,19 @@ the first makes the optimizer's state and finds out how gradients arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from weft.compile.model_file import Subject, load_model_file
-from weft.compile.optimizer import make_optimizer
 from weft.compile.subject import in_precision
 from weft.runtime.checks.ledger import Bytes, Owner, counted_step
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.program.files import files_of
-from weft.runtime.start.initialise import Start, original_order
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.weights.precision import Precision
-from weft.train.loop import Nothing
-from weft.train.opened import Content, open_rank
-from weft.train.starting import values_of
+from weft.train.loop import open_subject, optimizer_of
+from weft.train.opened import Content
 from weft.verify.ranks import told
 
 
@@ -47,32 +45,19 @@ def measure(
         pool: of processes that are there already.
     """
     order = Measuring(origin, files, precision)
-    if pool is not None:
-        return told(lambda: pool.run(measure_rank, order))
-    with Pool(files_of(files).devices, preload=(__name__,)) as workers:
+    with Pool(files_of(files).devices, preload=(__name__,)) if pool is None else nullcontext(pool) as workers:
         return told(lambda: workers.run(measure_rank, order))
 
 
 def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
     """What each process does."""
     subject = in_precision(load_model_file(order.origin, hollow=0), order.precision)
-    own = values_of(Start(subject.model, subject.record))
-    module = open_rank(
-        order.files,
-        transport,
-        subject.weights or own,
-        otherwise=own,
-        known=original_order(subject.model),
-        reduction=subject.reduction,
-        mixed=subject.mixed,
-    )
-    return measured(module, subject, transport)
+    return measured(open_subject(order.files, transport, subject), subject, transport)
 
 
 def measured(module: Parallel, subject: Subject, transport: ProcessTransport) -> Bytes:
     """Bytes of the second step of a rank."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(subject, parameters) if parameters else Nothing()
+    optimizer = optimizer_of(subject, module)
 
     def step() -> None:
         module.train_step(subject.example, optimizer)
