@@ -1,11 +1,11 @@
 """Weft draws one single-device PyTorch model across many devices, to the same numbers.
 
-Rooms in flow order: capture (nn.Module -> Graph), ops (a Rule per Op), plan (Plan, primitives, recipes), cost, lower
+Packages in flow order: capture (nn.Module -> Graph), ops (a Rule per Op), plan (Plan, primitives, recipes), cost, lower
 (Plan -> Program, check), codegen (Program -> text), compile (the passes), runtime (what runs), verify (the same
 numbers?), train, cli. Nouns are in ir.
 
 Public names are resolved on first use, so that `import weft.runtime` loads neither the compiler nor a planner.
-`weft.capture` and `weft.verify` are rooms and functions at once: calling the room calls the function of its name.
+`weft.capture` and `weft.verify` are packages and functions at once: calling the package calls the function of its name.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 113_502,
+    "runtime": 114_021,
     "ops": 46_922,
     "codegen": 36_572,
     "plan": 32_364,
     "capture": 26_610,
     "lower": 21_773,
     "train": 20_262,
-    "verify": 15_338,
+    "verify": 15_468,
     "order": 14_800,
     "ir": 13_240,
     "compile": 11_609,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 7_038,
     "(top)": 1_108,
 }
-ALL = 369_944
+ALL = 370_593
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

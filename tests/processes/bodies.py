@@ -269,31 +269,31 @@ def last_message(transport: Transport, payload: Any) -> bool:
     return transport.rank == 0 or torch.equal(came[0][0], sent)
 
 
-LETTERS = 40
-"""More letters of half a page than a pipe holds."""
+MESSAGES = 40
+"""More messages of half a page than a pipe holds."""
 
 
 def many_letters(transport: Transport, payload: Any) -> list[Tensor]:
     """More than a pipe holds to each other rank, small and large by turns, taken in another order."""
     rank, others = transport.rank, [p for p in range(transport.num_ranks) if p != transport.rank]
-    sizes = [512 if i % 3 else 5000 for i in range(LETTERS)]
+    sizes = [512 if i % 3 else 5000 for i in range(MESSAGES)]
     for peer in (*others, rank):
         for i, size in enumerate(sizes):
-            transport.post(peer, f"letter {i}", [torch.full((size,), rank + 10.0 * i, dtype=torch.float64)])
+            transport.post(peer, f"message {i}", [torch.full((size,), rank + 10.0 * i, dtype=torch.float64)])
     found = []
-    for i in reversed(range(LETTERS)):
+    for i in reversed(range(MESSAGES)):
         for peer in (rank, *others):
-            found += transport.take(peer, f"letter {i}", [((sizes[i],), torch.float64)])
+            found += transport.take(peer, f"message {i}", [((sizes[i],), torch.float64)])
     return [one[[0, -1]] for one in found]
 
 
 def a_letter_that_does_not_fit(transport: Transport, payload: Any) -> list[Tensor]:
-    """Rank 0 fills its pipe and waits for rank 1 in a collective, which rank 1 enters after the last letter."""
+    """Rank 0 fills its pipe and waits for rank 1 in a collective, which rank 1 enters after the last message."""
     if transport.rank == 0:
-        for i in range(LETTERS):
-            transport.post(1, f"letter {i}", [torch.full((500,), float(i), dtype=torch.float64)])
+        for i in range(MESSAGES):
+            transport.post(1, f"message {i}", [torch.full((500,), float(i), dtype=torch.float64)])
         return [transport.all_reduce(torch.ones(1), (0, 1))]
-    last = transport.take(0, f"letter {LETTERS - 1}", [((500,), torch.float64)])
+    last = transport.take(0, f"message {MESSAGES - 1}", [((500,), torch.float64)])
     transport.all_reduce(torch.ones(1), (0, 1))
     return [last[0][:1]]
 
@@ -301,22 +301,22 @@ def a_letter_that_does_not_fit(transport: Transport, payload: Any) -> list[Tenso
 def writes_and_leaves(transport: Transport, payload: Any) -> list[Tensor]:
     """Rank 0 fills its pipe and is done; rank 1 comes later."""
     if transport.rank == 0:
-        for i in range(LETTERS):
-            transport.post(1, f"letter {i}", [torch.full((500,), float(i), dtype=torch.float64)])
+        for i in range(MESSAGES):
+            transport.post(1, f"message {i}", [torch.full((500,), float(i), dtype=torch.float64)])
         return []
     time.sleep(0.5)
-    return [transport.take(0, f"letter {i}", [((500,), torch.float64)])[0][:1] for i in range(LETTERS)]
+    return [transport.take(0, f"message {i}", [((500,), torch.float64)])[0][:1] for i in range(MESSAGES)]
 
 
 def letters_of_all_kinds(transport: Transport, payload: Any) -> list[Tensor]:
-    """Every dtype, empty ones, several in one letter, one tag again and again."""
+    """Every dtype, empty ones, several in one message, one tag again and again."""
     peer = 1 - transport.rank
     shapes = [(dtype, shape) for dtype in DTYPES for shape in ((), (0, 3), (3, 7), (60, 70))]
     found = []
     for _ in range(2):
         transport.post(peer, "again", [values(transport.rank, dtype, shape) for dtype, shape in shapes])
         found += transport.take(peer, "again", [(shape, dtype) for dtype, shape in shapes])
-        transport.barrier((0, 1))  # a tag is used again when its letter was taken
+        transport.barrier((0, 1))  # a tag is used again when its message was taken
     return found
 
 
@@ -351,7 +351,7 @@ def tells_what_it_lost(transport: ProcessTransport, payload: Any) -> None:
     """Rank 1 dies; what rank 0 raises goes to a file, since the launcher tells of the death alone."""
     if transport.rank == 1:
         transport.post(0, "hello", [torch.zeros(1)])
-        # not before its own letter has arrived: it would be lost with this rank
+        # not before its own message has arrived: it would be lost with this rank
         transport.take(0, "arrived", [((1,), torch.float32)])
         os.kill(os.getpid(), signal.SIGKILL)
     transport.take(1, "hello", [((1,), torch.float32)])

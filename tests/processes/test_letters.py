@@ -1,4 +1,4 @@
-"""Letters between processes, a pipeline on them, and a rank that dies in the middle of a step."""
+"""Messages between processes, a pipeline on them, and a rank that dies in the middle of a step."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def ways(request: pytest.FixtureRequest) -> Pools:
 def test_more_letters_than_fit(ways: Pools, num_ranks: int) -> None:
     expected = run_ranks(num_ranks, lambda transport: bodies.many_letters(transport, None))
     for ours, theirs in zip(ways(num_ranks).run(bodies.many_letters), expected, strict=True):
-        assert len(ours) == bodies.LETTERS * num_ranks
+        assert len(ours) == bodies.MESSAGES * num_ranks
         assert all(map(torch.equal, ours, theirs))
 
 
 def test_a_letter_that_did_not_fit_goes_on_while_its_writer_waits(ways: Pools) -> None:
     found = ways(2).run(bodies.a_letter_that_does_not_fit, timeout=20)
-    assert [one.item() for (one,) in found] == [2.0, bodies.LETTERS - 1.0]
+    assert [one.item() for (one,) in found] == [2.0, bodies.MESSAGES - 1.0]
 
 
 def test_letters_of_a_rank_that_is_done_arrive(ways: Pools) -> None:
-    assert torch.cat(ways(2).run(bodies.writes_and_leaves, timeout=20)[1]).tolist() == list(range(bodies.LETTERS))
+    assert torch.cat(ways(2).run(bodies.writes_and_leaves, timeout=20)[1]).tolist() == list(range(bodies.MESSAGES))
 
 
 def test_letters_of_all_kinds(ways: Pools) -> None:
@@ -93,13 +93,13 @@ def test_a_letter_that_does_not_come_in_time(ways: Pools) -> None:
 
 
 def test_a_letter_under_way_is_no_deadlock() -> None:
-    """Both ranks wait, one for a letter: whether more were posted than have come tells."""
-    waits = {"state": "blocked", "calls": [["main (1, 0) letters", 3, [1, 0], "wait"]]}
+    """Both ranks wait, one for a message: whether more were posted than have come tells."""
+    waits = {"state": "blocked", "calls": [["main (1, 0) messages", 3, [1, 0], "wait"]]}
     meets = {"state": "blocked", "calls": [["main (0, 1)", 0, [0, 1], "barrier"]]}
     for posted, expected in ((3, True), (4, False)):
         states = {
-            0: {**meets, "counts": {"main (0, 1)": 1, "main (1, 0) letters": posted}},
-            1: {**waits, "counts": {"main (1, 0) letters": 4}},
+            0: {**meets, "counts": {"main (0, 1)": 1, "main (1, 0) messages": posted}},
+            1: {**waits, "counts": {"main (1, 0) messages": 4}},
         }
         assert is_deadlock(states, 2) == expected
 

@@ -66,7 +66,7 @@ def filled(rank: Rank, module: nn.Module) -> None:
 
 
 class Counting:
-    """A transport that counts the letters for other ranks."""
+    """A transport that counts the messages for other ranks."""
 
     def __init__(self, inner: Transport) -> None:
         self.__dict__["inner"], self.__dict__["posts"] = inner, Counter[str]()
@@ -124,7 +124,7 @@ def told(target: str, takers: Sequence[int]) -> dict[str, Any]:
 
 
 def test_what_crosses_once() -> None:
-    """Readers on other sets of devices share a letter where they meet, but not a gradient."""
+    """Readers on other sets of devices share a message where they meet, but not a gradient."""
     pieces = [told("b", [1]), told("c", [1, 2]), told("d", [1]), told("e", [3])]
     sender: list[Crossing] = crossings_of(pieces, 0)
     assert [sorted(one.spared) for one in sender] == [[], [1], [1], []]
@@ -132,7 +132,7 @@ def test_what_crosses_once() -> None:
     taker = crossings_of(pieces, 1)
     assert [dict(one.comes_for) for one in taker] == [{0: "b"}, {0: "b"}, {0: "b"}, {}]
     readers = Readers.of(taker[:3])
-    assert readers.letters == {("h", "b", 0): 3} and readers.gradients == {("h", "b"): 2, ("h", "c"): 1}
+    assert readers.messages == {("h", "b", 0): 3} and readers.gradients == {("h", "b"): 2, ("h", "c"): 1}
     assert crossings_of(pieces, 2)[1].comes_for == {0: "c"}
 
 

@@ -56,7 +56,11 @@ def generate(
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
         for rank in team.ranks:
             ranks[rank] = number
-    parts = {PARTS: tables_text({room: dict(sorted(found.items())) for room, found in tables.rooms.items()}).encode()}
+    parts = {
+        PARTS: tables_text(
+            {section: dict(sorted(found.items())) for section, found in tables.sections.items()}
+        ).encode()
+    }
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
     meta = {

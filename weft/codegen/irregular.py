@@ -49,7 +49,7 @@ def _shapes(layout: Layout, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _by_chunk(program: Program, transfers: Transfers, rank: int, value: str) -> list[dict[str, Any]] | None:
-    """How a trained parameter comes chunk by chunk, and its gradient goes home; None if it is to come at once: it is
+    """How a trained parameter comes chunk by chunk, and its gradient is reduced; None if it is to come at once: it is
     there already, or kept, or not all ranks that hold it run the same chunks."""
     held = program.values[value]
     stored = program.stored[held.tensor]

@@ -23,9 +23,9 @@ class Tables:
     def __init__(self, grid: GridOf, places: Sequence[Place]) -> None:
         self._grid, self._places = grid, places
         self._keys: dict[tuple[str, str], str] = {}
-        self.rooms: dict[str, dict[str, Any]] = {"here": {}, "stored": {}, "moves": {}}
+        self.sections: dict[str, dict[str, Any]] = {"here": {}, "stored": {}, "moves": {}}
 
-    def key(self, room: str, hint: str, values: Mapping[int, Any]) -> str:
+    def key(self, section: str, hint: str, values: Mapping[int, Any]) -> str:
         """The key under which these values by rank stand."""
         axes = self.axes_of(values)
         table: dict[str, Any] = (
@@ -34,13 +34,13 @@ class Tables:
             else {"axes": list(axes), "values": self._nested(values, axes)}
         )
         text = json.dumps(table)
-        if (room, text) not in self._keys:
+        if (section, text) not in self._keys:
             base = "_".join((hint, *(axes or ())))
-            taken = self.rooms[room]
+            taken = self.sections[section]
             name = free_name(base, lambda name: name not in taken)
-            self._keys[room, text] = name
+            self._keys[section, text] = name
             taken[name] = table
-        return self._keys[room, text]
+        return self._keys[section, text]
 
     def axes_of(self, values: Mapping[int, Any]) -> tuple[str, ...] | None:
         """The fewest axes of the grid that tell the values apart; None if it takes the ranks themselves."""
@@ -76,7 +76,7 @@ class Tables:
 
 
 def tables_text(
-    rooms: Mapping[str, Mapping[str, Any]], lines: Sequence[str] = (), said: Callable[[Any], Any] | None = None
+    sections: Mapping[str, Mapping[str, Any]], lines: Sequence[str] = (), said: Callable[[Any], Any] | None = None
 ) -> str:
     """Tables as JSON, one line a key.
 
@@ -85,9 +85,9 @@ def tables_text(
         said: gives what stands for a value that JSON does not know.
     """
     found = list(lines)
-    for room, tables in rooms.items():
+    for section, tables in sections.items():
         body = ",\n".join(f"  {json.dumps(key)}: {json.dumps(table, default=said)}" for key, table in tables.items())
-        found.append(f" {json.dumps(room)}: " + (f"{{\n{body}\n }}" if body else "{}"))
+        found.append(f" {json.dumps(section)}: " + (f"{{\n{body}\n }}" if body else "{}"))
     joined = ",\n".join(found)
     return f"{{\n{joined}\n}}\n"
 

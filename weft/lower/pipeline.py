@@ -98,7 +98,7 @@ def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:
     _refuse_divided_buffers(graph, found)
     parts: tuple[Part, ...] = ()
     for piece in found:
-        # what another piece on these devices takes comes by the same letters, if this one takes it alike
+        # what another piece on these devices takes comes by the same messages, if this one takes it alike
         near = [part for part in parts if part.piece.segment.devices == piece.segment.devices]
         known = {name: part.program.stored[name] for part in reversed(near) for name in part.piece.takes}
         lowered = _lower_piece(lowering, graph, piece, layouts, known=known, first=not parts)

@@ -228,8 +228,8 @@ class Numbered:
 
 
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    room = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
-    module = needed(room, str(path), error=RunError)
+    package = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
+    module = needed(package, str(path), error=RunError)
     with _unreadable(path):
         if path.suffix == ".safetensors":
             return dict(module.load_file(path))

@@ -86,7 +86,7 @@ def generalise(
     for lengths in zip(*cuts, strict=True):
         fitting.number(lengths, "the parts of a tensor")
     parts = _general([json.loads(files[PARTS]) for files in found], fitting, PARTS)
-    sized = {(room, key) for room in ("here", "moves") for key, table in parts[room].items() if _holds(table)}
+    sized = {(section, key) for section in ("here", "moves") for key, table in parts[section].items() if _holds(table)}
     bodies = {
         name: [
             _general_line(lines, fitting) for lines in zip(*(logical_lines(_text(f, name)) for f in found), strict=True)
@@ -98,8 +98,8 @@ def generalise(
     texts = {
         name: Writer(lines, even, tuple(samples[0]), sized, homes).text().encode() for name, lines in bodies.items()
     }
-    for room, key in sized:
-        if room == "moves" and any(f'Table("{key}")' in content.decode() for content in texts.values()):
+    for section, key in sized:
+        if section == "moves" and any(f'Table("{key}")' in content.decode() for content in texts.values()):
             raise PlanError(f"how the table {key} of stored tensors looks depends on a marked size", remedy=REMEDY)
     tables = {PARTS: _parts_text(parts, tuple(samples[0]) if sized else (), even).encode()}
     return General({**found[0], **texts, **tables}, steps)
@@ -283,8 +283,8 @@ class Writer:
     def _looked_up(self, code: str) -> str:
         """Tables that depend on sizes are asked for with the sizes."""
         sizes = ", ".join(self._names)
-        for room, key in self._sized:
-            if room == "here":
+        for section, key in self._sized:
+            if section == "here":
                 code = re.sub(rf"self\.here\.{re.escape(key)}\b", f'self.sized("{key}", {sizes})', code)
             elif "self.comm.move(" in code or "self.comm.use_parts(" in code:
                 code = code.replace(f', "{key}")', f', self.sized_move("{key}", {sizes}))')

@@ -55,7 +55,7 @@ def _moved(frame: Frame, step: Use, source: str | None) -> str:
 
 
 def _used(frame: Frame, step: Use, sync: Sequence[Change]) -> str:
-    """A trained parameter in a layout of its own, and the way home of its gradient."""
+    """A trained parameter in a layout of its own, and how its gradient is reduced to its owner."""
     sheet, tensor = frame.sheet, frame.program.values[step.value].tensor
     value = frame.program.values[step.value]
     words, back = sheet.words.all(step.moves, frame.program.stored[tensor]), sheet.words.all(sync, value.grad)

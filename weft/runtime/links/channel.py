@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LOOK = timedelta(seconds=0.1)
 """Between two looks at whether a wait is in vain."""
-LETTERS = "letters"
+MESSAGES = "messages"
 """The lane of what one rank leaves for another."""
 KEPT = 64 << 20
 """Bytes of a buffer that is kept for the next call."""
@@ -67,7 +67,7 @@ class Channel:
         self._segments: dict[Group, Segments | None] = {}
         self._mailbox: ShmMailbox | P2PMailbox | None = None
         self._awaited: tuple[int, str] | None = None
-        """Of whom which letter."""
+        """Of whom which message."""
         self._since = 0.0
         self._pools: dict[Group, SharedPool] = {}
 
@@ -130,9 +130,9 @@ class Channel:
     def mailbox(self, num_ranks: int) -> ShmMailbox | P2PMailbox:
         """The mailbox of all ranks of the job. At first use all of them ask."""
         if self._mailbox is None:
-            pipes = self._groups.pipes(tuple(range(num_ranks)), LETTERS, self._watch.check)
+            pipes = self._groups.pipes(tuple(range(num_ranks)), MESSAGES, self._watch.check)
             if pipes is None:
-                heads, ways = self._groups.letters(num_ranks, LETTERS)
+                heads, ways = self._groups.messages(num_ranks, MESSAGES)
                 self._mailbox = P2PMailbox(self.rank, heads, ways, self._device, self._look)
             else:
                 from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
@@ -150,17 +150,17 @@ class Channel:
         """What a rank leaves under a tag."""
         self._watch.check()
         self._since, self._awaited = time.monotonic(), (peer, tag)
-        self._tell_letter()
+        self._tell_message()
         found = self.mailbox(num_ranks).take(peer, tag, wants)
         self._awaited = None
         self.end()
         return found
 
-    def _tell_letter(self) -> None:
+    def _tell_message(self) -> None:
         if self._awaited is not None:
             peer, tag = self._awaited
             came = 0 if self._mailbox is None else self._mailbox.num_came(peer)
-            self._watch.enter_letter(self._lane, peer, came, f"wait for {tag}")
+            self._watch.enter_message(self._lane, peer, came, f"wait for {tag}")
 
     def barrier(self, signature: Signature) -> None:
         """Wait for all members."""
@@ -315,13 +315,13 @@ class Channel:
         """Raises if there is nothing to wait for."""
         self._watch.check()
         if self._mailbox is not None:
-            # somebody may wait for a letter that did not fit into its pipe, and this rank for him
+            # somebody may wait for a message that did not fit into its pipe, and this rank for him
             self._mailbox.push()
 
     def _look(self) -> None:
         """Raises if there is nothing to wait for, or no time left to."""
         self._look_up()
-        self._tell_letter()
+        self._tell_message()
         if time.monotonic() > self._since + self.timeout:
             what = "a collective" if self._awaited is None else "{1} from rank {0}".format(*self._awaited)
             message = f"rank {self.rank} waited {self.timeout:g} s for {what}"
@@ -363,8 +363,8 @@ class Channel:
         """What is held for what travels; gradients that are summed where they lie are among it."""
         segments = [one for each in filter(None, self._segments.values()) for one in each.memory()]
         sums = [one for each in self._pools.values() for one in each.memory()]
-        letters = [] if self._mailbox is None else self._mailbox.memory()
-        return [*self._scratch.values(), *segments, *sums, *letters]
+        messages = [] if self._mailbox is None else self._mailbox.memory()
+        return [*self._scratch.values(), *segments, *sums, *messages]
 
     def close(self) -> None:
         """There will be no further call."""

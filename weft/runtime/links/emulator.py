@@ -131,7 +131,7 @@ class _Meeting:
 
 
 @dataclass(frozen=True)
-class _Letter:
+class _Message:
     """A message that a rank waits for."""
 
     peer: int
@@ -150,7 +150,7 @@ class _Board:
         self.changed = threading.Condition()
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.calls: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.waiting: dict[int, _Meeting | _Letter] = {}
+        self.waiting: dict[int, _Meeting | _Message] = {}
         self.inboxes = [Inbox[list[Tensor]]() for _ in range(num_ranks)]
         self.ended: set[int] = set()
         self.stopped = False
@@ -184,21 +184,21 @@ class _Board:
             assert not self.inboxes[peer].has(rank, tag), f"rank {rank} sent {tag} to rank {peer} twice"
             self.inboxes[peer].put(rank, tag, tensors)
             waits = self.waiting.get(peer)
-            if isinstance(waits, _Letter) and (waits.peer, waits.tag) == (rank, tag):
+            if isinstance(waits, _Message) and (waits.peer, waits.tag) == (rank, tag):
                 # it can go on: not stuck from here on
                 del self.waiting[peer]
             self.changed.notify_all()
 
-    def take(self, rank: int, letter: _Letter) -> list[Tensor]:
+    def take(self, rank: int, message: _Message) -> list[Tensor]:
         """Wait for a message."""
-        inbox, key = self.inboxes[rank], (letter.peer, letter.tag)
+        inbox, key = self.inboxes[rank], (message.peer, message.tag)
         with self.changed:
             if not inbox.has(*key):
-                self.waiting[rank] = letter
+                self.waiting[rank] = message
                 self._refuse_deadlock(rank)
             in_time = self.changed.wait_for(lambda: inbox.has(*key) or self.stopped, self.timeout)
             if not in_time:
-                self._refuse(f"rank {rank} waited {self.timeout:g} s for {letter.tag} from rank {letter.peer}", rank)
+                self._refuse(f"rank {rank} waited {self.timeout:g} s for {message.tag} from rank {message.peer}", rank)
             if not inbox.has(*key):
                 raise Stopped
             return inbox.pop(*key)
@@ -338,7 +338,7 @@ class _Emulated(Transport):
         self._board.post(self.rank, peer, tag, [_copy(tensor) for tensor in tensors])
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        found = self._board.take(self.rank, _Letter(peer, tag, self.doing))
+        found = self._board.take(self.rank, _Message(peer, tag, self.doing))
         assert _fits(found, expects), f"{tag} from rank {peer} is {_text(found)}, not {_text(expects)}"
         return found
 

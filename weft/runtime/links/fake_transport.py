@@ -68,8 +68,8 @@ class FakeTransport(Transport):
     def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
         lengths = [-(-one.nbytes // BEGIN) * BEGIN for one in tensors]
         if sum(one.nbytes for one in tensors) >= LARGE:
-            for one, room in zip(tensors, self._page_aligned(sum(lengths)).split(lengths), strict=True):
-                one.data = room[: one.nbytes].view(one.dtype).view(one.shape)
+            for one, part in zip(tensors, self._page_aligned(sum(lengths)).split(lengths), strict=True):
+                one.data = part[: one.nbytes].view(one.dtype).view(one.shape)
 
     def _page_aligned(self, num_bytes: int) -> Tensor:
         made = torch.empty(_aligned(num_bytes), dtype=torch.uint8, device=self.device)

@@ -34,7 +34,7 @@ class Groups:
     def __init__(self, store: Store, rank: int, backend: Backend, *, local: bool, by_pipe: bool = True) -> None:
         self.rank, self.backend, self.local = rank, backend, local
         self._by_pipe = by_pipe and local
-        self._num_letters = 0
+        self._num_messages = 0
         self._store, self._links = store, backend.links(local=local)
         self._made: dict[tuple[str, Group], Any] = {}
         self._pipes: dict[tuple[str, Group], Pipes | None] = {}
@@ -65,12 +65,12 @@ class Groups:
             self._pipes[lane, members] = meet(store, position, len(members), look)
         return self._pipes[lane, members]
 
-    def letters(self, num_ranks: int, lane: str) -> tuple[Any, StreamPaths | None]:
-        """What far letters travel by: a new gloo group of all ranks, who all ask for it, and what else they need."""
+    def messages(self, num_ranks: int, lane: str) -> tuple[Any, StreamPaths | None]:
+        """What point-to-point messages travel by: a new gloo group of all ranks, and what else they need."""
         if num_ranks == 1:
             return None, None
-        self._num_letters += 1
-        everybody, lane = tuple(range(num_ranks)), f"{lane} {self._num_letters}"
+        self._num_messages += 1
+        everybody, lane = tuple(range(num_ranks)), f"{lane} {self._num_messages}"
         links = self._links if self.backend is GLOO else GLOO.links(local=self.local)
         heads = GLOO.make_group(self._prefixed(everybody, lane), self.rank, num_ranks, links)
         return heads, None if self.backend.host_waits else self._stream_ways(num_ranks, lane)

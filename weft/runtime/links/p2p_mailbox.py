@@ -1,7 +1,7 @@
 """P2P mailbox: what one process posts for another, where they are not of one host, by the backend's point to point.
 
-In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A letter is a head of fixed
-size, which tells its tag and its length, and a body. Letters of one rank for another travel in the order of posting;
+In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A message is a head of fixed
+size, which tells its tag and its length, and a body. Messages of one rank for another travel in the order of posting;
 those that come before they are asked for are kept. Heads always travel by gloo: a thread for each rank that something
 is left for, and one for each that something was asked of, send and receive them (gloo's point to point can be waited
 for, but neither asked nor waited for with a limit: that would close all its connections). What depends on the backend:
@@ -11,7 +11,7 @@ for, but neither asked nor waited for with a limit: that would close all its con
           direction between two ranks: bodies are received in the order of their heads, so both ranks may send first.
           Written after the documentation and never run, as in backend.py.
 
-Promised: nobody waits to send; a rank that is gone ends the wait for its letters at once.
+Promised: nobody waits to send; a rank that is gone ends the wait for its messages at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.runtime.links.watch import PeerLost
 from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")
-"""Digest of the tag, bytes of the body, and whether it is a letter or the word that no more will come."""
+"""Digest of the tag, bytes of the body, and whether it is a message or the word that no more will come."""
 LAST = 5.0
 """Seconds that an ending rank waits for what it has posted to arrive."""
 LOOK = 0.1
@@ -72,10 +72,10 @@ class _Sender:
 
 
 class P2PMailbox:
-    """The letters of one rank. Calls are for one thread at a time.
+    """The messages of one rank. Calls are for one thread at a time.
 
     Args:
-        heads: a gloo group of all ranks, for these letters alone.
+        heads: a gloo group of all ranks, for these messages alone.
         ways: for bodies; None if they follow their heads.
         look: called while waiting; raises if that is in vain.
     """
@@ -117,7 +117,7 @@ class P2PMailbox:
         return unpack(body, [wants])[0]
 
     def num_came(self, sender: int) -> int:
-        """How many letters have come from a rank so far."""
+        """How many messages have come from a rank so far."""
         return self._inbox.counts[sender]
 
     def push(self) -> None:
@@ -126,11 +126,11 @@ class P2PMailbox:
             taker.check()
 
     def memory(self) -> list[Tensor]:
-        """What is held for letters: nothing that is used again."""
+        """What is held for messages: nothing that is used again."""
         return []
 
     def close(self) -> None:
-        """There will be no further letter; wait a while for those under way."""
+        """There will be no further message; wait a while for those under way."""
         until = time.monotonic() + LAST
         for taker in self._takers.values():
             taker.close()
@@ -154,7 +154,7 @@ class P2PMailbox:
                     continue
             self._look()
             if lost is not None:
-                raise PeerLost(f"rank {sender}, from which a letter was to come, has gone: {lost}")
+                raise PeerLost(f"rank {sender}, from which a message was to come, has gone: {lost}")
         under_way = self._senders[sender].under_way
         while post.body is None:
             # bodies come in the order of their heads
@@ -205,7 +205,7 @@ class _Taker:
 
     def check(self) -> None:
         if self._lost is not None:
-            raise PeerLost(f"rank {self._to}, for which a letter was left, has gone: {self._lost}")
+            raise PeerLost(f"rank {self._to}, for which a message was left, has gone: {self._lost}")
 
     def close(self) -> None:
         """Say that no more will come."""

@@ -48,7 +48,7 @@ SPARE = 4 << 20
 is small."""
 SPARES = 8 << 20
 """Bytes of all memory that waits to be used again."""
-ASIDE = "aside"
+BACKGROUND = "background"
 """The lane of what was started and not yet waited for."""
 
 
@@ -63,7 +63,7 @@ class Started(Generic[T]):
 
     def wait(self) -> T:
         """The result, when it is there."""
-        self._watch.wait_for(ASIDE)
+        self._watch.wait_for(BACKGROUND)
         found = self._future.result()
         self._watch.wait_for(None)
         return found
@@ -103,8 +103,9 @@ class ProcessTransport(Transport):
         """Whoever would switch the check off is not to."""
         self._groups = groups
         self._watch = Watch(store, self.rank, num_ranks, self._busy, ends_process=ends_process)
-        self._main, self._aside = (
-            Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check) for lane in (MAIN, ASIDE)
+        self._main, self._background = (
+            Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
+            for lane in (MAIN, BACKGROUND)
         )
         self._spare = {True: BufferPool(SPARES), False: BufferPool(0)}
         self._worker: ThreadPoolExecutor | None = None
@@ -124,7 +125,7 @@ class ProcessTransport(Transport):
 
     @check.setter
     def check(self, on: bool) -> None:
-        self._main.check = self._aside.check = on
+        self._main.check = self._background.check = on
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -164,7 +165,7 @@ class ProcessTransport(Transport):
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:
         wants = self._wants(sends, expects, group)
-        return self._start(group, lambda: self._exchange(self._aside, sends, wants, group, kind))
+        return self._start(group, lambda: self._exchange(self._background, sends, wants, group, kind))
 
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
         pool = self._pool(group)
@@ -174,8 +175,8 @@ class ProcessTransport(Transport):
         flat = torch.cat([part.detach().reshape(-1) for part in parts]) if len(parts) > 1 else _flat(parts[0])
 
         def work() -> Tensor:
-            signature = self._same(self._aside, "all_reduce(sum)", flat, group)
-            return self._aside.reduce(flat, "sum", signature, in_place=private)
+            signature = self._same(self._background, "all_reduce(sum)", flat, group)
+            return self._background.reduce(flat, "sum", signature, in_place=private)
 
         return self._start(group, work)
 
@@ -230,7 +231,7 @@ class ProcessTransport(Transport):
         held = [all_reduce(flat, address)]
 
         def work() -> Tensor:
-            self._aside.run_shared(held.pop(), self._same(self._aside, *signature))
+            self._background.run_shared(held.pop(), self._same(self._background, *signature))
             return flat
 
         return self._start(group, work)
@@ -245,7 +246,7 @@ class ProcessTransport(Transport):
 
         def run() -> None:
             now, _ = held.pop()
-            self._aside.run_shared(now, self._same(self._aside, kind, alike, group))
+            self._background.run_shared(now, self._same(self._background, kind, alike, group))
 
         return self._start(group, run)
 
@@ -255,16 +256,16 @@ class ProcessTransport(Transport):
     def _opened_worker(self, group: Group) -> ThreadPoolExecutor:
         """The second lane, with the ways between the members of a group opened."""
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {ASIDE}")
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rank {self.rank} {BACKGROUND}")
         if self.rank in group and group not in self._opened:
             # while nothing else goes on here: groups are made in the order of the program
-            self._worker.submit(self._aside.open, group).result()
+            self._worker.submit(self._background.open, group).result()
             self._opened.add(group)
         return self._worker
 
     def _pool(self, group: Group) -> SharedPool | None:
         self._opened_worker(group)
-        return self._aside.pool(group) if self.rank in group else None
+        return self._background.pool(group) if self.rank in group else None
 
     def _exchange(
         self, channel: Channel, sends: Sends, wants: Mapping[int, Sequence[Want]], group: Group, kind: str
@@ -279,7 +280,7 @@ class ProcessTransport(Transport):
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
-        return [*self._main.memory(), *self._aside.memory()]
+        return [*self._main.memory(), *self._background.memory()]
 
     # -- its end
 
@@ -296,7 +297,7 @@ class ProcessTransport(Transport):
         if self._worker is not None:
             self._worker.shutdown()
         self._main.close()
-        self._aside.close()
+        self._background.close()
         self._watch.close()
 
     def _failure(self, error: BaseException) -> Failure:

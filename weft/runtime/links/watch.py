@@ -30,7 +30,7 @@ STALL = 0.8
 """Seconds that a call may take before the others' states are looked at."""
 GRACE = 2.0
 """Seconds that a stopped rank gets to come to its next collective before its process is ended."""
-LETTERS = " letters"
+MESSAGES = " messages"
 ENDED_BY_WATCH = 70
 """Exit code of a process that did not stop by itself."""
 STORE_LOST = 71
@@ -122,20 +122,20 @@ class Watch:
         self._counts[call.key] = number + 1
         self._calls[lane] = call
 
-    def enter_letter(self, lane: str, peer: int, came: int, what: object) -> None:
-        """The rank waits for a letter, and so many have come from the peer: if more were posted one is under way.
+    def enter_message(self, lane: str, peer: int, came: int, what: object) -> None:
+        """The rank waits for a message, and so many have come from the peer: if more were posted one is under way.
 
         Called again when another one has come."""
         before = self._calls.get(lane)
-        call = Call(lane, (self.rank, peer), came, what, time.monotonic(), LETTERS)
+        call = Call(lane, (self.rank, peer), came, what, time.monotonic(), MESSAGES)
         if before is not None and (before.key, before.number) == (call.key, call.number):
             return
         self._counts[call.key] = came + 1
         self._calls[lane] = call
 
     def posted(self, lane: str, peer: int) -> None:
-        """The rank has left a letter for a peer."""
-        key = Call(lane, (peer, self.rank), 0, "", 0.0, LETTERS).key
+        """The rank has left a message for a peer."""
+        key = Call(lane, (peer, self.rank), 0, "", 0.0, MESSAGES).key
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def leave(self, lane: str) -> None:

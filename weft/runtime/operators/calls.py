@@ -44,9 +44,9 @@ def resolve(target: str) -> Callable[..., Any]:
     >>> resolve("aten.relu.default")
     <OpOverload(op='aten.relu', overload='default')>
     """
-    room, *names = target.split(".")
-    if room == "weft" and len(names) == 1 and names[0] in FUNCTIONS:
+    library, *names = target.split(".")
+    if library == "weft" and len(names) == 1 and names[0] in FUNCTIONS:
         return FUNCTIONS[names[0]]
-    if room != "weft" and len(names) == 2 and hasattr(getattr(torch.ops, room), names[0]):
-        return getattr(getattr(getattr(torch.ops, room), names[0]), names[1])  # type: ignore[no-any-return]
+    if library != "weft" and len(names) == 2 and hasattr(getattr(torch.ops, library), names[0]):
+        return getattr(getattr(getattr(torch.ops, library), names[0]), names[1])  # type: ignore[no-any-return]
     raise LookupError(f"no function is called {target!r}")

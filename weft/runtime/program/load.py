@@ -27,7 +27,7 @@ from weft.runtime.program.sizes import SizedTables, is_sized
 from weft.runtime.program.stored import Table, Tables
 from weft.runtime.weights.by_chunk import ChunkRoute
 
-ROOMS = ("here", "stored", "moves")
+SECTIONS = ("here", "stored", "moves")
 SELF = -1
 """Stands for the rank itself among the peers of a transfer that is the same on many ranks."""
 
@@ -100,10 +100,10 @@ def _file_of(ranks: Any, rank: int) -> int:
 
 def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
     """The tables as the rank at this place sees them."""
-    mine = {room: {key: _look_up(table, place) for key, table in parts[room].items()} for room in ROOMS}
-    sized = {(room, key): table for room in ROOMS for key, table in mine[room].items() if is_sized(table)}
-    for room, key in sized:
-        del mine[room][key]
+    mine = {section: {key: _look_up(table, place) for key, table in parts[section].items()} for section in SECTIONS}
+    sized = {(section, key): table for section in SECTIONS for key, table in mine[section].items() if is_sized(table)}
+    for section, key in sized:
+        del mine[section][key]
     moves = {key: _irregular(table, place.rank) for key, table in mine["moves"].items()}
     return Tables(
         here={key: tupled(table) for key, table in mine["here"].items()},

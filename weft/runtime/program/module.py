@@ -87,7 +87,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.sinks: dict[str, Gradient] = {}
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
-        self.aside = False
+        self.of_others = False
         """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
         """Makes the error for a wrong call."""
@@ -275,7 +275,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     def arrived(self, name: str, parameter: Tensor) -> None:
         """Autograd has come to a parameter that is used as it is stored."""
-        if self._backward is not None and not self.aside:
+        if self._backward is not None and not self.of_others:
             self.sinks.setdefault(name, Gradient(dtype=self.sums.added(parameter.dtype))).collect(parameter)
             self.grad_sync.arrived(self, name)
 

@@ -140,8 +140,8 @@ class SizedTables:
 
     Args:
         names: of the sizes, in the order in which they are given.
-        tables: by room and key, as they stand in the file.
-        read: makes of a table with numbers what the program uses, by room.
+        tables: by section and key, as they stand in the file.
+        read: makes of a table with numbers what the program uses, by section.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class SizedTables:
         self._names, self._tables, self._read = tuple(names), tables, read
         self._known: dict[tuple[str, str, tuple[int, ...]], Any] = {}
 
-    def at(self, room: str, key: str, sizes: tuple[int, ...]) -> Any:
+    def at(self, section: str, key: str, sizes: tuple[int, ...]) -> Any:
         """What a table holds at these sizes."""
-        if (room, key, sizes) not in self._known:
+        if (section, key, sizes) not in self._known:
             given = dict(zip(self._names, sizes, strict=True))
-            self._known[room, key, sizes] = self._read[room](worked_out(self._tables[room, key], given))
-        return self._known[room, key, sizes]
+            self._known[section, key, sizes] = self._read[section](worked_out(self._tables[section, key], given))
+        return self._known[section, key, sizes]

@@ -138,8 +138,8 @@ class Container(nn.Module):
     def at(self, path: str) -> Any:
         """What stands under a dotted name, also one that cannot be written as attributes."""
         holder, last = self.holder_of(path)
-        rooms: tuple[Mapping[str, Any], ...] = (holder._leaves or {}, holder._parameters, holder._buffers)
-        return next(held[last] for held in (*rooms, holder._modules) if last in held)
+        held_here: tuple[Mapping[str, Any], ...] = (holder._leaves or {}, holder._parameters, holder._buffers)
+        return next(held[last] for held in (*held_here, holder._modules) if last in held)
 
     def holder_of(self, path: str) -> tuple[Container, str]:
         """What holds a parameter or buffer directly, and its name there."""

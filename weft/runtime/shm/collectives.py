@@ -43,10 +43,10 @@ def shared(pool: SharedPool, tensors: Sequence[Tensor], *, brief: bool = True) -
         lengths = [-(-found[at].nbytes // BEGIN) * BEGIN for at in others]
         memory = pool.lend(max(sum(lengths), LARGE), brief=brief)
         assert memory is not None
-        for at, room in zip(others, memory[: sum(lengths)].split(lengths), strict=True):
+        for at, part in zip(others, memory[: sum(lengths)].split(lengths), strict=True):
             like = found[at]
-            addresses[at] = pool.address(room if like.numel() else memory)
-            found[at] = room[: like.nbytes].view(like.dtype).view(like.shape).copy_(like)
+            addresses[at] = pool.address(part if like.numel() else memory)
+            found[at] = part[: like.nbytes].view(like.dtype).view(like.shape).copy_(like)
     return found, [address for address in addresses if address is not None]
 
 

@@ -1,10 +1,10 @@
 """Shm mailbox: tensors that one process of a host leaves for another under a tag, and neither waits for the other.
 
-In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A small letter travels through
+In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A small message travels through
 a pipe (pipes.py) as it is; a large one lies in shared memory (segments.py) and its address travels, so a pipe hardly
-fills and sending does not wait. Letters that come before they are asked for are kept.
+fills and sending does not wait. Messages that come before they are asked for are kept.
 
-Promised: no tag is used twice while a letter of it is under way; a member that is gone ends the wait for it.
+Promised: no tag is used twice while a message of it is under way; a member that is gone ends the wait for it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from weft.runtime.shm.pipes import Pipes
 from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
 
 SMALL = 4 << 10
-"""Bytes up to which a letter travels through the pipe."""
+"""Bytes up to which a message travels through the pipe."""
 HEAD = struct.Struct("<III")
 """Bytes of the tag, bytes of the body, and whether the body is a note."""
 
 
 class ShmMailbox:
-    """The letters of one rank in one group. For one thread at a time.
+    """The messages of one rank in one group. For one thread at a time.
 
     Args:
         segments: its view of the others' shared memory.
@@ -74,7 +74,7 @@ class ShmMailbox:
         return unpack(flat, [wants])[0]
 
     def num_came(self, at: int) -> int:
-        """How many letters have come from a member so far."""
+        """How many messages have come from a member so far."""
         return self._came.counts[at]
 
     def push(self) -> None:
@@ -82,7 +82,7 @@ class ShmMailbox:
         self._pipes.push()
 
     def close(self) -> None:
-        """There will be no further letter; wait a while for others to take what lies here."""
+        """There will be no further message; wait a while for others to take what lies here."""
         until = time.monotonic() + LAST
         with suppress(PeerLost):
             while time.monotonic() < until and not (
@@ -96,7 +96,7 @@ class ShmMailbox:
         self._segments.close()
 
     def memory(self) -> list[Tensor]:
-        """What is held for letters."""
+        """What is held for messages."""
         return [segment.memory for segment in self._own]
 
     def _sort(self, at: int) -> None:
@@ -113,7 +113,7 @@ class ShmMailbox:
             del read[:end]
 
     def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:
-        """Lay a letter into a segment; the note of where it is."""
+        """Lay a message into a segment; the note of where it is."""
         start = self._segments.marks
         fitting = [segment for segment in self._own if segment.is_free() and segment.size >= start + size]
         segment = min(fitting, key=lambda one: one.size) if fitting else self._made(start + size)

@@ -268,10 +268,10 @@ class Segments:
 def new_segment(size: int, serial: int) -> Segment:
     """Shared memory of this process."""
     # some larger than asked for: the next message may be
-    room = -(-size // ALIGNED) * ALIGNED
+    length = -(-size // ALIGNED) * ALIGNED
     descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, room)
-    return Segment(descriptor, serial, mmap.mmap(descriptor, room))
+    os.ftruncate(descriptor, length)
+    return Segment(descriptor, serial, mmap.mmap(descriptor, length))
 
 
 def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Segment:

@@ -115,8 +115,8 @@ def _undone() -> Iterator[None]:
 @contextlib.contextmanager
 def _whole_functions(recorder: Recorder) -> Iterator[None]:
     """Initialisers that look at what they draw are one operator each."""
-    room, (name,) = nn.init, WHOLE_FUNCTIONS
-    original = getattr(room, name)
+    module, (name,) = nn.init, WHOLE_FUNCTIONS
+    original = getattr(module, name)
 
     def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.pop("generator", None) is not None or any(isinstance(one, torch.Generator) for one in args):
@@ -125,11 +125,11 @@ def _whole_functions(recorder: Recorder) -> Iterator[None]:
             recorder.write(original, (tensor, *args), kwargs, (tensor,), fills=True, draws=True)
         return tensor
 
-    setattr(room, name, recorded)
+    setattr(module, name, recorded)
     try:
         yield
     finally:
-        setattr(room, name, original)
+        setattr(module, name, original)
 
 
 class _Guard(TorchFunctionMode):

@@ -97,7 +97,7 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
 
 def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]:
     """What crosses, as a rank sees it. What several pieces need alike of a tensor crosses once."""
-    letters: dict[str, str] = {}
+    messages: dict[str, str] = {}
     backs: dict[str, str] = {}
     found = []
     for one in told:
@@ -105,7 +105,7 @@ def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]
         for sender, transfer in one["forward"].items():
             for taker in {peer for peer, _, _ in transfer["sends"]}:
                 parts = [part for part in transfer["sends"] if part[0] == taker]
-                leader = letters.setdefault(json.dumps([tensor, sender, parts]), target)
+                leader = messages.setdefault(json.dumps([tensor, sender, parts]), target)
                 if leader != target and int(sender) == rank:
                     spared.add(taker)
                 if taker == rank:

@@ -183,12 +183,12 @@ class Rank:
                 piece.module.stream = Stream(seed, step, first + event.micro)
                 self._forward(share, piece, event.micro, batches[event.micro])
             else:
-                piece.module.aside = False
+                piece.module.of_others = False
                 if event.phase == B:
                     self._backward(share, piece, event.micro, shares[event.micro])
                 else:
                     add_queued(self._queues.pop((event.piece, event.micro)))
-                piece.module.aside = len(self.sizes) > 1
+                piece.module.of_others = len(self.sizes) > 1
         self._complete(completes)
         self._tie()
         return self._tell_losses(len(batches))
@@ -229,7 +229,7 @@ class Rank:
             for piece in share.pieces.values():
                 piece.module.hold_gradients(nullcontext())
                 # a gradient is completed as the size of its micro-batch asks for
-                piece.module.aside = len(self.sizes) > 1
+                piece.module.of_others = len(self.sizes) > 1
                 piece.module.grad_sync.expect(backwards[piece.name, number] if starts else 0)
 
     def _real(self, count: int) -> Iterator[Event]:

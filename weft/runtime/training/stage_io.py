@@ -3,7 +3,7 @@
 In: for each tensor that crosses between two pieces, what this rank sends and receives of it. Out: the tensor in the
 layout of the piece that takes it; its gradient, on the way back, in that of the piece that gave it.
 
-Promised: several pieces on a rank that take the same of a tensor get it by one letter, which whoever comes first takes;
+Promised: several pieces on a rank that take the same of a tensor get it by one message, which the first one takes;
 their gradients, if they go back alike, are added up here and sent once, by whoever comes last.
 """
 
@@ -28,8 +28,8 @@ class Crossing:
 
     Args:
         backward: None too if no gradient flows.
-        spared: ranks that get what they need of it by the letter for another piece.
-        comes_for: by rank that something comes from, the piece that the letter is written for.
+        spared: ranks that get what they need of it by the message for another piece.
+        comes_for: by rank that something comes from, the piece that the message is written for.
         back_for: the piece for which the gradient goes back, added to that of this one.
     """
 
@@ -44,13 +44,13 @@ class Crossing:
     comes_for: Mapping[int, str] = field(default_factory=dict)
     back_for: str = ""
 
-    def letter(self, peer: int) -> tuple[str, str, int]:
-        """Tensor, piece and sender of the letter by which it comes from a rank."""
+    def message(self, peer: int) -> tuple[str, str, int]:
+        """Tensor, piece and sender of the message by which it comes from a rank."""
         return self.tensor, self.comes_for.get(peer, self.target), peer
 
     @property
     def back(self) -> tuple[str, str]:
-        """Tensor and piece of the letter by which its gradient goes back."""
+        """Tensor and piece of the message by which its gradient goes back."""
         return self.tensor, self.back_for or self.target
 
 
@@ -64,23 +64,23 @@ def backward_tag(tensor: str, target: str, micro: int) -> str:
 
 @dataclass(frozen=True)
 class Readers:
-    """How many pieces of this rank take each letter, and how many add to each gradient that goes back."""
+    """How many pieces of this rank take each message, and how many add to each gradient that goes back."""
 
-    letters: Mapping[tuple[str, str, int], int]
+    messages: Mapping[tuple[str, str, int], int]
     gradients: Mapping[tuple[str, str], int]
 
     @staticmethod
     def of(taken: list[Crossing]) -> Readers:
         peers = [(one, {piece.peer for piece in one.forward.receives}) for one in taken if one.forward is not None]
         return Readers(
-            Counter(one.letter(peer) for one, found in peers for peer in found),
+            Counter(one.message(peer) for one, found in peers for peer in found),
             Counter(one.back for one in taken if one.trained),
         )
 
 
 @dataclass
 class _Came:
-    """What came by a letter, and how many pieces are still to come for it."""
+    """What came by a message, and how many pieces are still to come for it."""
 
     tensors: list[Tensor]
     missing: int
@@ -95,7 +95,7 @@ class _Going:
 
 
 class StageIO:
-    """The letters of one rank of a pipeline."""
+    """The messages of one rank of a pipeline."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -118,14 +118,14 @@ class StageIO:
         assert transfer is not None, f"{crossing.tensor} does not come to this rank"
         came: dict[int, list[Tensor]] = {}
         for peer, expects in _expected(transfer, crossing.dtype).items():
-            letter = crossing.letter(peer)
-            shared = self._came.pop((letter, micro), None)
+            message = crossing.message(peer)
+            shared = self._came.pop((message, micro), None)
             if shared is None:
-                found = self.transport.take(peer, forward_tag(*letter[:2], micro), expects)
-                shared = _Came(found, readers.letters[letter])
+                found = self.transport.take(peer, forward_tag(*message[:2], micro), expects)
+                shared = _Came(found, readers.messages[message])
             shared.missing -= 1
             if shared.missing:
-                self._came[letter, micro] = shared
+                self._came[message, micro] = shared
             came[peer] = shared.tensors
         return self._assembled(transfer, came, crossing.dtype)
 

@@ -1,6 +1,6 @@
 """Weights by chunk: what a loop over chunks uses of a parameter that is stored split, gathered chunk by chunk.
 
-In: for each chunk how its part of the parameter is brought, and how its gradient goes home. Out: something that stands
+In: for each chunk how its part of the parameter is brought, and how its gradient is reduced. Out: something that stands
 where a tuple of parts would: `weight[chunk]` gathers that part, and nothing here holds it. So a chunk has its own parts
 of the weights and no others; where the loop is recomputed it gathers them again when it runs again, where it is not,
 autograd does (`unsharded.py`). Every part travels once in each direction, and the parts of all chunks are the whole.
@@ -25,7 +25,7 @@ from weft.runtime.weights.unsharded import Use
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """How one chunk's part of a parameter comes, and how its gradient goes home."""
+    """How one chunk's part of a parameter comes, and how its gradient is reduced."""
 
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
@@ -42,7 +42,7 @@ class ByChunk:
 
     Args:
         stored: this rank's part of it.
-        uses, ways: how each chunk's part is brought, and how its gradient goes home.
+        uses, ways: how each chunk's part is brought, and how its gradient is reduced.
         tell: hears of gradients.
     """
 

@@ -124,8 +124,8 @@ class FullWeights:
         if sum(lengths) * dtype.itemsize >= LARGE:
             lengths = [_aligned(length, dtype) for length in lengths]
         flat = transport.buffer(sum(lengths), dtype, group)
-        for gather, room in zip(gathers, flat.split(lengths), strict=True):
-            full = room[: prod(gather.shape)].view(gather.shape)
+        for gather, memory in zip(gathers, flat.split(lengths), strict=True):
+            full = memory[: prod(gather.shape)].view(gather.shape)
             self._kept[self._key(gather)] = _Full([full], (gather.stored,))
             assert gather.parts is not None
             part = gather.parts[group.index(transport.rank)]

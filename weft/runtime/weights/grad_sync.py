@@ -234,7 +234,7 @@ class BucketSync:
         bucket.pending = job.start_all_reduce(parts, bucket.group)
         job.doing = before
 
-    def room(self, module: ParallelModule, name: str) -> Tensor | None:
+    def buffer(self, module: ParallelModule, name: str) -> Tensor | None:
         """Where to write the first addend of a gradient; None if there is one already, or its sum has begun."""
         bucket = self._place[name]
         if bucket.pending is not None or name in module.sinks:
@@ -248,9 +248,9 @@ class BucketSync:
         """True if products may write the gradient of a use."""
         return self._uses is not None and self._uses.scatters(use.transfers)
 
-    def room_of_use(self, use: Used, dtype: torch.dtype) -> Tensor | None:
+    def buffer_of_use(self, use: Used, dtype: torch.dtype) -> Tensor | None:
         """Where to write the first addend of the gradient of a use; None if it may lie anywhere."""
-        return None if self._uses is None else self._uses.room(use, dtype)
+        return None if self._uses is None else self._uses.buffer(use, dtype)
 
     def has_place(self, name: str) -> bool:
         return name in self._place
@@ -333,16 +333,16 @@ class _Slots:
         return partial(self._write_use, *found, weight.dtype)
 
     def _write_use(self, use: Used, sink: Told, dtype: torch.dtype, make: Write) -> None:
-        room = self.sync.room_of_use(use, dtype) if sink.total is None else None
-        if room is None:
+        buffer = self.sync.buffer_of_use(use, dtype) if sink.total is None else None
+        if buffer is None:
             sink.add(make(None))
         else:
-            sink.begin(make(room))
+            sink.begin(make(buffer))
 
     def _write_stored(self, name: str, make: Write) -> None:
-        room = self.sync.room(self.module, name)
-        if room is not None:
-            self.module.sinks[name] = Gradient(make(room))
+        buffer = self.sync.buffer(self.module, name)
+        if buffer is not None:
+            self.module.sinks[name] = Gradient(make(buffer))
         else:
             self.module.sinks.setdefault(name, Gradient()).add(make(None))
         self.sync.arrived(self.module, name)

@@ -1,7 +1,7 @@
-"""Gradients of parameters that are used in another layout than they are stored in, brought home use by use.
+"""Gradients of parameters that are used in another layout than they are stored in, reduced to their owners use by use.
 
 In: the uses of a forward (`Used`), and word of what arrives for them. Out: the complete gradients of the stored parts.
-The gradient of a use goes home when backward has passed the use, so that no more than a few full gradients exist at a
+The gradient of a use is reduced when backward has passed the use, so that no more than a few full gradients exist at a
 time; one that is put off (weight gradients that are made after those of inputs) goes when it comes; what is left, at
 the end. Over several micro-batches shards are added up, or full gradients where the parameter says so, which go home
 once: when those of all uses have come.
@@ -65,7 +65,7 @@ class UseSync:
         self._entered += 1
         self._left.update(self._way(use) for use in tape.used if use.parameter in self._whole)
 
-    def room(self, use: Used, dtype: torch.dtype) -> Tensor | None:
+    def buffer(self, use: Used, dtype: torch.dtype) -> Tensor | None:
         """Where to write the first addend of the gradient of a use; None if it may lie anywhere."""
         if not self.scatters(use.transfers) or self._sums.added(dtype) not in (None, dtype):
             return None
