@@ -127,10 +127,10 @@ def _open_saved(path: Path) -> Mapping[str, Tensor]:
 
 
 def _open_safetensors(path: Path) -> Mapping[str, Whole]:
-    room = needed("safetensors", str(path), error=RunError)
+    package = needed("safetensors", str(path), error=RunError)
     try:
-        file = room.safe_open(path, framework="pt", device="cpu")
-    except room.SafetensorError as error:
+        file = package.safe_open(path, framework="pt", device="cpu")
+    except package.SafetensorError as error:
         raise RunError(
             f"{path} is cut short, or no safetensors file: {error}", place=str(path), remedy=WHOLE_FILES
         ) from None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
+import torch
+
 BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
 FULL = 4 << 20
@@ -23,6 +25,10 @@ WORTH = 1 << 20
 def bucket_size(total: int, size: int) -> int:
     """Bytes of a bucket, up to `size`, of tensors that have so many in all."""
     return size if total >= WORTH else 0
+
+
+ALIGNED = 64
+"""Bytes: tensors begin where vector instructions like it."""
 
 
 class Travels(Protocol):
@@ -54,3 +60,9 @@ def in_buckets(tensors: Sequence[T], size: int) -> list[list[T]]:
     last = {id(one): place for place, one in enumerate(tensors)}
     made += [(last[id(bucket[-1])], bucket) for bucket in unfilled.values()]
     return [bucket for _, bucket in sorted(made, key=lambda pair: pair[0])]
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """Elements that a tensor takes, so that the next one begins where it is best read."""
+    step = max(1, ALIGNED // dtype.itemsize)
+    return -(-numel // step) * step

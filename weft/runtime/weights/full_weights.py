@@ -24,13 +24,11 @@ from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Handle, Transport
 from weft.runtime.links.wire import LARGE
-from weft.runtime.weights.buckets import FULL, bucket_size, in_buckets
+from weft.runtime.weights.buckets import FULL, aligned, bucket_size, in_buckets
 from weft.runtime.weights.unshard import Gather, start_gathers
 
 Key = tuple[str, int]
 """A parameter, and the number of how it is brought to where it is used."""
-ALIGNED = 64
-"""Bytes: tensors begin where vector instructions like it."""
 
 
 @dataclass
@@ -122,7 +120,7 @@ class FullWeights:
         transport, (group, dtype) = gathers[0].transport, gathers[0].key
         lengths = [prod(one.shape) for one in gathers]
         if sum(lengths) * dtype.itemsize >= LARGE:
-            lengths = [_aligned(length, dtype) for length in lengths]
+            lengths = [aligned(length, dtype) for length in lengths]
         flat = transport.buffer(sum(lengths), dtype, group)
         for gather, memory in zip(gathers, flat.split(lengths), strict=True):
             full = memory[: prod(gather.shape)].view(gather.shape)
@@ -143,9 +141,3 @@ class FullWeights:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one is other
-
-
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """Elements that a tensor takes, so that the next one begins where it is best read."""
-    step = max(1, ALIGNED // dtype.itemsize)
-    return -(-numel // step) * step

@@ -20,13 +20,12 @@ from torch import Tensor
 from weft.runtime.layout.index import covers
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Transport, listed
+from weft.runtime.weights.buckets import aligned
 
 MOST = 32 << 20
 """Bytes of full gradients under way and the next one's together, unless that is more by itself."""
-ROOM = 2 << 20
+SHARED = 2 << 20
 """Bytes of memory that gradients share; a larger one has its own."""
-ALIGNED = 64
-"""Bytes: tensors begin where vector instructions like it."""
 
 Deliver = Callable[[str, Tensor], None]
 
@@ -54,7 +53,7 @@ class Scatter:
         self._transport, self._deliver, self._size = transport, deliver, bucket
         self._open: dict[tuple[Group, torch.dtype], _Bucket] = {}
         self._started: _Bucket | None = None
-        self._rooms: dict[tuple[Group, torch.dtype], tuple[Tensor, int]] = {}
+        self._shared: dict[tuple[Group, torch.dtype], tuple[Tensor, int]] = {}
         """Memory in which the next gradients may lie, and how much of it is taken."""
 
     @staticmethod
@@ -67,20 +66,20 @@ class Scatter:
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype, transfer: Transfer) -> Tensor:
         """Where a gradient is best written to."""
-        numel, most = prod(shape), min(ROOM, self._size) // dtype.itemsize
+        numel, most = prod(shape), min(SHARED, self._size) // dtype.itemsize
         if self._started is not None and self._started.num_bytes + numel * dtype.itemsize > MOST:
             self._wait()
         if numel >= most:
             return self._transport.buffer(numel, dtype, transfer.group, brief=True).view(shape)
         key = transfer.group, dtype
-        start = self._rooms[key][1] if key in self._rooms else most
+        start = self._shared[key][1] if key in self._shared else most
         if start + numel > most:
             # first let go of the last one: it may be the one that comes
-            self._rooms.pop(key, None)
-            self._rooms[key], start = (self._transport.buffer(most, dtype, transfer.group, brief=True), 0), 0
-        room = self._rooms[key][0]
-        self._rooms[key] = room, start + -(-numel * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
-        return room[start : start + numel].view(shape)
+            self._shared.pop(key, None)
+            self._shared[key], start = (self._transport.buffer(most, dtype, transfer.group, brief=True), 0), 0
+        memory = self._shared[key][0]
+        self._shared[key] = memory, start + aligned(numel, dtype)
+        return memory[start : start + numel].view(shape)
 
     def post(self, name: str, full: Tensor, transfer: Transfer) -> None:
         """Let a gradient go. It may not be written to any more."""
@@ -100,12 +99,12 @@ class Scatter:
         while self._open:
             self._start(self._open.pop(next(iter(self._open))))
         self._wait()
-        self._rooms.clear()
+        self._shared.clear()
 
     def drop(self) -> None:
         """Forget what was posted and not started."""
         self._open = {}
-        self._rooms.clear()
+        self._shared.clear()
         self._wait()
 
     def _start(self, bucket: _Bucket) -> None:
