@@ -11,9 +11,8 @@ from tests.plan.test_recipes import MEGATRON, cuts
 from weft.capture import capture
 from weft.errors import PlanError
 from weft.ir.oplayout import Cut
-from weft.plan import Plan, dp, sp, tp, zero
+from weft.plan import Plan, dp, megatron, sp, tp, zero
 from weft.plan.follow import resolve
-from weft.plan.recipes import megatron
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
