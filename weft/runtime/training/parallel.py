@@ -177,7 +177,13 @@ class Parallel(OneRank):
     def _made(self, batch: Arguments | None) -> Flow:
         assert self._make_flow is not None, "this module was made for training only"
         flow = self._make_flow(batch)
-        wrong = [name for module in flow.modules for name in module.stored if name not in self.stored]
+        # pieces may hold a parameter in other layouts: what they read of training is looked up by layout (`lend`)
+        wrong = [
+            name
+            for module in flow.modules
+            for name, index in module.stored.items()
+            if name not in self.stored or (flow.is_whole and self.stored[name] != index)
+        ]
         assert not wrong, f"eval() would store {wrong[0]} elsewhere than training does"
         self._tell_refusal(flow)
         self._evaluations.append(flow)
