@@ -69,7 +69,7 @@ class Direct:
         if target is None:
             return None
         beside, bias = self._beside(weight, bias)
-        found: Tensor = _Linear.apply(target, beside, self._anchor, input, weight.detach(), bias)
+        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, True)
         return found
 
     def matmul(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -78,7 +78,7 @@ class Direct:
         if target is None or input.dim() < 2:
             return None
         beside, bias = self._beside(weight, bias)
-        found: Tensor = _Matmul.apply(target, beside, self._anchor, input, weight.detach(), bias)
+        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, False)
         return found
 
     def bmm(self, input: Tensor, weight: Tensor) -> Tensor | None:
@@ -167,7 +167,9 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
     return F.embedding(input, weight, padding_idx) if found is None else found
 
 
-class _Linear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """`F.linear`, or, not `transposed`, `x @ weight` with a bias or none."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -177,34 +179,12 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        transposed: bool,
     ) -> Tensor:
-        ctx.target, ctx.beside = target, beside
+        ctx.target, ctx.beside, ctx.transposed = target, beside, transposed
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        rows, seen = _rows(gradient), _rows(x)
-        ctx.target(_product(rows.t(), seen))
-        back = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[3] else None
-        return None, None, None, back, None, _of_bias(ctx, rows)
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        target: Target,
-        beside: Target | None,
-        anchor: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.target, ctx.beside = target, beside
-        ctx.save_for_backward(x, weight)
+        if transposed:
+            return F.linear(x, weight, bias)
         if bias is not None:
             return torch.addmm(bias, x, weight)
         # as torch.matmul does it for a weight that has a gradient
@@ -215,9 +195,10 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         rows, seen = _rows(gradient), _rows(x)
-        ctx.target(_product(seen.t(), rows))
-        back = rows.mm(weight.t()).view(x.shape) if ctx.needs_input_grad[3] else None
-        return None, None, None, back, None, _of_bias(ctx, rows)
+        ctx.target(_product(rows.t(), seen) if ctx.transposed else _product(seen.t(), rows))
+        factor = weight if ctx.transposed else weight.t()
+        back = rows.mm(factor).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, back, None, _of_bias(ctx, rows), None
 
 
 class _Bmm(torch.autograd.Function):
