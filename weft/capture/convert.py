@@ -48,6 +48,7 @@ from weft.capture.source import source_of_trace
 from weft.capture.tracing.expect import EXPECT, Expectation
 from weft.capture.tracing.intercept import ENTER, FUNCTION, LEAVE, Interception
 from weft.capture.tracing.refuse import NUMBER, NUMBER_REMEDY
+from weft.capture.tracing.trace import GRAD_MODE
 from weft.capture.views import Step
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Ref
@@ -90,7 +91,7 @@ class Converter:
     def context(self, node: fx.Node, around: Context) -> Context:
         path, call = address_of(node)
         source = source_of_trace(node.meta.get("stack_trace"))
-        grad = around.grad and all(flows for _, flows in self.regions)
+        grad = node.meta.get(GRAD_MODE, around.grad) and all(flows for _, flows in self.regions)
         recompute = self.regions[0][0] if self.regions else None
         return replace(around, path=path, call=call, source=source, grad=grad, recompute=recompute)
 
@@ -128,8 +129,8 @@ class Converter:
         """A grad-mode or autocast region, flattened."""
         name = target.name()
         if name == "wrap_with_set_grad_enabled":
-            enabled, module, *rest = args
-            return self.run(module, rest, replace(context, grad=enabled))
+            _, module, *rest = args
+            return self.run(module, rest, context)
         if name == "wrap_with_autocast":
             device, dtype, enabled, _, module, *rest = args
             return self.run(module, rest, replace(context, autocast=inner_autocast(context, device, dtype, enabled)))

@@ -112,6 +112,7 @@ class Sheet:
         self._reads.update([program.loss] if program.loss else [])
         self.body: BodyLines | None = None
         self._direct, self.spent = _direct(program), spent_values(program)
+        self.requiring = _requiring(self.graph)
         self._readings: dict[str, tuple[int, set[tuple[rt_moves.Move, ...]]]] | None = None
         for op in self.graph.ops:
             if op.function is not None:
@@ -322,6 +323,16 @@ def _direct(program: Program) -> set[str]:
         kept = found[:1] if len(sync.sources) <= 2 or found[:1] == list(sync.sources[:1]) else []
         others.update(name for name in found if name not in kept)
     return unmoved - others
+
+
+def _requiring(graph: Graph) -> frozenset[str]:
+    """Tensors that require a gradient when the program runs. Some need none, because backward never reaches them; an op
+    in a `no_grad` region must not let them through."""
+    found = {name for name, tensor in graph.tensors.items() if tensor.needs_grad}
+    for op in graph.ops:
+        if op.grad and op.target != "aten.detach.default" and not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
 
 
 def _reads(steps: Sequence[Step], times: int) -> Counter[str]:

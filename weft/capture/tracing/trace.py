@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
@@ -32,6 +32,9 @@ from weft.capture.tracing.refuse import Translating
 from weft.capture.tracing.stable import forward_of_batch_norm
 from weft.capture.tracing.watch import Watch
 from weft.runtime.weights.precision import Precision, Rules
+
+GRAD_MODE = "weft_grad_mode"
+"""The key of a node's meta under which its grad mode is kept."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ def trace(
         move_to_fake(module, example.precision)
         warnings.simplefilter("ignore")
         stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
+        stack.enter_context(patched(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
         stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(patched(nn.Module, "to", to_where_it_is))
         if asked is not None:
@@ -140,6 +144,20 @@ def trace(
         # export puts attributes back by itself
         module.get_submodule(path).__dict__[name] = value
     return Trace(program, found, output, watch.settling)
+
+
+def noting_grad_mode(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+    """`create`, of nodes that know whether gradients were recorded when they were made.
+
+    Export has regions for that, and loses those that lie directly in an autocast and those of inference mode.
+    """
+
+    def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create(tracer, *args, **kwargs)
+        node.meta[GRAD_MODE] = torch.is_grad_enabled()
+        return node
+
+    return create_node
 
 
 def told_no(answer: Callable[[], bool], note: Callable[[str], None]) -> Callable[[], bool]:

@@ -108,8 +108,7 @@ class _Call:
 
     def _context(self) -> Context:
         """The grad mode and autocast that the op needs around it."""
-        tensors = self.frame.program.graph.tensors
-        grad = self.op.grad or not any(tensors[name].needs_grad for name in self.op.inputs)
+        grad = self.op.grad or self.frame.sheet.requiring.isdisjoint(self.op.inputs)
         return grad, self.op.autocast
 
     def _text(self, pattern: Pattern) -> str:
