@@ -46,7 +46,7 @@ def test_tied_frozen_unused() -> None:
 def test_two_parameters_over_one_memory_are_refused() -> None:
     module = Parts()
     module.second.weight = nn.Parameter(module.first.weight.detach())
-    with pytest.raises(CaptureError, match=r"first\.weight and second\.weight share memory"):
+    with pytest.raises(CaptureError, match=r"first\.weight and the parameter second\.weight share memory"):
         capture(module, X.float())
 
 

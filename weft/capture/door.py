@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.capture.aliases import refuse_aliases
 from weft.capture.assemble import assemble
 from weft.capture.builder import Builder, Context, known_shapes
 from weft.capture.convert import Converter
@@ -107,6 +108,7 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     state = bind_state(module, flat, traced.program, builder)
     converter = Converter(builder, traced.found)
     outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
+    refuse_aliases(state)
     results = [read(handle, builder, Context()) for handle in outputs]
     results = emit_expectations(converter.expected, results, traced.output.loss_among_tensors, builder)
     graph = assemble(module, flat, traced.output, state, builder, results)

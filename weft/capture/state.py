@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
@@ -19,7 +18,6 @@ from weft.capture.builder import Builder
 from weft.capture.convert import ROOT, fresh
 from weft.capture.example import Example
 from weft.capture.functional import Handle
-from weft.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ def bind_state(module: nn.Module, example: Example, program: ExportedProgram, bu
         for name in vars(sub)
     }
     binder = Binder(example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes)
-    refuse_overlap(binder.parameters)
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     placeholders = tuple(binder.bind(spec, nodes) for spec in program.graph_signature.input_specs)
     return State(
@@ -153,19 +150,3 @@ def gather(module: nn.Module, kind: str) -> list[Stored]:
             lasting = kind == "_parameters" or name not in sub._non_persistent_buffers_set
             persistent[id(value)] = persistent.get(id(value), False) or lasting
     return [Stored(values[key], tuple(names[key]), persistent[key]) for key in names]
-
-
-def refuse_overlap(parameters: list[Stored]) -> None:
-    """Two parameters over one memory would be one in eager and two here."""
-    seen: dict[tuple[int, int], str] = {}
-    for stored in parameters:
-        value = stored.value
-        if value.numel() == 0 or value.device.type == "meta" or isinstance(value, FakeTensor):
-            continue
-        key = (int(value.untyped_storage()._cdata), int(value.storage_offset()))
-        if key in seen:
-            raise CaptureError(
-                f"the parameters {seen[key]} and {stored.names[0]} share memory but are two Parameter objects",
-                remedy="tie them by assigning one Parameter to both names",
-            )
-        seen[key] = stored.names[0]

@@ -269,7 +269,8 @@ def _ties(graph: Graph, parts: tuple[Part, ...], loans: tuple[Loan, ...]) -> lis
             for part in _holders(parameter.tensor, parts)
             if (parameter.tensor, part.piece.segment.name) not in lent
         ]
-        if parameter.trainable and len(holders) > 1:
+        # an optimizer passes over a parameter without a gradient, which it does not do with zeros
+        if parameter.trainable and graph.tensors[parameter.tensor].needs_grad and len(holders) > 1:
             lies = [part.at_home(part.program.stored[parameter.tensor]) for part in holders]
             moves = tuple(tuple(Move("exchange", other, one) for other in lies) for one in lies)
             found.append(Tie(parameter.tensor, tuple(part.piece.segment.name for part in holders), moves))
