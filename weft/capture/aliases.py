@@ -29,7 +29,7 @@ class Lying:
     def span(self) -> tuple[int, int]:
         """The bytes of its storage between its first and its last element."""
         value = self.value
-        first = value.storage_offset() * value.itemsize
+        first = int(value.storage_offset()) * value.itemsize
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         return first, first + (last + 1) * value.itemsize
 

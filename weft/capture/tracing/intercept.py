@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -35,6 +36,7 @@ from weft.capture.source import place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, applied, called, is_nested, original_apply
 from weft.capture.tracing.refuse import TOLD, telling
+from weft.capture.tracing.repeat import Comparing, Heard, heard
 from weft.capture.tracing.stable import stable_form
 from weft.errors import CaptureError
 from weft.runtime.operators.custom import CustomOp
@@ -59,10 +61,29 @@ class Interception:
     regions: int = 0
     requires: str = ""
     """The last line that told a tensor to require a gradient."""
+    heard: list[Heard] = field(default_factory=list)
+    """The torch calls of the first forward."""
+    repeats: bool = False
+    """Forward runs again, to be compared."""
+
+    def is_tracing(self) -> bool:
+        """Whether the user's own code runs, not the inside of an operator."""
+        return self.repeats or is_tracing()
+
+    def repeat(self, run: Callable[[], Any]) -> None:
+        """Run forward once more, untraced, and refuse what differs from the first time."""
+        again = Interception(repeats=True)
+        kept, mine = dict(vars(self)), vars(self)
+        mine.update(vars(again))
+        try:
+            with disable_proxy_modes_tracing(), Listener(self, Comparing(kept["heard"])):
+                run()
+        finally:
+            mine.update(kept)
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
-        if not is_tracing():
+        if not self.is_tracing():
             return original_apply(cls, *args)
         if cls is checkpoint.CheckpointFunction:
             run, _, *rest = args
@@ -72,7 +93,7 @@ class Interception:
 
     def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands in for the call of a registered function while tracing."""
-        if not is_tracing():
+        if not self.is_tracing():
             return op.function(*args, **kwargs)
         return self.mark(*called(op, args, kwargs))
 
@@ -134,15 +155,16 @@ class Listener(TorchFunctionMode):
     autograd itself, which a trace does not see. Notes where a tensor is told to require a gradient.
     """
 
-    def __init__(self, found: Interception) -> None:
+    def __init__(self, found: Interception, hear: Callable[[Heard], None]) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.hear = found, hear
         self.draws: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.hear(heard(func, args, kwargs))
         if func in REFUSED:
             raise CaptureError(
                 f"forward {REFUSED[func]}, which a graph of the forward does not hold",
@@ -153,10 +175,11 @@ class Listener(TorchFunctionMode):
             return False
         if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
             self.found.requires = place_here()
-        if func is torch.Tensor.__bool__ and is_tracing() and (expected := expected_here(args[0])) is not None:
+        traces = self.found.is_tracing()
+        if func is torch.Tensor.__bool__ and traces and (expected := expected_here(args[0])) is not None:
             torch.ops.weft.expect(args[0], expected)
             return expected
-        if func is torch.Tensor.item and is_tracing() and expected_here(args[0]) is not None:
+        if func is torch.Tensor.item and traces and expected_here(args[0]) is not None:
             # a number that is only checked may stay a tensor
             return args[0].reshape(())
         stable = stable_form(func, args, kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,18 +24,45 @@ from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
+from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
 from weft.capture.sizes import refuse_fixed
-from weft.capture.source import is_users, keep_users_frame
+from weft.capture.source import is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept, patched
 from weft.capture.tracing.modules import to_where_it_is
 from weft.capture.tracing.refuse import Translating
+from weft.capture.tracing.repeat import unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm
+from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.watch import Watch
+from weft.errors import CaptureError
 from weft.runtime.weights.precision import Precision, Rules
 
 GRAD_MODE = "weft_grad_mode"
 """The key of a node's meta under which its grad mode is kept."""
+
+SEEDS = "forward seeds torch's generator, so that each step would draw the same numbers: a program draws others in each"
+CLOCK = "forward reads the clock: the time would be frozen into the program"
+UNSEEN: Sequence[tuple[Any, Sequence[str], str, str]] = (
+    (
+        torch,
+        ("manual_seed", "seed", "set_rng_state"),
+        SEEDS,
+        "draw the numbers once, in __init__, and keep them in a buffer; seed with parallelize(..., seed=)",
+    ),
+    (
+        torch.random,
+        ("manual_seed", "seed", "set_rng_state", "fork_rng"),
+        SEEDS,
+        "draw the numbers once, in __init__, and keep them in a buffer; seed with parallelize(..., seed=)",
+    ),
+    (
+        time,
+        ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"),
+        CLOCK,
+        "measure outside forward; pass a time in as an input",
+    ),
+)
+"""Functions of others that forward must not call: where they lie, their names, why, what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +112,24 @@ class Traced(nn.Module):
             with nullcontext() if precision is None else Rules(precision):
                 return self.module(*args, **kwargs)
 
-        watch = Watch(self.module, tolerant=self.tolerant)
+        watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         try:
             # translated here already: torch prints the whole graph beside an error of its own
-            with Translating(self.module), Listener(self.found):
+            with Translating(self.module), Listener(self.found, self.found.heard.append):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             watch.refuse_changes(run)
+            if not watch.settling:
+                surroundings.clear_caches()
+                with Translating(self.module), unchanged(surroundings.again(), forward_place(self.module)):
+                    self.found.repeat(run)
             for old, new in watch.updates():
                 with torch.no_grad():
                     old.copy_(new)
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
+            surroundings.restore()
         self.seen((output, watch))
         return tuple(leaves)
 
@@ -133,6 +166,9 @@ def trace(
         stack.enter_context(patched(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
         stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(patched(nn.Module, "to", to_where_it_is))
+        for owner, names, what, remedy in UNSEEN:
+            for name in names:
+                stack.enter_context(patched(owner, name, refused(getattr(owner, name), what, remedy)))
         if asked is not None:
             for name in ("is_compiling", "is_exporting"):
                 answer = told_no(getattr(torch.compiler, name), asked.append)
@@ -158,6 +194,17 @@ def noting_grad_mode(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
         return node
 
     return create_node
+
+
+def refused(function: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
+    """`function` for everyone but the user's own code."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(what, place=place_here(), remedy=remedy)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def told_no(answer: Callable[[], bool], note: Callable[[str], None]) -> Callable[[], bool]:

@@ -1,0 +1,241 @@
+"""What forward reads and changes besides its inputs: carried, or refused with the line."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.errors import CaptureError, WeftError
+
+COUNT = itertools.count(1)
+CALLS = 0
+NUMBERS = {"n": 0}
+LOG: list[float] = []
+TABLES: dict[int, Tensor] = {}
+WARNED = False
+
+
+class Base(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x)) * self.factor(x)).square().mean()
+
+    def factor(self, x: Tensor) -> Any:
+        return 1.0
+
+
+def counts(self: Base, x: Tensor) -> Any:
+    return next(COUNT)
+
+
+def counts_globally(self: Base, x: Tensor) -> Any:
+    global CALLS  # noqa: PLW0603 - a habit to be refused
+    CALLS += 1
+    return CALLS
+
+
+def counts_in_its_class(self: Base, x: Tensor) -> Any:
+    Base.calls += 1
+    return 1.0 if Base.calls < 1000 else 2.0
+
+
+def counts_in_a_dict(self: Base, x: Tensor) -> Any:
+    NUMBERS["n"] += 1
+    return 1.0
+
+
+def counts_in_a_default(self: Base, x: Tensor, calls: list[int] = []) -> Any:  # noqa: B006 - a habit to be refused
+    calls.append(1)
+    return 1.0
+
+
+def logs(self: Base, x: Tensor) -> Any:
+    LOG.append(1.0)
+    return 1.0
+
+
+def reads_the_clock(self: Base, x: Tensor) -> Any:
+    return float(int(time.time()) % 2)
+
+
+def reads_the_system(self: Base, x: Tensor) -> Any:
+    return int.from_bytes(os.urandom(7), "big") / 2**56
+
+
+def seeds(self: Base, x: Tensor) -> Any:
+    torch.manual_seed(5)
+    return torch.rand(4)
+
+
+def seeds_aside(self: Base, x: Tensor) -> Any:
+    with torch.random.fork_rng():
+        return torch.rand(4)
+
+
+OUTSIDE = [
+    (counts, "COUNT"),
+    (counts_globally, "CALLS"),
+    (counts_in_its_class, "calls"),
+    (counts_in_a_dict, "NUMBERS"),
+    (counts_in_a_default, "default 0"),
+    (logs, "LOG"),
+    (reads_the_clock, "clock"),
+    (reads_the_system, "a second forward"),
+    (seeds, "seeds"),
+    (seeds_aside, "seeds"),
+]
+
+
+@pytest.mark.parametrize(("habit", "words"), OUTSIDE, ids=lambda one: getattr(one, "__name__", ""))
+def test_state_outside_the_module_is_refused(habit: Callable[..., Any], words: str) -> None:
+    kind = type("Habit", (Base,), {"factor": habit, "__module__": __name__})
+    module, x = kind(), torch.randn(8, 4)
+    states = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=words) as caught:
+        weft.capture(module, (x,))
+    assert "test_outside.py" in str(caught.value)
+    assert torch.equal(states, torch.get_rng_state())
+    assert (CALLS, NUMBERS, LOG, Base.calls) == (0, {"n": 0}, [], 0), "all is as it was"
+
+
+def test_what_is_said_once_may_be_said() -> None:
+    class Once(Base):
+        def factor(self, x: Tensor) -> Any:
+            global WARNED  # noqa: PLW0603 - a habit of others
+            WARNED = True
+            return 1.0
+
+    weft.capture(Once(), (torch.randn(8, 4),))
+    assert not WARNED, "the next forward says it again"
+
+
+@functools.lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(size).double()
+
+
+def kept_table(size: int) -> Tensor:
+    if size not in TABLES:
+        TABLES[size] = torch.arange(size).double()
+    return TABLES[size]
+
+
+@pytest.mark.parametrize("get", [table, kept_table], ids=["lru_cache", "dict"])
+def test_caches_of_tensors_stay_the_users(get: Callable[[int], Tensor]) -> None:
+    class Cached(Base):
+        def factor(self, x: Tensor) -> Any:
+            return get(x.shape[1])
+
+    module, x = Cached().double(), torch.randn(8, 4, dtype=torch.float64)
+    for _ in range(2):
+        assert weft.verify(module, (x,), plan="dp=2").equal
+        parallel = weft.parallelize(module, (x,), plan="dp=2", emulate=True, cache=None)
+        assert torch.allclose(parallel(x), module(x), atol=1e-12), "eager runs on real tensors"
+        parallel.eval()
+        assert torch.allclose(parallel(x), module(x), atol=1e-12)
+
+
+class Frozen(Base):
+    """Regions without gradients, in every surrounding."""
+
+    def __init__(self, region: Callable[[], Any], outer: Callable[[], Any]) -> None:
+        super().__init__()
+        self.region, self.outer = region, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = self.b(y)
+        with self.outer(), self.region():
+            z = z * 2 + 1
+        return (y * z.clone()).mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("outer", ["plain", "autocast", "enable_grad"])
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_no_gradient_flows_through_regions_without(region: Callable[[], Any], outer: str, plan: str) -> None:
+    around = {"plain": torch.enable_grad, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+    module = Frozen(region, around.get(outer, torch.enable_grad)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    if region is torch.inference_mode:
+        module.b.requires_grad_(False)
+    parallel = weft.parallelize(module, (x,), plan=plan, emulate=True, cache=None)
+    parallel.forward_backward((x,))
+    found = {name.split(".", 2)[2]: one.grad for name, one in parallel.named_parameters() if one.grad is not None}
+    module(x).backward()
+    for name, one in module.named_parameters():
+        if one.grad is None:
+            assert name not in found, f"{name} has no gradient"
+        else:
+            assert torch.allclose(found[name], one.grad, atol=1e-12), name
+
+
+def test_a_parameter_that_is_only_read_detached_has_no_gradient() -> None:
+    class Detached(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) * self.p.detach()
+            return (self.b(x) * self.p.detach()).square().mean()
+
+    x = torch.randn(8, 4)
+    assert weft.verify(Detached(), (x,), plan="pp=2,microbatches=2").equal
+
+
+class Alias(Base):
+    def __init__(self, keep: Callable[[Alias], None]) -> None:
+        super().__init__()
+        keep(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x)) + x @ self.v).square().mean()
+
+
+def as_buffer(module: Alias) -> None:
+    module.register_buffer("v", module.a.weight.data)
+
+
+def as_attribute(module: Alias) -> None:
+    module.v = module.a.weight.data
+
+
+def as_row(module: Alias) -> None:
+    module.register_buffer("v", module.a.weight.data[1:2].expand(4, 4))
+
+
+def as_overlap(module: Alias) -> None:
+    flat = torch.randn(24)
+    module.v = nn.Parameter(flat[:16].view(4, 4))
+    module.a.weight = nn.Parameter(flat[8:].view(4, 4))
+
+
+@pytest.mark.parametrize("keep", [as_buffer, as_attribute, as_row, as_overlap], ids=lambda one: one.__name__)
+def test_shared_memory_is_refused(keep: Callable[[Alias], None]) -> None:
+    with pytest.raises(WeftError, match="share memory"):
+        weft.capture(Alias(keep), (torch.randn(8, 4),))
+
+
+def test_neighbours_in_one_memory_are_no_aliases() -> None:
+    def keep(module: Alias) -> None:
+        both = torch.randn(4, 8)
+        module.v, module.a.weight = nn.Parameter(both[:, ::2]), nn.Parameter(both[:, 1::2])
+        module.register_buffer("low", module.v.detach().clone())
+        module.register_buffer("high", module.low[1:])
+
+    assert weft.verify(Alias(keep), (torch.randn(8, 4),), plan="dp=2").equal
