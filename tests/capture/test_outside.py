@@ -43,7 +43,7 @@ def counts(self: Base, x: Tensor) -> Any:
 
 
 def counts_globally(self: Base, x: Tensor) -> Any:
-    global CALLS  # noqa: PLW0603 - a habit to be refused
+    global CALLS  # noqa: PLW0603
     CALLS += 1
     return CALLS
 
@@ -115,7 +115,7 @@ def test_state_outside_the_module_is_refused(habit: Callable[..., Any], words: s
 def test_what_is_said_once_may_be_said() -> None:
     class Once(Base):
         def factor(self, x: Tensor) -> Any:
-            global WARNED  # noqa: PLW0603 - a habit of others
+            global WARNED  # noqa: PLW0603
             WARNED = True
             return 1.0
 

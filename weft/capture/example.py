@@ -174,17 +174,21 @@ def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """`.loss`, `["loss"]`, a scalar, or a scalar first in a tuple."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, torch.Tensor):
-        found = output
-    elif hasattr(output, "loss"):
-        found = output.loss
+    """`.loss`, `["loss"]`, or the only scalar that has a gradient. Of several scalars none is the loss: taking one of
+    them would train another model than the user's own loop does."""
+    if isinstance(output, Mapping) and "loss" in output:
+        named = output["loss"]
     else:
-        found = output[0] if isinstance(output, tuple | list) and output else None
-    is_scalar = isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point()
-    return found if is_scalar else None
+        named = getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named if is_scalar(named) else None
+    found = {id(leaf): leaf for leaf in pytree.tree_leaves(output) if is_scalar(leaf)}
+    trained = [leaf for leaf in found.values() if leaf.requires_grad] or list(found.values())
+    return trained[0] if len(trained) == 1 else None
+
+
+def is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 MARK = "_weft_dynamic"
