@@ -13,6 +13,7 @@ import torch
 
 from tests.acceptance.subjects import prepared
 from weft.codegen import generate
+from weft.codegen.stored import Entry, table_lines
 from weft.compile.cache import write_files
 from weft.ir.program import Program
 from weft.lower import lower
@@ -185,3 +186,21 @@ def test_meta(tmp_path: Path) -> None:
     meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
     assert (meta["devices"], meta["class"], meta["plan"]) == (2, "MLP", "dp=2")
     assert [one["name"] for one in meta["inputs"]] == ["x", "y"]
+
+
+def test_a_long_entry_of_a_table_has_a_line_for_each_argument() -> None:
+    cut = 'Cut("a", sizes=(0, 4))'
+    text = f"Part((4, 1), {{0: {cut}}}, dtype=torch.float64, reads=2, use=[all_gather(0, {cut}, of=4)])"
+    lines = table_lines("PARAMETERS", [Entry("short", "Part((4,))"), Entry("long", text)])
+    assert lines == [
+        "PARAMETERS: dict[str, Part] = {",
+        '    "short": Part((4,)),',
+        '    "long": Part(',
+        "        (4, 1),",
+        f"        {{0: {cut}}},",
+        "        dtype=torch.float64,",
+        "        reads=2,",
+        f"        use=[all_gather(0, {cut}, of=4)],",
+        "    ),",
+        "}",
+    ]

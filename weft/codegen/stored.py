@@ -15,7 +15,7 @@ import torch
 from weft.codegen.irregular import move_entry
 from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.sheet import Sheet
-from weft.codegen.text import literal
+from weft.codegen.text import literal, statement, top_level
 from weft.ir.graph import Buffer, Parameter
 from weft.ir.layout import Layout
 
@@ -172,14 +172,7 @@ def table_lines(name: str, entries: Sequence[Entry]) -> list[str]:
     """The table as text."""
     lines = [f"{name}: dict[str, Part] = {{"]
     for entry in entries:
-        lines += wrapped(entry)
+        arguments = top_level(entry.text.removeprefix("Part(").removesuffix(")"))
+        lines += statement(f'"{entry.name}": Part(', arguments, "),", 1)
     return [*lines, "}"] if entries else [f"{name}: dict[str, Part] = {{}}"]
 
-
-def wrapped(entry: Entry) -> list[str]:
-    """One entry, broken if it does not fit."""
-    line = f'    "{entry.name}": {entry.text},'
-    if len(line) <= 120:
-        return [line]
-    inside = entry.text.removeprefix("Part(").removesuffix(")")
-    return [f'    "{entry.name}": Part(', f"        {inside}", "    ),"]
