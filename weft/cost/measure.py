@@ -112,7 +112,7 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
         receives = [Piece(peer, 0, everything) for peer in givers if peer != rank]
         shapes = ((len(buffer),),) if receives else ()
         transfer = Transfer(kind, everyone, tuple(sends), tuple(receives), shapes)
-        return lambda: execute(transfer, [buffer], transport)
+        return lambda: execute(transfer, [buffer], transport, dtype=buffer.dtype)
     square = buffer.view(processes, each)
     moves: dict[str, tuple[Move, torch.Tensor]] = {
         "all_reduce": (all_reduce("all"), buffer),
@@ -122,4 +122,4 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
     }
     move, tensor = moves[kind]
     carried = move.transfer(tuple(tensor.shape), place)
-    return lambda: execute(carried, [tensor], transport)
+    return lambda: execute(carried, [tensor], transport, dtype=tensor.dtype)

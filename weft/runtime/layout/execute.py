@@ -27,22 +27,17 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def execute(
-    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def execute(transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype) -> list[Tensor]:
     """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`.
 
     Args:
-        dtype: of the value; needed where the rank holds no part of the source.
+        dtype: of the value, where the rank holds no part of the source.
     """
     tensors = [tensor.detach() for tensor in tensors]
     if transfer.kind == "all_reduce":
         assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
         return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
-    if tensors:
-        dtype = tensors[0].dtype
-    elif dtype is not None:
-        dtype = real_dtype(dtype)
+    dtype = tensors[0].dtype if tensors else real_dtype(dtype)
     pieces = _received(transfer, tensors, transport, dtype)
     return assembled(transfer, pieces, dtype, transport.device, kept=tensors)
 
@@ -51,7 +46,7 @@ def execute(
 def assembled(
     transfer: Transfer,
     pieces: Sequence[Tensor],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device,
     *,
     kept: Sequence[Tensor] = (),
@@ -67,13 +62,12 @@ def assembled(
         if mine:
             results.append(_assemble(mine, shape, add=transfer.add, kept=kept))
         else:
-            assert dtype is not None, "the dtype of a value is not known on a rank that gets none of it"
             results.append(torch.zeros(shape, dtype=real_dtype(dtype), device=device))
     return results
 
 
 def execute_all(
-    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype
 ) -> list[Tensor]:
     """Carry out transfers one after the other, each on the result of the one before."""
     current = list(tensors)
@@ -82,9 +76,7 @@ def execute_all(
     return current
 
 
-def _received(
-    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype | None
-) -> list[Tensor]:
+def _received(transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype) -> list[Tensor]:
     """The tensors of `transfer.receives`, in that order; those from the rank itself are views of its own."""
     sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
     if transfer.kind == "local":
@@ -96,7 +88,7 @@ def _received(
 
 
 def _pieces(
-    transfer: Transfer, tensors: Sequence[Tensor], rank: int, dtype: torch.dtype | None
+    transfer: Transfer, tensors: Sequence[Tensor], rank: int, dtype: torch.dtype
 ) -> tuple[dict[int, list[Tensor]], list[Tensor], dict[int, list[Expected]]]:
     """What goes to others, what stays, and what others send."""
     by_peer: dict[int, list[Tensor]] = {}

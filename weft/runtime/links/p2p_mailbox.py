@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.transport import Expected
 from weft.runtime.links.watch import PeerLost
-from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
+from weft.runtime.links.wire import as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")
 """Digest of the tag, bytes of the body, and whether it is a message or the word that no more will come."""
@@ -107,7 +108,7 @@ class P2PMailbox:
         self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
 
     @torch.no_grad()
-    def take(self, sender: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+    def take(self, sender: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank left under a tag."""
         digest, size = _digest(tag), num_bytes(wants)
         if sender == self._rank:

@@ -10,7 +10,7 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -21,7 +21,6 @@ from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
-from weft.runtime.links.signature import Signature
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -32,10 +31,11 @@ from weft.runtime.links.transport import (
     Sends,
     Sharded,
     Stopped,
+    Then,
     Transport,
 )
 from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
-from weft.runtime.links.wire import LARGE, Want
+from weft.runtime.links.wire import LARGE
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -136,26 +136,19 @@ class ProcessTransport(Transport):
     # -- the Transport interface
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        return self._main.reduce(tensor, op, self._same(self._main, f"all_reduce({op})", tensor, group))
-
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        return self._main.gather(tensor, self._same(self._main, "all_gather", tensor, group))
+        return self._main.reduce(tensor, op, group)
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        return self._exchange(self._main, sends, self._wants(sends, expects, group), group, kind)
-
-    def barrier(self, group: Group) -> None:
-        self._main.barrier(Signature("barrier", group, self._main.number(group)))
+        return self._main.exchange(sends, expects, group, kind)
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         self._main.post(peer, tag, tensors, self.num_ranks)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        wants = [self._known(one, peer) for one in expects]
         try:
-            return self._main.take(peer, tag, wants, self.num_ranks)
+            return self._main.take(peer, tag, expects, self.num_ranks)
         except PeerLost as error:
             raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
 
@@ -164,44 +157,38 @@ class ProcessTransport(Transport):
     def start_all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:
-        wants = self._wants(sends, expects, group)
-        return self._start(group, lambda: self._exchange(self._background, sends, wants, group, kind))
+        return self._start(group, lambda: self._background.exchange(sends, expects, group, kind))
 
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
-        pool = self._pool(group)
-        if pool is not None and sum(part.nbytes for part in parts) >= LARGE:
+        pool = self._pool(group, sum(part.nbytes for part in parts))
+        if pool is not None:
             return self._sum_shared(pool, parts, group)
         private = len(parts) > 1 or is_private(parts[0])
         flat = torch.cat([part.detach().reshape(-1) for part in parts]) if len(parts) > 1 else _flat(parts[0])
-
-        def work() -> Tensor:
-            signature = self._same(self._background, "all_reduce(sum)", flat, group)
-            return self._background.reduce(flat, "sum", signature, in_place=private)
-
-        return self._start(group, work)
+        return self._start(group, lambda: self._background.reduce(flat, "sum", group, in_place=private))
 
     def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        pool = self._pool(group)
-        if pool is None or _num_bytes(tensors) < LARGE:
+        alike = _content(tensors)
+        pool = self._pool(group, alike.nbytes)
+        if pool is None:
             return super().start_all_gather(tensors, group)
-        from weft.runtime.shm.collectives import all_gather, shared  # noqa: PLC0415 - loaded where it is used only
+        from weft.runtime.shm.collectives import all_gather  # noqa: PLC0415 - loaded where it is used only
 
-        shards, addresses = shared(pool, [one.shard.detach() for one in tensors])
-        return self._start_shared("all_gather", tensors, group, all_gather(tensors, addresses), shards)
+        return self._start_shared("all_gather", alike, group, all_gather(pool, tensors))
 
     def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        pool = self._pool(group)
-        if pool is None or _num_bytes(tensors) < LARGE:
+        alike = _content(tensors)
+        pool = self._pool(group, alike.nbytes)
+        if pool is None:
             return super().start_reduce_scatter(tensors, group)
-        from weft.runtime.shm.collectives import reduce_scatter, shared  # noqa: PLC0415 - loaded where it is used only
+        from weft.runtime.shm.collectives import reduce_scatter  # noqa: PLC0415 - loaded where it is used only
 
-        full, addresses = shared(pool, [one.full.detach() for one in tensors])
-        return self._start_shared("reduce_scatter", tensors, group, reduce_scatter(tensors, full, addresses))
+        return self._start_shared("reduce_scatter", alike, group, reduce_scatter(pool, tensors))
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
-        pool = self._pool(group)
-        memory = None if pool is None else pool.lend(numel * dtype.itemsize, brief=brief)
-        return super().buffer(numel, dtype, group) if memory is None else memory.view(dtype)
+        num_bytes = numel * dtype.itemsize
+        pool = self._pool(group, num_bytes)
+        return super().buffer(numel, dtype, group) if pool is None else pool.lend(num_bytes, brief=brief).view(dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
         if not LARGE <= numel * dtype.itemsize <= SPARE or self.device.type != "cpu":
@@ -209,8 +196,8 @@ class ProcessTransport(Transport):
         return self._spare[brief].take(numel, dtype)
 
     def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
-        pool = self._pool(group)
-        if pool is not None and sum(one.nbytes for one in tensors) >= LARGE:
+        pool = self._pool(group, sum(one.nbytes for one in tensors))
+        if pool is not None:
             from weft.runtime.shm.collectives import shared  # noqa: PLC0415 - loaded where it is used only
 
             for tensor, laid in zip(tensors, shared(pool, [one.data for one in tensors], brief=False)[0], strict=True):
@@ -223,30 +210,19 @@ class ProcessTransport(Transport):
         flat, address = parts[0], pool.address(parts[0]) if len(parts) == 1 else None
         if address is None:
             memory = pool.lend(sum(part.nbytes for part in parts))
-            assert memory is not None
             flat = torch.cat([part.detach().reshape(-1) for part in parts], out=memory.view(parts[0].dtype))
             address = pool.address(flat)
             assert address is not None
-        signature = "all_reduce(sum)", flat, group
-        held = [all_reduce(flat, address)]
+        return Then(self._start_shared("all_reduce(sum)", flat, group, all_reduce(pool, flat, address)), lambda _: flat)
 
-        def work() -> Tensor:
-            self._background.run_shared(held.pop(), self._same(self._background, *signature))
-            return flat
-
-        return self._start(group, work)
-
-    def _start_shared(
-        self, kind: str, tensors: Sequence[Sharded], group: Group, work: Work, kept: object = None
-    ) -> Handle[None]:
-        """Begin what all members do with what lies in their pools; `kept`: is held until that has ended."""
-        alike = torch.empty(_num_bytes(tensors), dtype=torch.uint8, device="meta")
+    def _start_shared(self, kind: str, alike: Tensor, group: Group, work: Work) -> Handle[None]:
+        """Begin what all members do with what lies in their pools; `alike`: of one shape and dtype on all."""
         # taken out: whoever waits for the end may use again what it holds, and the executor lets go of it later still
-        held = [(work, kept)]
+        held = [(work, alike)]
 
         def run() -> None:
-            now, _ = held.pop()
-            self._background.run_shared(now, self._same(self._background, kind, alike, group))
+            now, like = held.pop()
+            self._background.run_shared(now, kind, like, group)
 
         return self._start(group, run)
 
@@ -263,20 +239,10 @@ class ProcessTransport(Transport):
             self._opened.add(group)
         return self._worker
 
-    def _pool(self, group: Group) -> SharedPool | None:
+    def _pool(self, group: Group, num_bytes: int) -> SharedPool | None:
+        """Memory that the members see; None if they cannot, or this is too little to be shared."""
         self._opened_worker(group)
-        return self._background.pool(group) if self.rank in group else None
-
-    def _exchange(
-        self, channel: Channel, sends: Sends, wants: Mapping[int, Sequence[Want]], group: Group, kind: str
-    ) -> dict[int, list[Tensor]]:
-        signature = Signature(kind, group, channel.number(group), sends=sends, expects=wants)
-        return channel.exchange(sends, wants, signature)
-
-    def _wants(self, sends: Sends, expects: Expects, group: Group) -> dict[int, list[Want]]:
-        outside = (sends.keys() | expects.keys()) - set(group)
-        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
-        return {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
+        return self._background.pool(group) if self.rank in group and num_bytes >= LARGE else None
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
@@ -311,22 +277,11 @@ class ProcessTransport(Transport):
     def _busy(self) -> tuple[Doing, int | None]:
         return self.doing, self.step
 
-    def _same(self, channel: Channel, kind: str, tensor: Tensor, group: Group) -> Signature:
-        """The signature of a call in which all members' tensors are alike."""
-        return Signature(kind, group, channel.number(group), alike=tensor)
-
-    def _known(self, expected: Expected, peer: int) -> Want:
-        shape, dtype = expected
-        assert dtype is not None, f"the dtype of what rank {peer} sends is not known on rank {self.rank}"
-        # a mode may have its own way with dtypes
-        plain = not torch._C._len_torch_dispatch_stack()
-        return tuple(shape), dtype if plain else torch.empty(0, dtype=dtype).dtype
-
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _num_bytes(tensors: Sequence[Sharded]) -> int:
-    """The same on all members."""
-    return sum(one.full.nbytes for one in tensors)
+def _content(tensors: Sequence[Sharded]) -> Tensor:
+    """A tensor as large as all of them together, without memory: the same on all members."""
+    return torch.empty(sum(one.full.nbytes for one in tensors), dtype=torch.uint8, device="meta")

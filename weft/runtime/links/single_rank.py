@@ -23,16 +23,10 @@ class SingleRank(Transport):
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return _copy(tensor, group)
 
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        return [_copy(tensor, group)]
-
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         return {peer: [_copy(tensor, (peer,)) for tensor in sends.get(peer, ())] for peer in expects}
-
-    def barrier(self, group: Group) -> None:
-        return None
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         self._inbox.put(peer, tag, [_copy(tensor, (peer,)) for tensor in tensors])

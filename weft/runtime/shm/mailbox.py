@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.transport import Expected
 from weft.runtime.links.watch import PeerLost
-from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
+from weft.runtime.links.wire import as_bytes, num_bytes, unpack
 from weft.runtime.shm.pipes import Pipes
 from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
 
@@ -60,7 +61,7 @@ class ShmMailbox:
         words = tag.encode()
         self._pipes.write(at, HEAD.pack(len(words), len(body), size > SMALL) + words + body)
 
-    def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+    def take(self, at: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What the member at a position left under a tag."""
         if at == self._segments.position:
             assert self._own_posts.has(at, tag), f"a rank takes {tag} from itself before it posts it"

@@ -43,12 +43,8 @@ class SharedPool:
         """Of this rank among the members."""
         return self._segments.position
 
-    def lend(self, num_bytes: int, *, brief: bool = False) -> Tensor | None:
-        """Memory of that size; None where it is too little to be shared.
-
-        `brief`: it is soon free again, so it may be part of any larger one."""
-        if num_bytes < LARGE:
-            return None
+    def lend(self, num_bytes: int, *, brief: bool = False) -> Tensor:
+        """Memory of that size, at least `LARGE`. `brief`: it is soon free again, so it may be part of a larger one."""
         self._turn += 1
         free = [segment for segment in self._own if is_private(segment.memory)]
         fitting = [one for one in free if num_bytes <= one.size <= max(SPARE * num_bytes, LARGE)]
