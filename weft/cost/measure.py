@@ -50,12 +50,11 @@ def measure_links(
         raise WeftError(f"{processes} process has nobody to talk to", remedy="measure with at least 2 processes")
     work = [(kind, size) for kind in KINDS for size in REPEATS]
     times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
-    everyone = tuple(range(processes))
     with Pool(processes, backend=backend) as pool:
         for count, (kind, size) in enumerate(work):
             done(count, len(work))
             try:
-                found = pool.run(time_rank, (kind, size), known=[everyone])
+                found = pool.run(time_rank, (kind, size))
             except (RankFailed, CollectiveMismatch) as error:
                 raise RunError(f"a process failed while links were measured: {error}") from error
             times[kind][size] = max(found)

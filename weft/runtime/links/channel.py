@@ -2,8 +2,7 @@
 
 In: tensors and the ranks of a group. Out: the members' tensors, or their sum. How each kind is carried:
 
-    all_to_all      one exchange of everything packed
-    all_gather      one exchange, the same tensor to everybody
+    all_to_all      one exchange of everything packed; gathers are such
     all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
                     else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
                     large tensors in blocks, so that one is under way while another is added up (sums.py)
@@ -15,6 +14,7 @@ is preceded by a small exchange of fixed size in which members make sure that th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -117,9 +117,10 @@ class Channel:
             self._pools[members] = SharedPool(segments)
         return self._pools[members]
 
-    def mailbox(self, num_ranks: int) -> ShmMailbox | P2PMailbox:
+    def mailbox(self) -> ShmMailbox | P2PMailbox:
         """The mailbox of all ranks of the job. At first use all of them ask."""
         if self._mailbox is None:
+            num_ranks = self._watch.num_ranks
             pipes = self._groups.pipes(tuple(range(num_ranks)), MESSAGES, self._watch.check)
             if pipes is None:
                 heads, ways = self._groups.messages(num_ranks, MESSAGES)
@@ -128,20 +129,21 @@ class Channel:
                 from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415
 
-                self._mailbox = ShmMailbox(pipes, Segments(self.rank, num_ranks, pipes, self._look), self._look)
+                segments = Segments(self.rank, num_ranks, pipes, self._look, most=math.inf)
+                self._mailbox = ShmMailbox(pipes, segments, self._look)
         return self._mailbox
 
-    def post(self, peer: int, tag: str, tensors: Sequence[Tensor], num_ranks: int) -> None:
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for a rank."""
-        self.mailbox(num_ranks).post(peer, tag, tensors)
+        self.mailbox().post(peer, tag, tensors)
         self._watch.posted(self._lane, peer)
 
-    def take(self, peer: int, tag: str, wants: Sequence[Expected], num_ranks: int) -> list[Tensor]:
+    def take(self, peer: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank leaves under a tag."""
         self._watch.check()
         self._since, self._awaited = time.monotonic(), (peer, tag)
         self._tell_message()
-        found = self.mailbox(num_ranks).take(peer, tag, wants)
+        found = self.mailbox().take(peer, tag, wants)
         self._awaited = None
         self._leave()
         return found

@@ -88,7 +88,7 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
         grace = GRACE
     finally:
         # if the caller is interrupted the ranks must not outlive the call, nor must the user wait for them
-        board.stop(None)
+        board.stop()
         board.wait_for_end(grace)
         for rank in tuple(board.ended):
             threads[rank].join()
@@ -231,9 +231,9 @@ class _Board:
             self.stopped, self.mismatch = True, mismatch
         self.changed.notify_all()
 
-    def stop(self, mismatch: CollectiveMismatch | None) -> None:
+    def stop(self) -> None:
         with self.changed:
-            self._stop(mismatch)
+            self._stop(None)
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """The rank's thread is over."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Sharded, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.mailbox import SMALL
@@ -31,7 +31,7 @@ class FakeTransport(Transport):
         self.device, self.doing = device or torch.device("cpu"), Doing()
         self._largest: dict[tuple[int, ...], int] = {}
         """Bytes of the largest message in each group that does not go through a pipe."""
-        self._inbox = Inbox[list[Tensor]]()
+        self._own_posts = OwnPosts()
         self._staged: dict[str, int] = {}
         self._seen: set[int] = set()
         """Memory that others see."""
@@ -115,12 +115,12 @@ class FakeTransport(Transport):
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         if peer == self.rank:
-            self._inbox.put(peer, tag, [tensor.detach().clone() for tensor in tensors])
+            self._own_posts.leave(tag, tensors)
         else:
             self._note(tuple(sorted((self.rank, peer))), sum(tensor.nbytes for tensor in tensors), SMALL)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        return self._inbox.pop(peer, tag) if peer == self.rank else self._made(expects)
+        return self._own_posts.fetch(tag) if peer == self.rank else self._made(expects)
 
     def _made(self, expects: Sequence[Expected]) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in expects]

@@ -9,7 +9,7 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 
 from __future__ import annotations
 
-import traceback
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -21,8 +21,8 @@ from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
+from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import (
-    CollectiveMismatch,
     Doing,
     Expected,
     Expects,
@@ -30,11 +30,10 @@ from weft.runtime.links.transport import (
     Handle,
     Sends,
     Sharded,
-    Stopped,
     Then,
     Transport,
 )
-from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
+from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, failure_of
 from weft.runtime.links.wire import LARGE
 
 if TYPE_CHECKING:
@@ -76,11 +75,9 @@ class ProcessTransport(Transport):
         store: of this job alone.
         num_ranks: how many processes the job has; `groups` knows this one's rank.
         local_rank: number of the process on its host, which chooses its device.
-        known: groups to make now, by all ranks in one order; others are made at first use.
         check: members make sure, before every call, that they mean the same. It costs a small exchange. All ranks must
             switch it at the same place of their programs; a program whose first step was checked needs no more of it.
         timeout: seconds that one collective may take.
-        ends_process: end the process if it does not stop by itself when another rank failed.
     """
 
     def __init__(
@@ -90,19 +87,17 @@ class ProcessTransport(Transport):
         num_ranks: int,
         *,
         local_rank: int,
-        known: Sequence[Group] = (),
         check: bool = True,
         timeout: float = TIMEOUT,
-        ends_process: bool = True,
     ) -> None:
         self.rank, self.num_ranks = groups.rank, num_ranks
         self.device, self.doing = groups.backend.device(local_rank), Doing()
-        self.store = store
+        self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
-        self.always_check = False
+        self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
         self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy, ends_process=ends_process)
+        self._watch = Watch(store, self.rank, num_ranks, self._busy)
         self._main, self._background = (
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
             for lane in (MAIN, BACKGROUND)
@@ -111,8 +106,6 @@ class ProcessTransport(Transport):
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
-        for group in sorted(tuple(sorted(group)) for group in known if self.rank in group):
-            self._main.open(group)
 
     @property
     def backend(self) -> Backend:
@@ -130,7 +123,7 @@ class ProcessTransport(Transport):
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
         if check is not None:
-            self.check = self.always_check or check
+            self.check = self._always_check or check
         return self.check
 
     # -- the Transport interface
@@ -144,11 +137,16 @@ class ProcessTransport(Transport):
         return self._main.exchange(sends, expects, group, kind)
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._main.post(peer, tag, tensors, self.num_ranks)
+        if peer == self.rank:
+            self._own_posts.leave(tag, tensors)
+        else:
+            self._main.post(peer, tag, tensors)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
+        if peer == self.rank:
+            return self._own_posts.fetch(tag)
         try:
-            return self._main.take(peer, tag, expects, self.num_ranks)
+            return self._main.take(peer, tag, expects)
         except PeerLost as error:
             raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
 
@@ -168,22 +166,10 @@ class ProcessTransport(Transport):
         return self._start(group, lambda: self._background.reduce(flat, "sum", group, in_place=private))
 
     def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        alike = _content(tensors)
-        pool = self._pool(group, alike.nbytes)
-        if pool is None:
-            return super().start_all_gather(tensors, group)
-        from weft.runtime.shm.collectives import all_gather  # noqa: PLC0415 - loaded where it is used only
-
-        return self._start_shared("all_gather", alike, group, all_gather(pool, tensors))
+        return self._start_sharded("all_gather", tensors, group) or super().start_all_gather(tensors, group)
 
     def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        alike = _content(tensors)
-        pool = self._pool(group, alike.nbytes)
-        if pool is None:
-            return super().start_reduce_scatter(tensors, group)
-        from weft.runtime.shm.collectives import reduce_scatter  # noqa: PLC0415 - loaded where it is used only
-
-        return self._start_shared("reduce_scatter", alike, group, reduce_scatter(pool, tensors))
+        return self._start_sharded("reduce_scatter", tensors, group) or super().start_reduce_scatter(tensors, group)
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         num_bytes = numel * dtype.itemsize
@@ -202,6 +188,16 @@ class ProcessTransport(Transport):
 
             for tensor, laid in zip(tensors, shared(pool, [one.data for one in tensors], brief=False)[0], strict=True):
                 tensor.data = laid
+
+    def _start_sharded(self, kind: str, tensors: Sequence[Sharded], group: Group) -> Handle[None] | None:
+        """Members read what lies in their pools; None: it is sent."""
+        alike = torch.empty(sum(one.full.nbytes for one in tensors), dtype=torch.uint8, device="meta")
+        pool = self._pool(group, alike.nbytes)
+        if pool is None:
+            return None
+        from weft.runtime.shm.collectives import SHARDED  # noqa: PLC0415 - loaded where it is used only
+
+        return self._start_shared(kind, alike, group, SHARDED[kind](pool, tensors))
 
     @torch.no_grad()
     def _sum_shared(self, pool: SharedPool, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
@@ -252,7 +248,7 @@ class ProcessTransport(Transport):
 
     def fail(self, error: BaseException) -> Failure:
         """Tell all ranks that this one failed, and how."""
-        failure = self._failure(error)
+        failure = failure_of(self.rank, error, *self._busy())
         self._watch.tell()
         if failure.sort != "stopped":
             self._watch.fail(failure)
@@ -266,22 +262,9 @@ class ProcessTransport(Transport):
         self._background.close()
         self._watch.close()
 
-    def _failure(self, error: BaseException) -> Failure:
-        if isinstance(error, CollectiveMismatch):
-            return mismatch_failure(error, self.doing, self.step)
-        sort = {Stopped: "stopped", PeerLost: "lost"}.get(type(error), "error")
-        text = "".join(traceback.format_exception(error))
-        what, place = self.doing.what, self.doing.place
-        return Failure(self.rank, sort, type(error).__name__, str(error), what, place, self.step, text)
-
     def _busy(self) -> tuple[Doing, int | None]:
         return self.doing, self.step
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
-
-
-def _content(tensors: Sequence[Sharded]) -> Tensor:
-    """A tensor as large as all of them together, without memory: the same on all members."""
-    return torch.empty(sum(one.full.nbytes for one in tensors), dtype=torch.uint8, device="meta")

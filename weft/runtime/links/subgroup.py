@@ -74,6 +74,17 @@ class Subgroup(Transport):
     def job(self) -> Transport:
         return self.whole.job
 
+    @property
+    def num_replicas(self) -> int:
+        return self.whole.num_replicas
+
+    @property
+    def twins(self) -> Group:
+        return self.whole.twins
+
+    def everywhere(self, group: Group) -> Group:
+        return self.whole.everywhere(self.outside(group))
+
     def outside(self, group: Group) -> Group:
         """Ranks as they are counted in the whole."""
         return tuple(self.ranks[rank] for rank in group)

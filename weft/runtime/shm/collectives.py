@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +105,12 @@ def reduce_scatter(pool: SharedPool, tensors: Sequence[Sharded]) -> Work:
         _end(pool, segments)
 
     return work
+
+
+SHARDED: Mapping[str, Callable[[SharedPool, Sequence[Sharded]], Work]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+}
 
 
 def _views(
