@@ -16,7 +16,7 @@ from weft.order import make_schedule
 from weft.plan.load import load_plan
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.teams import Team
+from weft.runtime.links.subgroup import Subgroup
 from weft.runtime.links.transport import CollectiveMismatch, Doing, Transport
 from weft.runtime.training.load import load_pipeline
 from weft.runtime.training.microbatches import TooFewRows, default_dims, shares, split, split_arguments
@@ -124,7 +124,7 @@ def test_events_in_words() -> None:
 def test_a_team_sees_only_itself() -> None:
     def body(transport: Transport) -> tuple[int, float, float, list[float]]:
         ranks = (3, 1) if transport.rank % 2 else (0, 2)
-        team = Team(Replica(transport, 4), ranks)
+        team = Subgroup(Replica(transport, 4), ranks)
         team.doing = Doing("F0 of a")
         assert transport.doing == team.doing and team.num_ranks == 2
         mine = torch.tensor([float(transport.rank)])

@@ -50,12 +50,11 @@ def measure_links(
         raise WeftError(f"{processes} process has nobody to talk to", remedy="measure with at least 2 processes")
     work = [(kind, size) for kind in KINDS for size in REPEATS]
     times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
-    everyone = tuple(range(processes))
     with Pool(processes, backend=backend) as pool:
         for count, (kind, size) in enumerate(work):
             done(count, len(work))
             try:
-                found = pool.run(time_rank, (kind, size), known=[everyone])
+                found = pool.run(time_rank, (kind, size))
             except (RankFailed, CollectiveMismatch) as error:
                 raise RunError(f"a process failed while links were measured: {error}") from error
             times[kind][size] = max(found)
@@ -112,7 +111,7 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
         receives = [Piece(peer, 0, everything) for peer in givers if peer != rank]
         shapes = ((len(buffer),),) if receives else ()
         transfer = Transfer(kind, everyone, tuple(sends), tuple(receives), shapes)
-        return lambda: execute(transfer, [buffer], transport)
+        return lambda: execute(transfer, [buffer], transport, dtype=buffer.dtype)
     square = buffer.view(processes, each)
     moves: dict[str, tuple[Move, torch.Tensor]] = {
         "all_reduce": (all_reduce("all"), buffer),
@@ -122,4 +121,4 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
     }
     move, tensor = moves[kind]
     carried = move.transfer(tuple(tensor.shape), place)
-    return lambda: execute(carried, [tensor], transport)
+    return lambda: execute(carried, [tensor], transport, dtype=tensor.dtype)

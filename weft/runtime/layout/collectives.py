@@ -36,14 +36,9 @@ Moves = Sequence[Move]
 
 
 @dataclass(frozen=True)
-class Irregular:
+class Irregular(Reshard):
     """A change of layout that does not follow the axes: this rank's transfers, from the tables of the program."""
 
-    forward: tuple[Transfer, ...]
-    backward: tuple[Transfer, ...] | None
-    source_shapes: tuple[tuple[int, ...], ...]
-    target_shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
     chunks: bool
     """The result is a tuple with a tensor per chunk, even if there is one."""
     by_chunk: tuple[ChunkRoute, ...] = ()
@@ -86,7 +81,7 @@ class Collectives:
     ) -> None:
         self._transport, self._place, self._tables = transport, place, dict(tables)
         self._owner, self._anchor = owner, anchor
-        self._steps: dict[Any, Reshard] = {}
+        self._steps: dict[Any, tuple[str, Reshard]] = {}
         self._numbers = Numbers()
         self._gathers: dict[tuple[str, int], Gather] = {}
         self._chains: dict[Any, tuple[tuple[Transfer, ...], tuple[int, ...]]] = {}
@@ -108,15 +103,13 @@ class Collectives:
 
     def reshard(self, x: Tensor, forward: Moves, backward: Moves | None) -> Tensor:
         """Forward and backward as told. `backward=None`: no gradient flows."""
-        step = self._step(tuple(forward), None if backward is None else tuple(backward), x)
-        return self._run(step, [x])[0]
+        named = self._step(tuple(forward), None if backward is None else tuple(backward), x)
+        return self._run(*named, [x])[0]
 
     def move(self, x: Parts, key: str) -> Any:
         """A change of layout from the tables: a tensor, one per chunk, or None, as the rank holds of the result."""
         found = self._tables[key]
-        step = Reshard(key, key, found.forward, found.backward, found.source_shapes, found.target_shapes, found.dtype)
-        results = self._run(step, _listed(x))
-        return _joined(results, found.chunks)
+        return _joined(self._run(key, found, _listed(x)), found.chunks)
 
     def know(self, key: str, found: Irregular) -> str:
         """One more change of layout for `move` and `use_parts`; its key."""
@@ -199,20 +192,20 @@ class Collectives:
         tied = tie(results, self._owner.tape.tokens)
         return tied[0] if len(tied) == 1 else tuple(tied)
 
-    def _run(self, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
-        results, token = run_reshard(step, sources, self._transport, self._anchor)
+    def _run(self, name: str, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
+        results, token = run_reshard(name, step, sources, self._transport, self._anchor)
         if token is not None:
             self._owner.tape.tokens.append(token)
         return results
 
-    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> Reshard:
+    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> tuple[str, Reshard]:
         key = (forward, backward, x.shape, x.dtype)
         if key not in self._steps:
             shape = tuple(x.shape)
             there, target = self._chain(forward, shape)
             back = None if backward is None else self._chain(backward, target)[0]
             name = " then ".join(f"{move.kind} over {', '.join(move.axes)}" for move in (*forward, *(backward or ())))
-            self._steps[key] = Reshard(name, "result", there, back, (shape,), (target,), x.dtype)
+            self._steps[key] = name, Reshard(there, back, (shape,), (target,), x.dtype)
         return self._steps[key]
 
     def _chain(self, moves: tuple[Move, ...], shape: tuple[int, ...]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:

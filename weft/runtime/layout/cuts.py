@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from weft.runtime.layout.indices import Intervals
 from weft.runtime.layout.transfer import Index
 
-Intervals = tuple[tuple[int, int], ...]
 Axes = str | tuple[str, ...]
 
 

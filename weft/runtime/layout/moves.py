@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.runtime.layout.cuts import Axes, Cut, Intervals, Place, as_axes, as_cut, whole
+from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, whole
+from weft.runtime.layout.indices import Intervals, extent
 from weft.runtime.layout.transfer import Index, Piece, Transfer
 
 Shape = tuple[int, ...]
 
 
 UNCUT = Cut(())
+TRAVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Kinds that take several ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,11 @@ class Move:
 
     def transfer(self, shape: Shape, place: Place) -> Transfer:
         """What a rank with a local tensor of that shape does."""
-        match self.kind:
-            case "all_reduce":
-                group = place.group(self.axes)
-                return Transfer("all_reduce", group, (), (), (shape,)) if len(group) > 1 else _kept(shape, place)
-            case "first":
-                return _kept(shape, place) if place.at(self.axes) == 0 else _zeros(shape, place)
-            case "slice":
-                index = _replaced(whole(shape), self.cut_dim, self.cut.ranges(shape[self.cut_dim], place))
-                return _local(index, place)
-            case _:
-                return self._collective(shape, place)
-
-    def _collective(self, shape: Shape, place: Place) -> Transfer:
-        group = place.group(self.axes)
+        group = place.group(self.axes) if self.kind in TRAVELS else (place.rank,)
+        if self.kind == "all_reduce" and len(group) > 1:
+            return Transfer("all_reduce", group, (), (), (shape,))
+        if self.kind == "first" and place.at(self.axes):
+            return Transfer("local", group, (), (), (shape,))
         target = self._target(shape, place)
         sends, receives = [], []
         for peer in sorted(group):
@@ -59,13 +53,13 @@ class Move:
             taken = whole(shape)
             if self.cut_dim >= 0:
                 taken = _replaced(taken, self.cut_dim, self.cut.ranges(shape[self.cut_dim], there))
-            if _size(taken):
+            if all(taken):
                 sends.append(Piece(peer, 0, taken))
         for peer in group:
             put = whole(target)
             if self.joined_dim >= 0:
                 put = _replaced(put, self.joined_dim, self.joined.ranges(target[self.joined_dim], place.of(peer)))
-            if _size(put):
+            if all(put):
                 receives.append(Piece(peer, 0, put))
         kind = self.kind if len(group) > 1 else "local"
         return Transfer(kind, group, tuple(sends), tuple(receives), (target,), self.kind == "reduce_scatter")
@@ -73,7 +67,7 @@ class Move:
     def _target(self, shape: Shape, place: Place) -> Shape:
         target = list(shape)
         if self.cut_dim >= 0:
-            target[self.cut_dim] = _length(self.cut.ranges(shape[self.cut_dim], place))
+            target[self.cut_dim] = extent(self.cut.ranges(shape[self.cut_dim], place))
         if self.joined_dim >= 0:
             even = shape[self.joined_dim] * place.count(self.axes)
             target[self.joined_dim] = even if self.of is None else self.of
@@ -115,32 +109,5 @@ def first(axes: Axes) -> Move:
     return Move("first", as_axes(axes))
 
 
-def _kept(shape: Shape, place: Place) -> Transfer:
-    return _local(whole(shape), place)
-
-
-def _zeros(shape: Shape, place: Place) -> Transfer:
-    return Transfer("local", (place.rank,), (), (), (shape,))
-
-
-def _local(index: Index, place: Place) -> Transfer:
-    target = tuple(map(_length, index))
-    if not _size(index):
-        return _zeros(target, place)
-    sent, received = Piece(place.rank, 0, index), Piece(place.rank, 0, whole(target))
-    return Transfer("local", (place.rank,), (sent,), (received,), (target,))
-
-
 def _replaced(index: Index, dim: int, ranges: Intervals) -> Index:
     return (*index[:dim], ranges, *index[dim + 1 :])
-
-
-def _length(ranges: Intervals) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _size(index: Index) -> int:
-    size = 1
-    for ranges in index:
-        size *= _length(ranges)
-    return size

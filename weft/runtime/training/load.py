@@ -15,7 +15,7 @@ import torch
 
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.teams import Team
+from weft.runtime.links.subgroup import Subgroup
 from weft.runtime.program.files import ProgramFiles, Source, files_of
 from weft.runtime.program.load import load_class, load_program, transfer_of
 from weft.runtime.program.stored import Part as Stored
@@ -79,7 +79,7 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
     pieces = {
         one["name"]: Piece(
             one["name"],
-            load_program(files.folders[one["folder"]], Team(transport, one["devices"])),
+            load_program(files.folders[one["folder"]], Subgroup(transport, one["devices"])),
             tuple(one["inputs"]),
             tuple(one["takes"]),
             tuple((name, trained) for name, trained in one["gives"]),
