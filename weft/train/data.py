@@ -12,11 +12,11 @@ and their number, so that a resumed run sees what an uninterrupted one would; ev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,23 +48,6 @@ class Choice:
     evaluate: bool = False
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
-
-
-class Source(Protocol):
-    """Where batches come from."""
-
-    def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one replica without end, from step `start` on."""
-        ...
-
-    def eval_batches(self, replica: int, num_replicas: int) -> Iterator[Any]:
-        """The batches of one evaluation; every replica gets as many."""
-        ...
-
-    @property
-    def alphabet(self) -> str:
-        """What the tokens stand for, if that depends on the file."""
-        ...
 
 
 def make_source(subject: Subject, choice: Choice) -> Source:
@@ -119,12 +102,17 @@ def _rows(inputs: Mapping[str, Tensor], path: Path) -> int:
 
 @dataclass(frozen=True)
 class Own:
-    """`data()` and `eval_data()` of the model file, or its example."""
+    """`data()` and `eval_data()` of the model file, or its example.
+
+    Args:
+        alphabet: what the tokens stand for, if that depends on a file.
+    """
 
     subject: Subject
     alphabet: str = ""
 
     def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
+        """The batches of one replica without end, from step `start` on."""
         taken = 0
         while self.subject.data is not None:
             for batch in self._dealt(self.subject.data, "data()", replica, num_replicas):
@@ -135,6 +123,7 @@ class Own:
             yield self.subject.example
 
     def eval_batches(self, replica: int, num_replicas: int) -> Iterator[Any]:
+        """The batches of one evaluation; every replica gets as many."""
         assert self.subject.eval_data is not None, "there is nothing to evaluate on"
         return self._dealt(self.subject.eval_data, "eval_data()", replica, num_replicas)
 
@@ -152,21 +141,6 @@ class Own:
                 place=self.subject.place,
                 remedy="give at least one for each",
             )
-
-
-class Rows(Protocol):
-    """Rows by number, as tensors by name."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, start: int, stop: int) -> Rows: ...
-
-    def batch(self, number: int, rows: int) -> dict[str, Tensor]: ...
-
-    def in_order(self, number: int, rows: int) -> dict[str, Tensor]: ...
-
-    @property
-    def alphabet(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -201,8 +175,8 @@ class Numbered:
                 place=str(path),
                 remedy="give a longer file, or a smaller example()",
             )
-        self._train: Rows = rows.part(0, len(rows) - kept)
-        self._eval: Rows | None = rows.part(len(rows) - kept, len(rows)) if kept else None
+        self._train = rows.part(0, len(rows) - kept)
+        self._eval = rows.part(len(rows) - kept, len(rows)) if kept else None
 
     def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
         step = start
@@ -225,6 +199,10 @@ class Numbered:
         if isinstance(example, Mapping):
             return {name: found[name] for name in example}
         return tuple(found.values()) if isinstance(example, tuple | list) else next(iter(found.values()))
+
+
+Source = Own | Numbered
+"""Where batches come from."""
 
 
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -255,7 +233,7 @@ def _check(arrays: Mapping[str, Tensor], inputs: Mapping[str, Tensor], choice: C
     wrong = [text for name, like in inputs.items() if (text := _misfit(name, arrays[name], like, choice.vocabulary))]
     lengths = {len(arrays[name]) for name in inputs if arrays[name].dim()}
     if not wrong and len(lengths) > 1:
-        wrong = [f"the arrays have {_listed(sorted(lengths))} rows"]
+        wrong = [f"the arrays have {' and '.join(map(str, sorted(lengths)))} rows"]
     if wrong:
         raise RunError(
             "; ".join(wrong), place=str(path), remedy="rows of the example's shape and kind, as many of each"
@@ -272,10 +250,6 @@ def _misfit(name: str, array: Tensor, like: Tensor, vocabulary: Mapping[str, int
     if size is not None and array.numel() and not 0 <= int(array.min()) <= int(array.max()) < size:
         return f"{name} has values from {int(array.min())} to {int(array.max())}, the model knows 0 to {size - 1}"
     return ""
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
 
 
 @contextmanager

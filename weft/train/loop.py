@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weft.compile.model_file import Optimizer, Subject, load_model_file
 from weft.compile.optimizer import make_optimizer
@@ -231,23 +230,9 @@ def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
     return subject.optimizer if settings.lr is None else _adamw(settings.lr)
 
 
-def optimizer_of(subject: Subject, module: Parallel) -> Any:
+def optimizer_of(subject: Subject, module: Parallel) -> torch.optim.Optimizer:
     """Over what a rank trains."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return make_optimizer(subject, parameters) if parameters else Nothing()
-
-
-class Nothing:
-    """The optimizer of a rank that stores no trained parameter."""
-
-    param_groups: Iterable[dict[str, Any]] = ()
-    state: Mapping[Tensor, Any] = {}
-
-    def step(self) -> None:
-        return None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        return None
+    return make_optimizer(subject, [parameter for parameter in module.parameters() if parameter.requires_grad])
 
 
 def _adamw(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
