@@ -260,7 +260,7 @@ def difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
         return LARGEST
     if b.numel() == 0:
         return 0.0
-    a, b = _wide(a), _wide(b)
+    a, b = wide(a), wide(b)
     apart = torch.where(a == b, torch.zeros_like(b.abs()), (a - b).abs())
     if not bool(torch.isfinite(apart).all()):
         return LARGEST
@@ -277,7 +277,8 @@ def _largest(sizes: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """In float64, or complex128."""
     value = value.detach()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
@@ -287,7 +288,7 @@ def scale_of(tensors: Tensors) -> float:
     total, count = 0.0, 0
     for tensor in tensors.values():
         if tensor.is_floating_point() or tensor.is_complex():
-            finite = _wide(tensor).abs()
+            finite = wide(tensor).abs()
             finite = finite[torch.isfinite(finite)]
             total += float(finite.square().sum())
             count += finite.numel()
