@@ -95,7 +95,8 @@ def show_memory(memory: Memory, title: str) -> None:
     """The table, for people."""
     console = wide_console()
     console.print(f"{title}: bytes of a rank", soft_wrap=True)
-    kinds = [kind for kind in HEADS if any(_size(one, kind) for row in memory.rows for one in _both(row))]
+    known = [one for row in memory.rows for one in (row.expected, row.measured) if one is not None]
+    kinds = [kind for kind in HEADS if any(getattr(one, kind) for one in known)]
     heads = [HEADS[kind] for kind in kinds]
     table = headed(("rank", "", *heads), right=heads)
     for row in memory.rows:
@@ -109,15 +110,8 @@ def show_memory(memory: Memory, title: str) -> None:
     console.print("tensors only: the interpreter, torch and its threads come on top of them in every process")
 
 
-def _both(row: Row) -> list[Bytes]:
-    return [one for one in (row.expected, row.measured) if one is not None]
-
-
-def _size(one: Bytes, kind: str) -> int:
-    return one.as_json()[kind]
-
-
 def _cell(one: Bytes, kind: str, other: Bytes | None) -> Text:
-    size = _size(one, kind)
-    far = other is not None and abs(size - _size(other, kind)) > FAR * max(size, _size(other, kind))
+    size = getattr(one, kind)
+    known = size if other is None else getattr(other, kind)
+    far = abs(size - known) > FAR * max(size, known)
     return Text(show_bytes(size) or "0", style="yellow" if far else "")

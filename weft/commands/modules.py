@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weft.codegen.cells import Cells
 from weft.cost.reshard import measure
+from weft.ir.layout import Axis
 from weft.ir.oplayout import Cut
 from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, walk
 from weft.ir.routes import Routing
 from weft.ops.book import RuleBook
-from weft.ops.rule import Group
 from weft.plan.select import fold
 from weft.train.memory.amounts import shown
+from weft.verify.summary import axes_of
 
 INPUTS, MODEL = "(inputs)", "(model)"
 SOME = 3
@@ -97,12 +97,18 @@ def module_rows(program: Program) -> list[Row]:
 
 def _add_cuts(row: Row, step: Compute, *, main: bool) -> None:
     """Operators with parameters say what is cut; the others follow them, under names of their own."""
+    for axis, use in _cut_axes(step):
+        names = row.cuts.setdefault(axis.name, [])
+        text = str(use).removeprefix("cut ")
+        if text not in names:
+            names.insert(0, text) if main else names.append(text)
+
+
+def _cut_axes(step: Compute) -> Iterator[tuple[Axis, Cut]]:
+    """The axes that divide an operator, and how."""
     for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True):
         if isinstance(use, Cut) and axis.size > 1:
-            names = row.cuts.setdefault(axis.name, [])
-            text = str(use).removeprefix("cut ")
-            if text not in names:
-                names.insert(0, text) if main else names.append(text)
+            yield axis, use
 
 
 def devices_text(devices: Sequence[int]) -> str:
@@ -161,23 +167,14 @@ def _bytes(move: Move, itemsize: int) -> float:
 
 
 def _ops_that_talk(program: Program) -> set[str]:
-    """Operators whose parts talk to each other on rank 0."""
-    cells, found = Cells(RuleBook(program.graph)), set()
-    for step in _computes(program.steps):
-        layout, here = step.layout, step.layout.grid.cells_on.get(0, ())
-        calls = cells.patterns(program.graph.by_name[step.op], step, [(0, slot) for slot in range(len(here))])
-        groups = {one.name for call in calls for one in _groups((call.args, call.kwargs))}
-        if any(len(layout.peers(name, cell)) > 1 for name in groups for cell in here):
-            found.add(step.op)
-    return found
+    """Operators that an algorithm cuts whose parts exchange something."""
+    book = RuleBook(program.graph)
 
+    def talks(step: Compute) -> bool:
+        rule = book.rule(program.graph.by_name[step.op], step.layout.algorithm)
+        return any(use.name in rule.algorithms for _, use in _cut_axes(step))
 
-def _groups(argument: object) -> Iterator[Group]:
-    if isinstance(argument, Group):
-        yield argument
-    elif isinstance(argument, tuple | list):
-        for one in argument:
-            yield from _groups(one)
+    return {step.op for step in _computes(program.steps) if talks(step)}
 
 
 def show_bytes(count: float) -> str:
@@ -191,9 +188,4 @@ def show_bytes(count: float) -> str:
 
 def axis_sizes(program: Program) -> dict[str, int]:
     """Axes that cut something, and their sizes."""
-    return {
-        axis.name: axis.size
-        for step in _computes(program.steps)
-        for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True)
-        if isinstance(use, Cut)
-    }
+    return {name: axis["size"] for name, axis in axes_of(program).items() if axis["cut"]}
