@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from weft.cost.reshard import measure
@@ -51,14 +52,8 @@ class Row:
         return {**asdict(self), "collectives": dict(self.collectives), "moved": round(self.moved)}
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Moves of one module: of a step, how often they run."""
-
-    path: str
-    moves: tuple[Move, ...]
-    tensor: str
-    times: int
+Sent = tuple[str, tuple[Move, ...], int]
+"""A tensor, moves of it, and how often they run in a step."""
 
 
 def module_rows(program: Program) -> list[Row]:
@@ -80,15 +75,14 @@ def module_rows(program: Program) -> list[Row]:
         _add_cuts(found, step, main=any(name in program.graph.parameter_tensors for name in op.inputs))
         devices = devices_text(step.layout.grid.devices)
         found.devices += [devices] if devices not in found.devices else []
-    loads: dict[tuple[Move, int], float] = {}
-    for sent in _sent(program, program.steps, 1):
-        itemsize = program.graph.tensors[sent.tensor].dtype.itemsize
-        for move in sent.moves:
+    load = cache(_bytes)
+    for tensor, moves, times in _sent(program, program.steps, 1):
+        itemsize = program.graph.tensors[tensor].dtype.itemsize
+        for move in moves:
             if move.kind != "local":
-                bytes_ = loads.setdefault((move, itemsize), _bytes(move, itemsize))
-                found = row(sent.path)
-                found.collectives[move.kind] += sent.times
-                found.moved += sent.times * bytes_
+                found = row(_owner(program, tensor))
+                found.collectives[move.kind] += times
+                found.moved += times * load(move, itemsize)
     for folded, found in rows.items():
         found.layers = len(layers[folded])
         found.collectives = Counter({kind: count for kind, count in found.collectives.items() if count})
@@ -132,15 +126,14 @@ def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]
     for step in steps:
         match step:
             case Use(value, moves):
-                tensor = program.values[value].tensor
-                yield Sent(_owner(program, tensor), moves, tensor, times)
+                yield program.values[value].tensor, moves, times
             case Reshard(source, _, forward, backward):
                 tensor = program.values[source].tensor
-                yield Sent(_owner(program, tensor), forward, tensor, times)
-                yield Sent(_owner(program, tensor), backward or (), tensor, 1)
+                yield tensor, forward, times
+                yield tensor, backward or (), 1
             case Sync(parameter, _, paths):
                 for path in paths:
-                    yield Sent(_owner(program, parameter), path, parameter, 1)
+                    yield parameter, path, 1
             case Chunks(_, body, again):
                 yield from _sent(program, body, times * (2 if again else 1))
             case Recompute(body):

@@ -71,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
 
 def divide(plan: str, graph: Graph, subject: Subject) -> Under:
     """What the plan divides of a model."""
-    if plan.endswith(SUFFIXES) or ".py" in plan:
-        return Under(plan, divided(make_plan(plan, graph, subject, None)))
-    # what is misspelt is an error; what finds nothing to cut is an answer
-    parse_recipe(plan)
+    is_recipe = not (plan.endswith(SUFFIXES) or ".py" in plan)
+    if is_recipe:
+        parse_recipe(plan)
     try:
         return Under(plan, divided(make_plan(plan, graph, subject, None)))
     except PlanError as error:
+        # of a recipe what is misspelt is an error; what finds nothing to cut is an answer
+        if not is_recipe:
+            raise
         return Under(plan, None, error.message)
 
 

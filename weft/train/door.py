@@ -194,10 +194,11 @@ def refuse_processes(devices: int) -> None:
 
 
 def refuse_size(devices: int, num_ranks: int) -> None:
+    """Processes must be whole replicas."""
     if num_ranks % devices:
         raise PlanError(
             f"the plan is for {devices} devices, the job has {num_ranks} processes",
-            remedy=f"start a multiple of {devices}, or choose another plan",
+            remedy=f"start a multiple of {devices}: each {devices} train a replica; or choose another plan",
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,16 @@ class Sample:
     """Parameters and buffers after the last step."""
     disagreements: tuple[str, ...] = ()
     """Copies of one tensor that differ between ranks."""
+
+    def by_kind(self) -> Iterator[Tensors]:
+        """The tensors of each kind, in the order of KINDS; gradients of both steps."""
+        yield {f"of step {step}": loss for step, loss in enumerate(self.losses, 1)}
+        yield {
+            f"{name} in step {step}": gradient
+            for step, gradients in enumerate(self.gradients, 1)
+            for name, gradient in gradients.items()
+        }
+        yield self.weights
 
 
 @dataclass(frozen=True)

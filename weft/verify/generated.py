@@ -24,6 +24,7 @@ from weft.compile.model_file import Optimizer, Subject, load_optimizer
 from weft.compile.subject import whole_tensors
 from weft.ir.graph import Graph
 from weft.lower import lower
+from weft.ops.precision import Float64Mode
 from weft.plan.plan import Plan
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.layout.execute import take
@@ -43,7 +44,6 @@ from weft.runtime.training.reduction import reduced
 from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.verify.compare import Noise, Sample, Tensors, noise_in
-from weft.verify.precision import Float64Mode
 from weft.verify.ranks import Local, assemble, emulate, told
 from weft.verify.reference import NUM_STEPS, shares_of
 
@@ -173,8 +173,7 @@ def _make_task(
     travels: bool,
 ) -> Task:
     whole = whole_tensors(graph, subject, wide=wide)
-    held: dict[str, tuple[str, ...]] = {one.tensor: one.names for one in graph.parameters}
-    held.update({one.tensor: one.names for one in graph.buffers})
+    held = {one.tensor: one.names for one in graph.parameters} | {one.tensor: one.names for one in graph.buffers}
     path = subject.path.resolve() if travels and subject.path is not None else None
     batches, counts, size_of = _cut(files, subject, [whole.inputs[one.tensor] for one in graph.inputs])
     return Task(

@@ -25,12 +25,13 @@ from weft.capture.example import split_example
 from weft.compile.model_file import Subject, check_loss, inside
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
+from weft.ops.precision import Float64Mode, widen
 from weft.runtime.random import Stream
 from weft.runtime.training.microbatches import BatchDim, split_arguments
 from weft.verify.compare import Sample, noise_in
 from weft.verify.draw_mode import DrawMode
 from weft.verify.mixed import OneDevice
-from weft.verify.precision import Float64Mode, precision_of, widen
+from weft.verify.precision import precision_of
 
 NUM_STEPS = 2
 

@@ -9,7 +9,7 @@ that of the tensor or, if it is larger, of all float tensors of its kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -25,7 +25,7 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     """Are the devices as near to float64 as one device is?"""
     allowed = ROUNDINGS * torch.finfo(precision.compute).eps
     mine, theirs, wrong = [], [], []
-    for kind, right, found, plain in zip(KINDS, *(_by_kind(sample) for sample in (truth, ours, one)), strict=True):
+    for kind, right, found, plain in zip(KINDS, *(sample.by_kind() for sample in (truth, ours, one)), strict=True):
         scale = scale_of(right)
         errors = {
             name: (_error(found, right, name, scale), _error(plain, right, name, scale)) for name in sorted(right)
@@ -36,17 +36,6 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
         wrong += [f"{kind} {name}" for name, (a, b) in errors.items() if not a <= SLACK * b + allowed]
     wrong += [f"copies of {text}" for text in ours.disagreements]
     return Rounded(str(precision), tuple(mine), tuple(theirs), tuple(wrong))
-
-
-def _by_kind(sample: Sample) -> Iterator[Tensors]:
-    """The tensors of each kind; gradients of both steps."""
-    yield {f"of step {step + 1}": loss for step, loss in enumerate(sample.losses)}
-    yield {
-        f"{name} in step {step + 1}": gradient
-        for step, gradients in enumerate(sample.gradients)
-        for name, gradient in gradients.items()
-    }
-    yield sample.weights
 
 
 def _error(found: Tensors, right: Tensors, name: str, scale: float) -> float:
