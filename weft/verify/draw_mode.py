@@ -35,7 +35,9 @@ class DrawMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        name, given = _name(func), _given(func, args, kwargs)
+        # an in-place operator draws as its twin does
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        given = _given(func, args, kwargs)
         if _draws_nothing(name, given):
             return func(*args, **kwargs)
         if name not in DRAWN or not given.keys() >= set(DRAWN[name][1]) or func._overloadname.endswith("out"):
@@ -52,12 +54,6 @@ class DrawMode(TorchDispatchMode):
         number = self.num_draws
         self.num_draws += 1
         return {"draw": random.whole_draw(number, tuple(shape)), "stream": self.stream}
-
-
-def _name(func: Any) -> str:
-    """Of an operator of torch's, the same for its in-place twin."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::").removesuffix("_")
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
