@@ -19,7 +19,7 @@ from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces
 from weft.lower.pipeline import Part, Pipelined
 from weft.ops.work import work_of
-from weft.order import Timeline, draw, simulate
+from weft.order import draw, simulate
 from weft.plan.plan import Plan
 
 HEADS = ("piece", "modules", "devices", "ops", "time", "weights", "gives, per micro-batch")
@@ -115,15 +115,10 @@ def _gives(name: str, pipelined: Pipelined) -> dict[str, int]:
     return found
 
 
-def timeline_of(made: InPieces) -> Timeline:
-    """The step, if a backward takes twice as long as a forward."""
-    return simulate(made.pipeline, made.schedule)
-
-
 def idle_shares(made: InPieces) -> dict[str, float]:
     """By unit times, and by estimated ones."""
     estimated = simulate(made.pipeline, made.schedule, made.spans)
-    return {"idle": timeline_of(made).idle, "idle_estimated": estimated.idle}
+    return {"idle": simulate(made.pipeline, made.schedule).idle, "idle_estimated": estimated.idle}
 
 
 def as_json(made: InPieces) -> dict[str, Any]:
@@ -161,7 +156,9 @@ def show_schedule(made: InPieces, title: str) -> None:
     """The time table, coloured by micro-batch."""
     console = wide_console()
     console.print(f"{title}: {_counts(made)}", soft_wrap=True)
-    console.print(draw(made.pipeline, timeline_of(made), width=console.width - len(" ...")), soft_wrap=True)
+    console.print(
+        draw(made.pipeline, simulate(made.pipeline, made.schedule), width=console.width - len(" ...")), soft_wrap=True
+    )
     divided = any(event.phase == "w" for event in made.schedule.every())
     console.print(DIVIDED if divided else WHOLE)
     console.print(idle_words(idle_shares(made)))

@@ -155,11 +155,6 @@ def _show_verdict(console: Console, result: Result) -> None:
     first = result.first_difference
     if first is not None:
         console.print(f"  first difference: {show(first.difference)} in {first.tensor}")
-        if first.op:
-            console.print(f"  operator: {first.op}")
-        if first.source:
-            console.print(f"  at: {first.source}")
-        if first.note:
-            console.print(f"  {first.note}")
-        if first.remedy:
-            console.print(f"  try: {first.remedy}")
+        for head, text in (("operator: ", first.op), ("at: ", first.source), ("", first.note), ("try: ", first.remedy)):
+            if text:
+                console.print(f"  {head}{text}")

@@ -166,13 +166,11 @@ class Emulated(Stepping):
             raise refusal(*NO_FORWARD)
         self._refuse_surroundings()
         self._prepare_for(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        grads = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not torch.is_grad_enabled() or not self._first.has_forward:
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
-        call = _Call(self._crew, leaves, spec, grads)
+        call = _Call(self._crew, (args, kwargs))
         shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
-        return call.output(_Ranks.apply(self._anchor, call, *(leaves[at] for at in grads), *shown))
+        return call.output(_Ranks.apply(self._anchor, call, *call.wanted, *shown))
 
     def _refuse_surroundings(self) -> None:
         """Here, where the caller's line is known: a rank that fails ends all."""
@@ -282,17 +280,16 @@ class Emulated(Stepping):
 
 
 class _Call:
-    """One call of all ranks: what each was given, of which a gradient is wanted, and the leaves that it returned.
-
-    Args:
-        grads: positions among the leaves of the batch of tensors whose gradient the caller wants.
-    """
+    """One call of all ranks: what each was given, of which a gradient is wanted, and the leaves that it returned."""
 
     _ran: Sequence[tuple[list[Tensor], list[Any], pytree.TreeSpec]]
 
-    def __init__(self, crew: Crew, leaves: Sequence[Any], spec: pytree.TreeSpec, grads: Sequence[int]) -> None:
-        self._crew, self._leaves, self._spec, self._grads = crew, leaves, spec, grads
-        self.spent = False
+    def __init__(self, crew: Crew, batch: Any) -> None:
+        self._crew, self.spent = crew, False
+        self._leaves, self._spec = pytree.tree_flatten(batch)
+        self._grads = [at for at, one in enumerate(self._leaves) if isinstance(one, Tensor) and one.requires_grad]
+        self.wanted = [self._leaves[at] for at in self._grads]
+        """Tensors of the batch whose gradient the caller wants."""
 
     def forward(self) -> list[Tensor]:
         """The tensors that rank 0 returns."""

@@ -61,11 +61,11 @@ def judge(
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal, first = largest < tolerance and not ours.disagreements, None
-    if not equal and traceable is None:
-        first = locate_in_code(graph, ours, reference, tolerance)
-    elif not equal and traceable is not None:
+    if not equal and traceable is not None:
         say("looking for the first difference")
         first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
+    elif not equal:
+        first = locate_in_code(graph, ours, reference, tolerance)
     say("training on both in the model's own precision")
     # a precision that was asked for is judged
     asked = subject.precision

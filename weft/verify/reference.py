@@ -189,20 +189,15 @@ def _runs_narrow(subject: Subject) -> bool:
 
 def copy_module(model: nn.Module) -> nn.Module:
     """A deep copy, so that the user's module stays as it is."""
-    attached = next((name for name, value in _attributes(model) if value.grad_fn is not None), None)
-    if attached is not None:
-        raise ModelFileError(
-            f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
-            remedy="detach() the attribute, or compute it in forward",
-        )
-    return copy.deepcopy(model)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}".lstrip("."), value
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                attached = f"{path}.{name}".lstrip(".")
+                raise ModelFileError(
+                    f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
+                    remedy="detach() the attribute, or compute it in forward",
+                )
+    return copy.deepcopy(model)
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:
