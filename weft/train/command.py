@@ -12,7 +12,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,9 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from weft.capture.example import split_example
 from weft.compile import Compiled, compile_subject
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.optimizer import check_on_parts, make_optimizer
@@ -190,8 +192,7 @@ def _check_states(order: Order, chosen: Subject, compiled: Compiled, source: Sou
 
 def count_example(example: Any) -> tuple[str, int]:
     """What a batch counts as: tokens if its first tensor holds integers of (rows, length), else samples."""
-    values = example.values() if isinstance(example, Mapping) else example
-    first = example if isinstance(example, Tensor) else next((one for one in values if isinstance(one, Tensor)), None)
+    first = next((one for one in pytree.tree_leaves(split_example(example)) if isinstance(one, Tensor)), None)
     if first is None or not first.dim():
         return "samples", 1
     if first.dim() == 2 and not first.dtype.is_floating_point:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.capture.example import split_example
 from weft.compile.model_file import Subject, inside
 from weft.compile.packages import needed
 from weft.errors import ModelFileError, RunError
@@ -80,13 +81,8 @@ def check_file(path: str | Path) -> Path:
 
 def named_inputs(subject: Subject) -> dict[str, Tensor]:
     """The example's tensors by the names of the forward's arguments."""
-    example = subject.example
-    if isinstance(example, Mapping):
-        found = dict(example)
-    else:
-        names = list(inspect.signature(subject.model.forward).parameters)
-        values = example if isinstance(example, tuple | list) else (example,)
-        found = dict(zip(names, values, strict=False))
+    args, kwargs = split_example(subject.example)
+    found = {**dict(zip(inspect.signature(subject.model.forward).parameters, args, strict=False)), **kwargs}
     odd = [name for name, value in found.items() if not isinstance(value, Tensor)]
     if odd:
         raise RunError(f"{odd[0]} of the example is no tensor: a file cannot give it", remedy="define data()")
