@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,17 +203,22 @@ Source = Own | Numbered
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     package = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
     module = needed(package, str(path), error=RunError)
-    with _unreadable(path):
+    try:
         if path.suffix == ".safetensors":
             return dict(module.load_file(path))
         found = module.load(path, allow_pickle=False)
         if path.suffix == ".npz":
             return {name: torch.from_numpy(found[name]) for name in found.files}
-        if len(inputs) != 1:
-            raise RunError(
-                f"{path} holds one array, the forward takes {', '.join(inputs)}", remedy="an .npz file with one of each"
-            )
-        return {next(iter(inputs)): torch.from_numpy(found)}
+        array = torch.from_numpy(found)
+    except Exception as error:
+        # whatever a reader raises over a file that is not what its name says
+        said = " ".join(str(error).split())[:200]
+        raise RunError(f"{path} cannot be read: {said}", place=str(path), remedy="write the file anew") from error
+    if len(inputs) != 1:
+        raise RunError(
+            f"{path} holds one array, the forward takes {', '.join(inputs)}", remedy="an .npz file with one of each"
+        )
+    return {next(iter(inputs)): array}
 
 
 def _check(arrays: Mapping[str, Tensor], inputs: Mapping[str, Tensor], choice: Choice, path: Path) -> Arrays:
@@ -246,15 +250,3 @@ def _misfit(name: str, array: Tensor, like: Tensor, vocabulary: Mapping[str, int
     if size is not None and array.numel() and not 0 <= int(array.min()) <= int(array.max()) < size:
         return f"{name} has values from {int(array.min())} to {int(array.max())}, the model knows 0 to {size - 1}"
     return ""
-
-
-@contextmanager
-def _unreadable(path: Path) -> Iterator[None]:
-    """Whatever a reader raises over a file that is not what its name says."""
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        raise RunError(f"{path} cannot be read: {said}", place=str(path), remedy="write the file anew") from error

@@ -54,7 +54,7 @@ from weft.train.opened import Content, open_rank, refusal
 from weft.train.programs import Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
-from weft.train.weights import Weights, sample_hash
+from weft.train.weights import Values, Weights, sample_hash
 
 Opened = partial[Parallel]
 """Opens a rank's program, with the values that were asked for."""
@@ -107,18 +107,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
     reduced = reduction_of(reduction)
-    own = values_of(start, init)
-    # only what the values need of the module is kept: a hollow one goes
-    opened = partial(
-        open_rank,
-        weights=own if weights is None else weights,
-        in_autocast=torch.is_autocast_enabled("cpu"),
-        otherwise=own,
-        known=original_order(start.module),
-        mixed=None if chosen is None else chosen.mixed(start.module),
-        seed=seed,
-        reduction=reduced,
-    )
+    opened = _opened(start, values_of(start, init), weights, chosen, seed=seed, reduction=reduced)
 
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
@@ -138,6 +127,19 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _opened(start: Start, own: Values, weights: Weights | None, chosen: Precision | None, **settings: Any) -> Opened:
+    """Only what the values need of the module is kept: a hollow one goes."""
+    return partial(
+        open_rank,
+        weights=own if weights is None else weights,
+        in_autocast=torch.is_autocast_enabled("cpu"),
+        otherwise=own,
+        known=original_order(start.module),
+        mixed=None if chosen is None else chosen.mixed(start.module),
+        **settings,
+    )
 
 
 def _wanted_outputs(outputs: str | None) -> str:
