@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -100,11 +100,12 @@ def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, by
 def equal_to_one_device(file: str, plan: str, schedule: str, count: int, pools: Pools | None = None) -> None:
     subject, reference, graph = subject_of(file, rows_for(count)), reference_of(file, count), captured(file, MORE)
     files = in_order(file, plan, schedule, count)
+    run = partial(run_generated, files, graph, subject, seed=7, wide=True, reference=reference)
     if pools is None:
-        ours = run_generated(files, graph, subject, seed=7, wide=True, reference=reference)
+        ours = run()
     else:
         pool = pools(compiled(file, f"{plan},schedule=1f1b", max(COUNTS)).plan.devices)
-        ours, found = run_both(files, graph, subject, reference, seed=7, say=lambda text: None, pool=pool)
+        ours, found = run_both(run, say=lambda text: None, pool=pool)
         assert found.equal_bits
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda one: one.value)

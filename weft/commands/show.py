@@ -21,11 +21,10 @@ from rich.text import Text
 
 from weft.commands import pieces
 from weft.commands.aside import headed, plain_console, wide_console
-from weft.commands.memory import Memory, memory_of, show_memory
+from weft.commands.memory import memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject
 from weft.compile.model_file import load_model_file
-from weft.compile.pieces import InPieces
 from weft.compile.subject import in_precision
 from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
@@ -56,53 +55,41 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         plain_console(stderr=True).print(f"written to {options.out}")
-    if memory is not None:
-        return tell_memory(memory, compiled, options)
-    if compiled.pieces is not None:
-        return show_pieces(compiled, compiled.pieces, options)
-    if options.schedule:
+    title = f"{options.file} under {options.plan}"
+    if options.schedule and compiled.pieces is None:
         raise PlanError(
             "--schedule draws stages or micro-batches, and this plan has none",
             place=str(options.plan),
             remedy="pp=2,microbatches=4",
         )
-    program = compiled.program
-    assert program is not None, "nothing was looked up in a cache"
-    if options.code:
-        show_code(compiled.files)
-    elif options.program:
-        print(show_program(program))
-    elif options.json:
-        print(json.dumps(as_json(compiled, program, options)))
-    else:
-        show_table(compiled, program, f"{options.file} under {options.plan}")
-    return 0
-
-
-def tell_memory(memory: Memory, compiled: Compiled, options: argparse.Namespace) -> int:
-    """The bytes of each rank."""
     if options.json:
-        print(json.dumps({**_asked(compiled, options), **memory.as_json()}))
-    else:
-        show_memory(memory, f"{options.file} under {options.plan}")
-    return 0
-
-
-def show_pieces(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> int:
-    """The same for a plan in pieces."""
-    title = f"{options.file} under {options.plan}"
-    if options.code:
+        shown = as_json(compiled, options) if memory is None else memory.as_json()
+        print(json.dumps({**_asked(compiled, options), **shown}))
+    elif memory is not None:
+        show_memory(memory, title)
+    elif options.code:
         show_code(compiled.files)
     elif options.program:
-        print("\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in made.sizes[0].parts))
-    elif options.json:
-        shown = {**pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}
-        print(json.dumps(_asked(compiled, options) | shown))
-    elif options.schedule:
-        pieces.show_schedule(made, title)
+        print(program_text(compiled))
+    elif compiled.pieces is None:
+        show_table(compiled, title)
     else:
-        pieces.show_pieces(made, title)
+        (pieces.show_schedule if options.schedule else pieces.show_pieces)(compiled.pieces, title)
     return 0
+
+
+def program_text(compiled: Compiled) -> str:
+    """The Program, or that of each piece."""
+    if compiled.pieces is None:
+        return show_program(whole_program(compiled))
+    parts = compiled.pieces.sizes[0].parts
+    return "\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in parts)
+
+
+def whole_program(compiled: Compiled) -> Program:
+    """The Program of a plan without pieces."""
+    assert compiled.program is not None, "nothing was looked up in a cache"
+    return compiled.program
 
 
 def _asked(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
@@ -126,22 +113,24 @@ def show_code(files: Mapping[str, bytes]) -> None:
             sys.stdout.write("\n\n" * bool(number) + head + text)
 
 
-def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -> dict[str, Any]:
+def as_json(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
     """All that there is to show, as plain values."""
-    return {
-        **_asked(compiled, options),
-        "axes": axis_sizes(program),
-        "modules": [row.as_json() for row in module_rows(program)],
-        "proven": str(compiled.report),
-        "program": show_program(program),
-        "code": code_of(compiled.files),
-        "out": options.out,
-    }
+    if compiled.pieces is not None:
+        found = pieces.as_json(compiled.pieces)
+    else:
+        program = whole_program(compiled)
+        found = {
+            "axes": axis_sizes(program),
+            "modules": [row.as_json() for row in module_rows(program)],
+            "proven": str(compiled.report),
+            "program": show_program(program),
+        }
+    return {**found, "code": code_of(compiled.files), "out": options.out}
 
 
-def show_table(compiled: Compiled, program: Program, title: str) -> None:
+def show_table(compiled: Compiled, title: str) -> None:
     """The plan by module, for people."""
-    console = wide_console()
+    console, program = wide_console(), whole_program(compiled)
     axes = ", ".join(f"{name}={size}" for name, size in axis_sizes(program).items())
     devices = "1 device" if compiled.devices == 1 else f"{compiled.devices} devices"
     console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", soft_wrap=True)

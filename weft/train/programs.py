@@ -31,7 +31,7 @@ from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 from weft.runtime.program.files import files_of
 from weft.runtime.training.microbatches import Arguments
-from weft.train.opened import Content, MakeFiles, Wanted
+from weft.train.opened import Content, Wanted
 
 
 class Programs:
@@ -57,6 +57,7 @@ class Programs:
         self._trained: Plan | None = None
         self._pieces: InPieces | None = None
         self._evaluations: dict[str, Evaluation] = {}
+        self._found, self._lock = dict[str, Content](), threading.Lock()
 
     def training(self, module: nn.Module | None = None) -> Content:
         """The program for training; `module`: that of the subject, if it is there already."""
@@ -72,7 +73,14 @@ class Programs:
         return self
 
     def __call__(self, wanted: Wanted) -> Content:
-        """A program that is not there yet."""
+        """Another program; each is made once, whichever thread asks first."""
+        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = files_of(self._made(wanted))
+            return self._found[key]
+
+    def _made(self, wanted: Wanted) -> Content:
         if self._trained is None:
             self.training()
         assert self._trained is not None
@@ -121,7 +129,7 @@ class Programs:
         key, make = told(wanted.batch), self._make(subject)
         outputs = self._outputs if wanted.batch is None else "any"
         capture = partial(capture_subject, trains=False)
-        if wanted.rows is None or key not in self._evaluations:
+        if key not in self._evaluations:
             graph = at_example(capture(subject))
             check_fit(graph, subject)
             opened = is_open(graph, outputs)
@@ -139,21 +147,6 @@ class Programs:
 
     def _make(self, subject: Subject) -> Callable[[Graph], Plan]:
         return partial(make_plan, self._plan, subject=subject, devices=self._devices)
-
-
-class Once:
-    """Makes each program once, whichever thread asks first."""
-
-    def __init__(self, make: MakeFiles) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._found: dict[str, Content] = {}
-
-    def __call__(self, wanted: Wanted) -> Content:
-        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = files_of(self._make(wanted))
-            return self._found[key]
 
 
 def told(batch: Arguments | None) -> str:

@@ -68,6 +68,7 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
         check_schedule(compiled.pieces.pipeline, compiled.pieces.schedule)
     files = files_of(compiled.files)
     check_on_parts(subject, cut_parameters(files))
+    traceable, summary = _about(compiled)
     with make_pool(compiled.devices) if processes else nullcontext() as pool:
         result = judge(
             files,
@@ -77,21 +78,15 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
             tolerance=tolerance,
             say=say,
             pool=pool,
-            traceable=_traceable(compiled),
+            traceable=traceable,
         )
-    return replace(result, summary=_summary(compiled))
+    return replace(result, summary=summary)
 
 
-def _traceable(compiled: Compiled) -> Traceable:
-    if compiled.pieces is not None:
-        return Traceable.of_pieces(compiled.pieces)
-    assert compiled.program is not None, "nothing comes from a cache here"
-    return Traceable.of_program(compiled.program)
-
-
-def _summary(compiled: Compiled) -> dict[str, Any]:
-    if compiled.pieces is not None:
-        made = compiled.pieces
-        return summarize_pieces(made.pipeline, made.schedule, made.spans, made.whole)
-    assert compiled.program is not None and compiled.report is not None, "nothing comes from a cache here"
-    return summarize(compiled.program, compiled.report)
+def _about(compiled: Compiled) -> tuple[Traceable, dict[str, Any]]:
+    """What the program was generated from, and numbers about it."""
+    made, program, report = compiled.pieces, compiled.program, compiled.report
+    if made is not None:
+        return Traceable.of_pieces(made), summarize_pieces(made.pipeline, made.schedule, made.spans, made.whole)
+    assert program is not None and report is not None, "nothing comes from a cache here"
+    return Traceable.of_program(program), summarize(program, report)

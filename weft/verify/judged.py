@@ -57,15 +57,15 @@ def judge(
     if pool is None:
         ours = run(wide=True, reference=reference)
     else:
-        ours, processes = run_both(files, graph, subject, reference, seed=seed, say=say, pool=pool)
+        ours, processes = run_both(partial(run, wide=True, reference=reference), say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal, first = largest < tolerance and not ours.disagreements, None
-    if not equal and traceable is None:
-        first = locate_in_code(graph, ours, reference, tolerance)
-    elif not equal and traceable is not None:
+    if not equal and traceable is not None:
         say("looking for the first difference")
         first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
+    elif not equal:
+        first = locate_in_code(graph, ours, reference, tolerance)
     say("training on both in the model's own precision")
     # a precision that was asked for is judged
     asked = subject.precision
@@ -87,11 +87,12 @@ def judge(
     return result if files.in_pieces else with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
-def run_both(
-    program: Source, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
-) -> tuple[Sample, Processes]:
-    """Train through a program on processes, and how they compare with the emulator."""
-    run = partial(run_generated, program, graph, subject, seed=seed, wide=True, reference=reference)
+def run_both(run: Callable[..., Sample], *, say: Say, pool: Pool) -> tuple[Sample, Processes]:
+    """Train through a program on processes, and how they compare with the emulator.
+
+    Args:
+        run: `run_generated` of the program.
+    """
     with one_thread():
         emulated = run()
     say(f"training on {pool.num_ranks} processes, in float64")

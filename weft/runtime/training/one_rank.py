@@ -97,7 +97,7 @@ class OneRank(Stepping):
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
         if self.__dict__["_empty"] is None:
             dims = {len(part.shape) for part in self.program.trained_parts().values()}
-            self.__dict__["_empty"] = with_empties(found, dims or {1})[len(found) :]
+            self.__dict__["_empty"] = with_empties(found, dims - {0} or {1})[len(found) :]
         empty: list[nn.Parameter] = self.__dict__["_empty"]
         if self.guard is not None:
             for one in empty:
