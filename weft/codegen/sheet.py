@@ -45,12 +45,12 @@ from weft.ir.ranges import count
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime.layout import moves as rt_moves
+from weft.runtime.layout.cuts import Cut
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.operators.calls import FUNCTIONS
 from weft.runtime.program.module import Container, ParallelModule
 
 _CONTAINER = Container()
-MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
 BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
 
 
@@ -104,7 +104,7 @@ class Sheet:
         self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
         self.inputs = inputs
-        self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
+        self.reserved = {*rt_moves.MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
         self.reserved |= {template.partition("(")[0] for template in PRODUCTS.values()}
         self._reads = Counter(name for step in program.steps for name in reads_of(step, program))
@@ -122,10 +122,19 @@ class Sheet:
         if found := set(names):
             self.imports.setdefault(module, set()).update(found)
 
-    def need_cut(self, text: str) -> None:
-        """Import Cut if a text says one."""
-        if "Cut(" in text:
+    def need_cut(self, cut: Cut) -> str:
+        """A cut as text; what it needs is imported."""
+        if "Cut(" in str(cut):
             self.need("weft.runtime.layout.cuts", {"Cut"})
+        return str(cut)
+
+    def need_moves(self, words: Sequence[rt_moves.Move]) -> str:
+        """Moves as text, a list; what they need is imported."""
+        for one in words:
+            self.need("weft.runtime.layout.moves", {one.kind})
+            self.need_cut(one.cut)
+            self.need_cut(one.joined)
+        return f"[{', '.join(map(str, words))}]"
 
     # Names.
 
@@ -351,7 +360,7 @@ def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> di
     found: dict[str, str] = {}
     for one in program.graph.inputs:
         base = legal((wanted or {}).get(one.tensor, one.tensor))
-        taken = {*found.values(), *RESERVED, *MOVES}
+        taken = {*found.values(), *RESERVED, *rt_moves.MOVES}
         found[one.tensor] = free_name(base, lambda name, taken=taken: name not in taken)  # type: ignore[misc]
     return found
 
