@@ -30,13 +30,6 @@ class Spread:
     partial: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Team:
-    """Ranks that run the same text."""
-
-    ranks: tuple[int, ...]
-
-
 def main_grid(program: Program) -> GridOf:
     """The grid that most ops lie on, if it has every device once, in order; else one axis over all devices."""
     every = tuple(range(program.devices))
@@ -64,7 +57,7 @@ def _finest(grid: GridOf, program: Program) -> GridOf:
     return votes.most_common(1)[0][0] if votes else grid
 
 
-def teams(program: Program) -> tuple[Team, ...]:
+def teams(program: Program) -> list[tuple[int, ...]]:
     """Ranks grouped by how many cells they have in each grid of the program: they take part in the same steps."""
     grids: dict[Grid, None] = {}
     for value in program.values.values():
@@ -78,7 +71,7 @@ def teams(program: Program) -> tuple[Team, ...]:
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(program.devices):
         found.setdefault(tuple(one.get(rank, 0) for one in counts), []).append(rank)
-    return tuple(Team(tuple(ranks)) for ranks in found.values())
+    return list(map(tuple, found.values()))
 
 
 class Spreads:

@@ -106,7 +106,7 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
             if words is None:
                 entries = {
                     rank: move_entry(sheet.program, sheet.words.transfers, rank, source, moves, None, one.tensor, None)
-                    for rank in sheet.team.ranks
+                    for rank in sheet.ranks
                 }
                 sheet.need("weft.runtime.program.module", {"Table"})
                 return [f'sync=Table("{sheet.tables.key("moves", "sync", entries)}")']

@@ -70,7 +70,7 @@ class _Call:
     def say(self, slots: Sequence[int], suffix: str = "") -> list[str]:
         """Say the statement; the names of its results."""
         frame, step = self.frame, self.step
-        where = [(rank, one) for rank in frame.sheet.team.ranks for one in slots]
+        where = [(rank, one) for rank in frame.sheet.ranks for one in slots]
         patterns = frame.sheet.cells.patterns(self.op, step, where)
         texts = [self._text(pattern) for pattern in patterns]
         names = [self._name(value, suffix) for value in step.outputs]

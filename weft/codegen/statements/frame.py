@@ -52,7 +52,7 @@ class Frame:
         chunked: bool = False,
     ) -> None:
         self.sheet, self.layer, self.chunked = sheet, layer, chunked
-        self.program, self.rank = sheet.program, sheet.team.ranks[0]
+        self.program, self.rank = sheet.program, sheet.ranks[0]
         reserved = set(sheet.reserved) | ({layer.variable} if layer else set())
         self.names = Names(last_reads(steps, self.program, returned), reserved)
         self.env: dict[str, str] = {}

@@ -79,7 +79,7 @@ def _given(frame: Frame, give: Give) -> str:
 def _chunks(frame: Frame, inside: str, outside: str) -> Iterator[tuple[Where, Part, Part]]:
     """For every rank and chunk what the rank holds outside of the loop, and the chunk's part of it."""
     values = frame.program.values
-    for rank in frame.sheet.team.ranks:
+    for rank in frame.sheet.ranks:
         (held,) = values[outside].layout.parts_on(rank)
         for chunk, part in enumerate(values[inside].layout.parts_on(rank)):
             yield (rank, chunk), held, part
