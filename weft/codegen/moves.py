@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from weft.codegen.spread import Spread, Spreads
 from weft.ir import program as ir
@@ -28,7 +29,7 @@ class MoveWords:
 
     def __init__(self, spreads: Spreads, transfers: Transfers) -> None:
         self._spreads, self.transfers = spreads, transfers
-        self._known: dict[ir.Move, tuple[rt.Move, ...] | None] = {}
+        self._one = cache(self._say)
 
     def all(self, moves: Iterable[ir.Move], start: Layout | None) -> tuple[rt.Move, ...] | None:
         """Moves one after the other; None if one of them does not follow the axes, or is not about what is there.
@@ -38,17 +39,12 @@ class MoveWords:
         """
         out: list[rt.Move] = []
         for move in moves:
-            found = self.one(move)
+            found = self._one(move)
             if found is None or (start is not None and not _same_shapes(start, move.source)):
                 return None
             out.extend(found)
             start = move.target
         return tuple(out)
-
-    def one(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
-        if move not in self._known:
-            self._known[move] = self._say(move)
-        return self._known[move]
 
     def _say(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
         source, target = self._spreads.of(move.source), self._spreads.of(move.target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from weft.ir.layout import Layout, Part
 from weft.ir.program import Move
@@ -20,8 +21,8 @@ class Transfers:
     """Transfers of many moves on many devices, with what they share worked out once."""
 
     def __init__(self) -> None:
-        self._routings: dict[Move, Routing] = {}
-        self._from_all: dict[tuple[Move, tuple[int, ...]], bool] = {}
+        self._routing = cache(lambda move: Routing(move.source, move.target))
+        self._from_all = cache(self._is_from_all)
 
     def of(self, move: Move, device: int) -> Transfer | None:
         """What `device` does in `move`; None if it takes no part."""
@@ -52,19 +53,18 @@ class Transfers:
         found = self.of(move, device)
         if found is None or found.kind not in ("all_gather", "reduce_scatter"):
             return found
-        key = move, found.group
-        if key not in self._from_all:
-            self._from_all[key] = _from_all(move, found.group, self._routing(move))
-        return found if self._from_all[key] else replace(found, kind="exchange")
+        return found if self._from_all(move, found.group) else replace(found, kind="exchange")
 
     def is_local(self, move: Move) -> bool:
         """True if nothing leaves a device."""
         return self._routing(move).is_local
 
-    def _routing(self, move: Move) -> Routing:
-        if move not in self._routings:
-            self._routings[move] = Routing(move.source, move.target)
-        return self._routings[move]
+    def _is_from_all(self, move: Move, group: tuple[int, ...]) -> bool:
+        """True if every member that gets something gets it from all that hold something."""
+        pairs = {(route.source_device, route.target_device) for route in _within(self._routing(move), group)}
+        holders = {device for device in group if any(all(part.shape) for part in move.source.parts_on(device))}
+        takers = {taker for _, taker in pairs}
+        return all((holder, taker) in pairs for taker in takers for holder in holders - {taker})
 
     def _through(self, move: Move, device: int, wanted: Callable[[Route], bool]) -> Transfer:
         """A move with some of its routes."""
@@ -107,14 +107,6 @@ def _kind(move: Move, group: tuple[int, ...]) -> str:
     if len(group) == 1:
         return "local"
     return "exchange" if move.kind in ("all_reduce", "local") else move.kind
-
-
-def _from_all(move: Move, group: tuple[int, ...], routing: Routing) -> bool:
-    """True if every member that gets something gets it from all that hold something."""
-    pairs = {(route.source_device, route.target_device) for route in _within(routing, group)}
-    holders = {device for device in group if any(all(part.shape) for part in move.source.parts_on(device))}
-    takers = {taker for _, taker in pairs}
-    return all((holder, taker) in pairs for taker in takers for holder in holders - {taker})
 
 
 def _sent(route: Route) -> Piece:

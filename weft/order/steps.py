@@ -15,7 +15,6 @@ Delays make the schedules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Event, Pipeline, Schedule
@@ -25,25 +24,20 @@ TRIED_DISTANCES = 16
 NEAR_ENOUGH = 1.005
 
 
-@dataclass(frozen=True)
-class Delays:
-    """In which step after its micro-batch's number each phase of a segment runs; no `w`: the backward is whole."""
-
-    f: Mapping[str, int]
-    b: Mapping[str, int]
-    w: Mapping[str, int]
+Delays = Mapping[str, Mapping[str, int]]
+"""By phase and segment: in which step after its micro-batch's number it runs; no `w`: the backward is whole."""
 
 
 def gpipe(pipeline: Pipeline) -> Schedule:
     """All forwards, then all backwards, each in the order of the micro-batches."""
-    last = pipeline.microbatches
-    return by_delays(pipeline, Delays({one.name: 0 for one in pipeline.segments}, _trained(pipeline, last), {}))
+    backward = {one.name: pipeline.microbatches for one in pipeline.segments if one.trains}
+    return by_delays(pipeline, {"f": {one.name: 0 for one in pipeline.segments}, "b": backward})
 
 
 def inference(pipeline: Pipeline) -> Schedule:
     """Forward only: a schedule of `pipeline.without_gradient()`, passes one step apart."""
     free = pipeline.without_gradient()
-    return by_delays(free, Delays(passes(free), {}, {}))
+    return by_delays(free, {"f": passes(free)})
 
 
 def one_f_one_b(pipeline: Pipeline, *, spans: Spans | None = None) -> Schedule:
@@ -83,8 +77,8 @@ def by_delays(pipeline: Pipeline, delays: Delays) -> Schedule:
     """The schedule that runs each event in the step of its micro-batch's number plus its delay."""
     place = {segment.name: number for number, segment in enumerate(pipeline.segments)}
     keyed: list[tuple[int, int, int, int, Event]] = []
-    for phase, delay in zip(PHASES, (delays.f, delays.b, delays.w), strict=True):
-        for name, late in delay.items():
+    for phase, found in delays.items():
+        for name, late in found.items():
             rank = place[name] if phase == "f" else -place[name]
             for micro in range(pipeline.microbatches):
                 # Within a step a pass that is further on comes last: it may wait for the step's earlier passes.
@@ -129,10 +123,6 @@ def passes(pipeline: Pipeline) -> dict[str, int]:
     return found
 
 
-def _trained(pipeline: Pipeline, delay: int) -> dict[str, int]:
-    return {segment.name: delay for segment in pipeline.segments if segment.trains}
-
-
 def _best_distance(pipeline: Pipeline, spans: Spans | None, *, divided: bool) -> Schedule:
     """The schedule at the distance between passes that has the shortest time table.
 
@@ -163,8 +153,6 @@ def _delays(pipeline: Pipeline, rounds: Mapping[str, int], distance: int, *, div
                 if reader in backward
             )
             backward[segment.name] = max((forward[segment.name], *later))
-    weight: dict[str, int] = {}
-    if divided:
-        last = max(backward.values())
-        weight = {one.name: last for one in pipeline.segments if one.trains and one.splits}
-    return Delays(forward, backward, weight)
+    last = max(backward.values(), default=0)
+    weight = {one.name: last for one in pipeline.segments if divided and one.trains and one.splits}
+    return {"f": forward, "b": backward, "w": weight}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.codegen.cells import Where
 from weft.codegen.names import Names
 from weft.codegen.sheet import Layer, Sheet
 from weft.codegen.sources import Run
@@ -21,9 +22,6 @@ from weft.ir.program import Step
 Context = tuple[bool, Any]
 PLAIN: Context = (True, None)
 """Grad mode as it is, no autocast."""
-
-Where = tuple[int, int]
-"""A rank and a slot."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from weft.codegen.cells import Where
 from weft.codegen.sheet import Layer, attribute
-from weft.codegen.statements.frame import Frame, Where
+from weft.codegen.statements.frame import Frame
 from weft.codegen.statements.reads import Stack, from_outside
 from weft.codegen.text import literal
 from weft.ir.layout import Part, positions
