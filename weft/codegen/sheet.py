@@ -1,6 +1,6 @@
 """Sheet: all that the functions of one file share: names, tables, imports, methods, words for moves.
 
-In: a Program and the team whose text this is. `Body` asks it for everything that is not local to one function.
+In: a Program and the ranks whose text this is. `Body` asks it for everything that is not local to one function.
 """
 
 from __future__ import annotations

@@ -201,8 +201,7 @@ class Program:
     @cached_property
     def ends(self) -> frozenset[str]:
         """The values that are read after the last step: outputs, updates, and what backward starts from."""
-        loss = () if self.loss is None else (self.loss,)
-        return frozenset((*self.outputs.values(), *self.updates.values(), *self.roots, *loss))
+        return frozenset(filter(None, (*self.outputs.values(), *self.updates.values(), *self.roots, self.loss)))
 
     @cached_property
     def reads(self) -> Counter[str]:

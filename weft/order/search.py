@@ -2,8 +2,8 @@
 
 In: a Pipeline, relations between events, spans, a time limit. Out: Found, a proven Schedule. Promised: never longer
 than a named schedule that keeps the same relations; what contradicts itself is refused, with a smallest set of
-relations that does. Few micro-batches are solved whole; for many a repeating pattern
-is found and unrolled, with a warm-up and a cool-down of its own.
+relations that does. Few micro-batches are solved whole; for many a repeating pattern is found and unrolled, with a
+warm-up and a cool-down of its own.
 """
 
 from __future__ import annotations
