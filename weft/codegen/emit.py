@@ -18,7 +18,7 @@ from weft.codegen.form import form_of
 from weft.codegen.moves import MoveWords
 from weft.codegen.program import class_name, file_text
 from weft.codegen.sheet import Sheet, input_names
-from weft.codegen.spread import Spreads, Team, main_grid, teams
+from weft.codegen.spread import Spreads, main_grid, teams
 from weft.codegen.tables import Tables, tables_text
 from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
@@ -54,7 +54,7 @@ def generate(
         name = "program.py" if len(groups) == 1 else f"program_{number}.py"
         sheet = Sheet(program, team, spreads, tables, book, words, called, traced=traced)
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
-        for rank in team.ranks:
+        for rank in team:
             ranks[rank] = number
     parts = {
         PARTS: tables_text(
@@ -80,8 +80,8 @@ def generate(
     return {**texts, **parts, META: (json.dumps(meta, indent=1) + "\n").encode()}
 
 
-def _title(program: Program, team: Team) -> str:
-    where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
+def _title(program: Program, team: tuple[int, ...]) -> str:
+    where = "" if len(team) == program.devices else f", for {len(team)} of them"
     devices = "one device" if program.devices == 1 else f"{program.devices} devices"
     return f"{class_name(program)} for {devices}{where}. Made by weft; edit freely, then verify it again."
 

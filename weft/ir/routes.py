@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from weft.ir.layout import COPY, PARTIAL, Cell, Layout, Part
 from weft.ir.ranges import Ranges, overlap, whole
+from weft.runtime.layout.transfer import Index
 
-Index = tuple[tuple[tuple[int, int], ...], ...]
 Entries = tuple[int, ...]
 """For each dim a position in its table of range lists."""
 
@@ -36,11 +36,6 @@ class Route(NamedTuple):
     target_slot: int
     source_index: Index
     target_index: Index
-
-
-def adds(source: Layout, target: Layout) -> bool:
-    """True if received boxes are added, not put."""
-    return source.is_partial
 
 
 def sums_fiber(source: Layout, target: Layout) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, whole
+from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, axes_text, whole
 from weft.runtime.layout.indices import Intervals, extent
 from weft.runtime.layout.transfer import Index, Piece, Transfer
 
@@ -38,6 +38,20 @@ class Move:
     joined_dim: int = -1
     joined: Cut = UNCUT
     of: int | None = None
+
+    def __str__(self) -> str:
+        """The call that makes it, as it is written in a program.
+
+        >>> print(all_to_all(1, "tp", joined=2), all_reduce("dp"))
+        all_to_all(1, "tp", joined=2) all_reduce("dp")
+        """
+        cuts, joins = self.cut_dim >= 0, self.joined_dim >= 0
+        words = [str(self.cut_dim), str(self.cut)] if cuts else [str(self.joined_dim), str(self.joined)]
+        words = words if cuts or joins else [axes_text(self.axes)]
+        words += [f"joined={self.joined_dim}"] if cuts and joins else []
+        words += [f"by={self.joined}"] if cuts and joins and self.joined != Cut(self.axes) else []
+        words += [f"of={self.of}"] if self.of is not None else []
+        return f"{self.kind}({', '.join(words)})"
 
     def transfer(self, shape: Shape, place: Place) -> Transfer:
         """What a rank with a local tensor of that shape does."""
@@ -101,12 +115,16 @@ def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Cut | None = None
 def slice_to(dim: int, axes: Axes | Cut) -> Move:
     """The rank's own part of a dim that it holds whole."""
     cut = as_cut(axes)
-    return Move("slice", as_axes(cut.axes), cut_dim=dim, cut=cut)
+    return Move("slice_to", as_axes(cut.axes), cut_dim=dim, cut=cut)
 
 
 def first(axes: Axes) -> Move:
     """The value becomes addends along the axes: itself in the first place, zeros elsewhere."""
     return Move("first", as_axes(axes))
+
+
+MOVES = tuple(one.__name__ for one in (all_reduce, all_gather, reduce_scatter, all_to_all, slice_to, first))
+"""What programs call. A Move's kind is the name of the function that makes it."""
 
 
 def _replaced(index: Index, dim: int, ranges: Intervals) -> Index:
