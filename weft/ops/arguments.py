@@ -93,9 +93,11 @@ def positive(position: Any, num_dims: int) -> int:
 
 def call_with(op: Op, **changes: Any) -> Call:
     """The op's own call with some arguments, named as in the schema, replaced or added."""
+    args, kwargs = numbered(op)
+    if not changes:
+        return Call(op.target, args, kwargs)
     operator = overload(op.target)
     assert operator is not None, f"{op.target} has no schema"
-    args, kwargs = numbered(op)
     names = [argument.name for argument in operator._schema.arguments]
     new_args = tuple(changes.pop(name, value) for name, value in zip(names, args, strict=False))
     new_kwargs = {name: changes.pop(name, value) for name, value in kwargs}

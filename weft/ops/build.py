@@ -32,6 +32,7 @@ from weft.ops.rule import (
     dim,
     fixed,
     linear_sets,
+    names_of,
 )
 from weft.runtime.operators.algorithms import Exchange
 
@@ -109,7 +110,7 @@ class OpView:
                     bound.setdefault(one.products[0][0], size)
         for dims, tensor in pairs:
             assert tuple(_extent(one, bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
-        present = {name for dims in (*inputs, *outputs) for one in dims for name in one.names}
+        present = {name for dims in (*inputs, *outputs) for name in names_of(dims)}
         exchanges = {name: exchange for name, exchange in marks.get("algorithms", {}).items() if name in present}
         return Rule(
             inputs=tuple(inputs),
@@ -241,11 +242,6 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:
     """One dim of several factors, those of size 1 left out."""
     return dim(*(factor for factor in factors if (sizes[factor] if isinstance(factor, str) else factor) != 1))
-
-
-def names_of(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The names of some dims, in order."""
-    return tuple(f for one in dims for factors in one.products for f in factors if isinstance(f, str))
 
 
 def _extent(one: Dim, sizes: Mapping[str, int]) -> int:

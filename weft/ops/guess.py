@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from weft.ir.graph import Op
 from weft.ir.ranges import count
-from weft.ops.arguments import numbered
+from weft.ops.arguments import call_with
 from weft.ops.build import refuse_empty
 from weft.ops.rule import Call, CellView, Dim, Dims, Local, Rule, dim, fixed
 from weft.ops.specimen import Form, Path, Where, numbers_in, shapes_of, with_numbers
@@ -288,6 +288,6 @@ def _local(
             numbers.update(
                 (path, numbers.get(path, whole[path]) // sizes[name] * held) for path, _ in ties.get(name, ())
             )
-        return Call(op.target, *numbered(with_numbers(op, numbers)))
+        return call_with(with_numbers(op, numbers))
 
     return local

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from weft.ir.graph import Op, Tensor
-from weft.ir.ranges import Ranges, count, product, shift, whole
+from weft.ir.ranges import Ranges, count, product, shift, tidy, whole
 from weft.runtime.operators.algorithms import Exchange
 
 Factor = str | int
@@ -66,6 +66,11 @@ def fixed(size: int) -> Dim:
 
 
 Dims = tuple[Dim, ...]
+
+
+def names_of(dims: Iterable[Dim]) -> tuple[str, ...]:
+    """The names of some dims, in order."""
+    return tuple(f for one in dims for factors in one.products for f in factors if isinstance(f, str))
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,12 @@ class Rule:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All names, in order of appearance."""
-        seen: dict[str, None] = {}
-        for dims in (*self.inputs, *self.outputs):
-            for one in dims:
-                for factors in one.products:
-                    seen.update((f, None) for f in factors if isinstance(f, str))
-        return tuple(seen)
+        return tuple(dict.fromkeys(name for dims in (*self.inputs, *self.outputs) for name in names_of(dims)))
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """The names that outputs have."""
+        return frozenset(name for dims in self.outputs for name in names_of(dims))
 
     @cached_property
     def cuttable(self) -> tuple[str, ...]:
@@ -191,14 +196,8 @@ def dim_ranges(one: Dim, names: Mapping[str, Ranges], sizes: Mapping[str, int]) 
             extent *= size
         found.extend(shift(ranges, offset))
         offset += extent
-    # neighbours of different products may touch: joining them keeps the order
-    out: list[tuple[int, int]] = []
-    for start, stop in found:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return tuple(out)
+    # neighbours of different products may touch
+    return tidy(found)
 
 
 Linear = Iterable[Iterable[int]]

@@ -22,9 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.ir.graph import Op, Size, Tensor
-from weft.ops.arguments import numbered
 from weft.ops.precision import LowerMode, widen_dtype
-from weft.ops.rule import Call, floating
+from weft.ops.rule import floating
 from weft.ops.trial import FAILURES, Specimen, Values, gradients_of, leaves_of, precision, run
 
 SMALL, LARGE, LARGER = 1 << 12, 1 << 18, 1 << 20
@@ -124,7 +123,7 @@ def shapes_of(form: Form) -> tuple[tuple[int, ...], ...] | None:
     """Shapes of what the op makes, found by running it; None if it does not take the form."""
     try:
         with torch.no_grad():
-            made = run(form.op, Call(form.op.target, *numbered(form.op)), draw(form, RECIPES[form.recipe], 0))
+            made = run(form.op, draw(form, RECIPES[form.recipe], 0))
     except FAILURES:
         return None
     return tuple(tuple(one.shape) for one in made)
@@ -134,8 +133,7 @@ def _fake_size(form: Form) -> int | None:
     """How many numbers the form takes and makes, without running it; None if the op does not take the form."""
     try:
         with torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            values = [torch.empty(one.sizes, dtype=one.dtype) for one in form.reads]
-            made = run(form.op, Call(form.op.target, *numbered(form.op)), values)
+            made = run(form.op, [torch.empty(one.sizes, dtype=one.dtype) for one in form.reads])
             return form.size + sum(math.prod(one.shape) for one in made)
     except FAILURES:
         return None
@@ -294,7 +292,7 @@ def _whole(
     leaves = leaves_of(values, form.reads)
     generator = torch.Generator().manual_seed(seed + 1)
     with precision(lower):
-        results = run(form.op, Call(form.op.target, *numbered(form.op)), leaves)
+        results = run(form.op, leaves)
         told = tuple(_cotangent(one, generator) for one in results)
         return results, told, gradients_of(results, told, leaves)
 
@@ -346,39 +344,41 @@ def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> 
 
 def impurity(form: Form) -> str:
     """Why the op is no function of its operands' values; empty if it is one."""
-    call = Call(form.op.target, *numbered(form.op))
     given = draw(form, RECIPES[form.recipe], 1)
     made: list[Values] = []
     with torch.no_grad():
         for seed in (0, 1, 1):
             torch.manual_seed(seed)
             values = [one.clone() for one in given]
-            made.append(tuple(one.clone() for one in run(form.op, call, values)))
-            if any(not _equal(a, b) for a, b in zip(values, given, strict=True)):
+            made.append(tuple(one.clone() for one in run(form.op, values)))
+            if not _equal(values, given):
                 return "it changes its operands"
     for a, b in itertools.pairwise(made):
-        if len(a) != len(b) or any(not _equal(one, other) for one, other in zip(a, b, strict=True)):
+        if not _equal(a, b):
             return "it gives other results each time it is run with the same operands"
     return ""
 
 
 def ignored(form: Form) -> frozenset[int]:
     """The operands whose values do not matter to the op."""
-    call = Call(form.op.target, *numbered(form.op))
     found = set(range(len(form.reads)))
     with torch.no_grad():
         for recipe, seed in ((_normal, 1), (_repeated, 1), (_unit, 1)):
             try:
                 given, others = draw(form, recipe, seed), draw(form, recipe, seed + 1)
-                made = run(form.op, call, given)
+                made = run(form.op, given)
                 for i in tuple(found):
-                    changed = run(form.op, call, [others[j] if j == i else one for j, one in enumerate(given)])
-                    if any(not _equal(a, b) for a, b in zip(made, changed, strict=True)):
+                    changed = run(form.op, [others[j] if j == i else one for j, one in enumerate(given)])
+                    if not _equal(made, changed):
                         found.discard(i)
             except FAILURES:
                 continue
     return frozenset(found)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all().item())
+def _equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """True if two lists hold the same values, nonsense included."""
+    return len(a) == len(b) and all(
+        one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+        for one, other in zip(a, b, strict=True)
+    )

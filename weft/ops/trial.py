@@ -22,7 +22,7 @@ from weft.errors import WeftError
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ir.layout import COPY, PARTIAL, Axis, Cell, Grid, Layout
 from weft.ir.oplayout import Cut, OpLayout, Use
-from weft.ops.arguments import numbered, overload
+from weft.ops.arguments import call_with, overload
 from weft.ops.derive import Operands, cell_view, operands
 from weft.ops.precision import Float64Mode
 from weft.ops.rule import Call, Group, Rule, floating
@@ -134,8 +134,11 @@ def callable_of(op: Op, target: str = "") -> Callable[..., Any]:
     return resolve(target) if found is None else found
 
 
-def run(op: Op, call: Call, values: Sequence[torch.Tensor], comms: Mapping[str, Any] | None = None) -> Values:
-    """One call on tensors."""
+def run(
+    op: Op, values: Sequence[torch.Tensor], call: Call | None = None, comms: Mapping[str, Any] | None = None
+) -> Values:
+    """One call on tensors: the op's own if none is given."""
+    call = call_with(op) if call is None else call
 
     def bind(arg: Any) -> Any:
         if isinstance(arg, Ref):
@@ -215,10 +218,10 @@ class _Work:
         it, inputs, outputs = self.it, self.lying.inputs, self.lying.outputs
         locals_ = leaves_of([_part(v, one.layout, cell) for v, one in zip(self.values, inputs, strict=True)], it.reads)
         view = cell_view(self.rule, self.layout, cell, *it.shapes)
-        call = Call(it.op.target, *numbered(it.op)) if self.rule.local is None else self.rule.local(it.op, view)
+        call = None if self.rule.local is None else self.rule.local(it.op, view)
         told = [_part(v, one.grad, cell) for v, one in zip(self.cotangents, outputs, strict=True)]
         with precision(it.lower):
-            results = run(it.op, call, locals_, self._comms(cell, transport, talk))
+            results = run(it.op, locals_, call, self._comms(cell, transport, talk))
             self._fits(results, [view.output_shape(i) for i in range(len(outputs))])
             if talk is not None:
                 talk.in_backward = True

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from weft.ir.graph import Ref
 from weft.ops.arguments import call, positive
-from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, names_of, numbered_dims, rules_of, when_cut
-from weft.ops.rule import Rule
+from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, numbered_dims, rules_of, when_cut
+from weft.ops.rule import Rule, names_of
 from weft.ops.rules.reductions import left_dims, reduced_dims, talking_rule
 from weft.runtime.operators.algorithms import Exchange
 

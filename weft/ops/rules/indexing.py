@@ -23,13 +23,12 @@ from weft.ops.build import (
     broadcasting,
     fixed_dims,
     named,
-    names_of,
     numbered_dims,
     replaced,
     row,
     rules_of,
 )
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed, names_of
 
 
 @dataclass(frozen=True)

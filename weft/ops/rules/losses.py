@@ -25,12 +25,11 @@ from weft.ops.build import (
     groups,
     is_empty,
     named,
-    names_of,
     numbered_dims,
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dims, Local, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Local, Rule, fixed, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from weft.ir.graph import Op, Ref
 from weft.ir.ranges import count as length
 from weft.ops.arguments import call, call_with, integers
-from weft.ops.build import OpView, RuleOf, groups, is_empty, names_of, numbered_dims, rules_of, when_cut
-from weft.ops.rule import Call, CellView, Group, Rule, dim
+from weft.ops.build import OpView, RuleOf, groups, is_empty, numbered_dims, rules_of, when_cut
+from weft.ops.rule import Call, CellView, Group, Rule, dim, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 _EXCHANGE = Exchange(gradient="partial", forward=("all_reduce", "all_reduce"), backward=("all_reduce",))

@@ -22,12 +22,11 @@ from weft.ops.build import (
     aligned,
     broadcasting,
     fixed_dims,
-    names_of,
     numbered_dims,
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dims, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Rule, fixed, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 Sets = tuple[tuple[str, ...], ...]

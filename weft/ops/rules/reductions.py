@@ -20,13 +20,12 @@ from weft.ops.build import (
     broadcasting,
     fixed_dims,
     named,
-    names_of,
     numbered_dims,
     replaced,
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed, names_of
 from weft.ops.rules.pointwise import pointwise_rule
 from weft.runtime.operators.algorithms import Exchange
 
