@@ -16,6 +16,7 @@ cell's shape, a mean the whole count, a slice its own bounds).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,6 +47,10 @@ class Dim:
     @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(f for product_ in self.products for f in product_ if isinstance(f, str))
+
+    def extent(self, sizes: Mapping[str, int]) -> int:
+        """How many indices it has, given the size of each name."""
+        return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in self.products)
 
     def __str__(self) -> str:
         texts = []
@@ -103,8 +108,6 @@ class CellView:
     outputs: tuple[tuple[Ranges, ...], ...]
     cut: frozenset[str]
     """The names that some axis of the op cuts (into more than one part)."""
-    whole_inputs: tuple[tuple[int, ...], ...]
-    whole_outputs: tuple[tuple[int, ...], ...]
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         return tuple(count(ranges) for ranges in self.outputs[index])

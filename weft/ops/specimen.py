@@ -45,12 +45,14 @@ Where = tuple[int, int]
 class Form:
     """One call at certain sizes: whole numbers stand in the op's arguments, sizes in the tensors it reads.
 
-    `recipe`: the first of the `RECIPES` whose values the op takes.
+    `recipe`: the first of the `RECIPES` whose values the op takes. `lower`: it computes in a lower float dtype than
+    float64, forward or backward, unless it is kept from it.
     """
 
     op: Op
     reads: tuple[Tensor, ...]
     recipe: int = 0
+    lower: bool = True
 
     @property
     def size(self) -> int:
@@ -62,7 +64,7 @@ class Form:
             replace(one, shape=tuple(sizes.get((i, d), size) for d, size in enumerate(one.sizes)))
             for i, one in enumerate(self.reads)
         )
-        return Form(with_numbers(self.op, numbers or {}), reads, self.recipe)
+        return replace(self, op=with_numbers(self.op, numbers or {}), reads=reads)
 
     def dims(self) -> Iterator[tuple[Where, int]]:
         """All dims of all operands, with their sizes."""
@@ -172,7 +174,7 @@ def as_large_as_cheap(form: Form) -> Form:
         return large
     begun = time.perf_counter()
     try:
-        specimen(large, RECIPES[0], lower=False)
+        specimen(replace(large, lower=False), RECIPES[0])
     except FAILURES:
         return shrunk(large, LARGE)
     return large if time.perf_counter() - begun < QUICK else shrunk(large, LARGE)
@@ -270,28 +272,26 @@ def index_limit(form: Form, position: int) -> int:
     return min([*found, 100])
 
 
-def specimen(form: Form, recipe: Recipe, seed: int = 0, lower: bool = True) -> Specimen:
+def specimen(form: Form, recipe: Recipe, seed: int = 0) -> Specimen:
     """The form with values, run whole. Raises what the operator raises."""
     values = draw(form, recipe, seed)
-    made, told, gradients = _whole(form, values, seed, lower)
+    made, told, gradients = _whole(form, values, seed)
     makes = tuple(Tensor(f"made{i}", tuple(one.shape), one.dtype, one.requires_grad) for i, one in enumerate(made))
     results = tuple(one.detach() for one in made)
     noise: tuple[float, ...] = ()
     if recipe in EXTREME:
         moved = tuple(one * (1 + 1e-15 * torch.randn_like(one)) if floating(one) else one for one in values)
-        others, _, slopes = _whole(form, moved, seed, lower)
+        others, _, slopes = _whole(form, moved, seed)
         pairs = zip((*results, *gradients), (*others, *slopes), strict=True)
         noise = tuple(0.0 if a is None or b is None else _gap(a, b.detach()) for a, b in pairs)
-    return Specimen(form.op, form.reads, makes, values, results, told, gradients, lower, noise)
+    return Specimen(form.op, form.reads, makes, values, results, told, gradients, form.lower, noise)
 
 
-def _whole(
-    form: Form, values: Values, seed: int, lower: bool
-) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
+def _whole(form: Form, values: Values, seed: int) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
     """What the op makes of values, random gradients of that, and the gradients of its operands."""
     leaves = leaves_of(values, form.reads)
     generator = torch.Generator().manual_seed(seed + 1)
-    with precision(lower):
+    with precision(form.lower):
         results = run(form.op, leaves)
         told = tuple(_cotangent(one, generator) for one in results)
         return results, told, gradients_of(results, told, leaves)
@@ -310,15 +310,11 @@ def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
 
 
-def is_lowering(form: Form) -> bool:
-    """True if the op computes in a lower float dtype than float64, forward or backward. Raises what it raises."""
-    with LowerMode() as mode:
-        specimen(form, RECIPES[form.recipe], lower=False)
-    return bool(mode.met)
-
-
 def with_recipe(form: Form) -> Form:
-    """The form with the first kind of values that the op takes. Raises what the op raises if there is none."""
+    """The form with the first kind of values that the op takes, and whether it computes in a lower dtype then.
+
+    Raises what the op raises if it takes none.
+    """
     failure: BaseException | None = None
     for number, recipe in enumerate(RECIPES):
         try:
@@ -326,16 +322,18 @@ def with_recipe(form: Form) -> Form:
         except FAILURES as error:
             failure = failure or error
             continue
-        return replace(form, recipe=number)
+        with LowerMode() as mode:
+            specimen(replace(form, lower=False), recipe)
+        return replace(form, recipe=number, lower=mode.met)
     assert failure is not None
     raise failure
 
 
-def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> Iterator[Specimen]:
+def specimens(form: Form, recipes: Iterable[Recipe], seed: int) -> Iterator[Specimen]:
     """The form with every kind of values, of those given, that the op takes and makes numbers of."""
     for recipe in recipes:
         try:
-            it = specimen(form, recipe, seed, lower)
+            it = specimen(form, recipe, seed)
         except FAILURES:
             continue
         if all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results):

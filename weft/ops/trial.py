@@ -190,7 +190,7 @@ def try_cut(it: Specimen, rule: Rule, uses: Sequence[Use], talk: Talk | None = N
     """How the op cut so differs from the op run whole; empty if it does not."""
     layout = layout_of(uses)
     try:
-        lying = operands(rule, layout, *it.shapes)
+        lying = operands(rule, layout)
         work = _Work(it, rule, layout, lying)
         found = work.talking(talk) if work.talks else [work.cell(cell) for cell in layout.grid.cells]
         return work.compare(found)
@@ -217,7 +217,7 @@ class _Work:
         """What one cell makes."""
         it, inputs, outputs = self.it, self.lying.inputs, self.lying.outputs
         locals_ = leaves_of([_part(v, one.layout, cell) for v, one in zip(self.values, inputs, strict=True)], it.reads)
-        view = cell_view(self.rule, self.layout, cell, *it.shapes)
+        view = cell_view(self.rule, self.layout, cell)
         call = None if self.rule.local is None else self.rule.local(it.op, view)
         told = [_part(v, one.grad, cell) for v, one in zip(self.cotangents, outputs, strict=True)]
         with precision(it.lower):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.ir.graph import Op, Ref
+from weft.ir.graph import Ref
 from weft.ops.arguments import call, operand, overload, positive
 from weft.ops.build import OpView, RuleOf, broadcasting, fixed_dims, numbered_dims, rules_of
-from weft.ops.rule import Call, CellView, Dim, Dims, Product, Rule, dim, fixed
+from weft.ops.rule import Dim, Dims, Local, Product, Rule, dim, fixed
 
 
 @dataclass(frozen=True)
@@ -123,33 +123,30 @@ def _place(shape: Sequence[int], kept: list[int], pieces: list[list[Piece]], nam
     return tuple(dims)
 
 
-def local_reshape(op: Op, cell: CellView) -> Call:
-    """The cell's own shape. `reshape`, because a part need not have the strides that allow a view."""
-    return call("aten.reshape.default", Ref("0"), cell.output_shape())
+def _shaped(target: str) -> Local:
+    """The call that gives a cell's part its own shape."""
+    return lambda op, cell: call(target, Ref("0"), cell.output_shape())
 
 
 def reshape_rule(it: OpView) -> Rule:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze; a second operand only lends its shape."""
     if it.op.target in ("aten.view.dtype", "aten.view_copy.dtype"):
         # the same bytes as another dtype: the last dim may change its size
-        whole = () if it.shape == it.result else (len(it.shape) - 1,)
-        return it.rule([numbered_dims(it.shape, whole=whole)], [numbered_dims(it.result, whole=whole)], source="view")
+        return it.beside(() if it.shape == it.result else (len(it.shape) - 1,), source="view")
     if len(it.makes) != 1:
         raise it.error(f"{it.op.target} of several tensors at once has no rule")
     source, target, sizes = common_factors(it.shape, it.result)
     inputs = [source, *(target for _ in it.reads[1:])]
-    return it.rule(inputs, [target], sizes=sizes, linear=[[0]], local=local_reshape, source="view")
+    # `reshape`, because a part need not have the strides that allow a view
+    local = _shaped("aten.reshape.default")
+    return it.rule(inputs, [target], sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def expand_rule(it: OpView) -> Rule:
     """expand, expand_as, broadcast_to: new or stretched dims may be cut too, each cell makes its own."""
     dims = numbered_dims(it.result)
     inputs = [*broadcasting(dims, it.result, it.reads[:1]), *(dims for _ in it.reads[1:])]
-    return it.rule(inputs, [dims], linear=[[0]], local=_local_expand, source="view")
-
-
-def _local_expand(op: Op, cell: CellView) -> Call:
-    return call("aten.expand.default", Ref("0"), cell.output_shape())
+    return it.rule(inputs, [dims], linear=[[0]], local=_shaped("aten.expand.default"), source="view")
 
 
 def broadcast_tensors_rule(it: OpView) -> Rule:
