@@ -68,17 +68,22 @@ def _roles(rule: Rule, use: Cut | Copied | Carried, dims: Dims, position: int | 
         case Carried(carried):
             return (PARTIAL, COPY) if position is None or position in carried else (COPY, PARTIAL)
         case Cut(name):
-            holding = [d for d, one in enumerate(dims) if name in one.names]
-            if holding:
-                return split(holding[0]), split(holding[0])
-            if name in rule.algorithms:
-                exchange = rule.algorithms[name]
-                if position is None:
-                    return (PARTIAL, COPY) if exchange.output == "partial" else (COPY, COPY)
-                return COPY, PARTIAL if exchange.gradient == "partial" else COPY
-            if name in rule.summed and (position is None or position in rule.added):
-                return PARTIAL, COPY
-            return COPY, PARTIAL
+            return cut_roles(rule, name, dims, position)
+
+
+def cut_roles(rule: Rule, name: str, dims: Dims, position: int | None) -> tuple[Role, Role]:
+    """The role of an axis that cuts a name, for one operand and for its gradient."""
+    holding = [d for d, one in enumerate(dims) if name in one.names]
+    if holding:
+        return split(holding[0]), split(holding[0])
+    if name in rule.algorithms:
+        exchange = rule.algorithms[name]
+        if position is None:
+            return (PARTIAL, COPY) if exchange.output == "partial" else (COPY, COPY)
+        return COPY, PARTIAL if exchange.gradient == "partial" else COPY
+    if name in rule.summed and (position is None or position in rule.added):
+        return PARTIAL, COPY
+    return COPY, PARTIAL
 
 
 def _table(rule: Rule, layout: OpLayout, one: Dim) -> tuple[Ranges, ...] | None:

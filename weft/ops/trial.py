@@ -249,16 +249,10 @@ class _Work:
     def _comms(self, cell: Cell, transport: Transport | None, talk: Talk | None) -> dict[str, Any]:
         if transport is None:
             return {}
-        cells, found = list(self.layout.grid.cells), {}
-        for name in self.layout.cut_names:
-            axes = set(self.layout.axes_cutting(name))
-            ranks = tuple(
-                rank
-                for rank, other in enumerate(cells)
-                if all(other[i] == cell[i] for i in range(len(cell)) if i not in axes)
-            )
-            found[name] = _NotedComm(GroupComm(transport, ranks), name, talk or Talk())
-        return found
+        return {
+            name: _NotedComm(GroupComm(transport, self.layout.peers(name, cell)), name, talk or Talk())
+            for name in self.layout.cut_names
+        }
 
     def compare(self, found: Sequence[Found]) -> str:
         """Put together and compared: outputs first, then gradients."""

@@ -315,5 +315,4 @@ def _colors(graph: Graph, rules: RuleBook, sets: Iterable[_Set], parts: int) -> 
 
 def _best_first(members: list[Member], rule: Rule) -> list[Member]:
     """Names that may be cut first, among them those that outputs have, among them silent ones."""
-    made = frozenset(name for dims in rule.outputs for one in dims for name in one.names)
-    return sorted(members, key=lambda m: (not m.cuttable, m.name not in made, m.talks, rule.names.index(m.name)))
+    return sorted(members, key=lambda m: (not m.cuttable, m.name not in rule.made, m.talks, rule.names.index(m.name)))
