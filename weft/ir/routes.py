@@ -38,11 +38,6 @@ class Route(NamedTuple):
     target_index: Index
 
 
-def adds(source: Layout, target: Layout) -> bool:
-    """True if received boxes are added, not put."""
-    return source.is_partial
-
-
 def sums_fiber(source: Layout, target: Layout) -> bool:
     """True if the change is a plain sum along axes of one grid: partial becomes copy, all else stays as it is."""
     changed = {(old, new) for old, new in zip(source.roles, target.roles, strict=False) if old != new}
@@ -361,13 +356,7 @@ def _assemble(layout: Layout, entries: Entries, share: Cell, copies: tuple[int, 
 
 def _entries(layout: Layout, cell: Cell) -> Entries:
     """Where the cell's ranges stand in the table of each dim."""
-    entries = []
-    for axes in layout.axes_of:
-        flat = 0
-        for axis in axes:
-            flat = flat * layout.grid.axes[axis].size + cell[axis]
-        entries.append(flat)
-    return tuple(entries)
+    return tuple(layout.grid.position(axes, cell) for axes in layout.axes_of)
 
 
 def _at(layout: Layout, dim: int, entries: list[int], fixed: dict[int, int]) -> list[int]:
@@ -375,9 +364,7 @@ def _at(layout: Layout, dim: int, entries: list[int], fixed: dict[int, int]) -> 
     axes = layout.axes_of[dim]
     if not axes or not all(axis in fixed for axis in axes):
         return entries
-    flat = 0
-    for axis in axes:
-        flat = flat * layout.grid.axes[axis].size + fixed[axis]
+    flat = layout.grid.position(axes, fixed)
     return [flat] if flat in entries else []
 
 

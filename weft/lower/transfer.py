@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft.ir.layout import Layout, Part
 from weft.ir.program import Compute, Move, Program, Reshard, Sync, Use, walk
-from weft.ir.routes import Route, Routing, adds, sums_fiber
+from weft.ir.routes import Route, Routing, sums_fiber
 from weft.ops.book import RuleBook
 from weft.runtime.layout.transfer import Piece, Transfer
 
@@ -95,7 +95,7 @@ def _pieces(move: Move, device: int, group: tuple[int, ...], found: Sequence[Rou
         sends=tuple(_sent(route) for route in found if route.source_device == device),
         receives=tuple(_received(route) for route in found if route.target_device == device),
         shapes=tuple(part.shape for part in move.target.parts_on(device)),
-        add=adds(move.source, move.target),
+        add=move.source.is_partial,
     )
 
 

@@ -100,14 +100,11 @@ def _table(rule: Rule, layout: OpLayout, one: Dim) -> tuple[Ranges, ...] | None:
 
 def _names_at(layout: OpLayout, coordinates: dict[int, int], names: frozenset[str]) -> dict[str, Ranges]:
     """Ranges of the cut names among `names` at the given coordinates."""
-    found = {}
-    for name in layout.cut_names:
-        if name in names:
-            flat = 0
-            for axis in layout.axes_cutting(name):
-                flat = flat * layout.grid.axes[axis].size + coordinates[axis]
-            found[name] = layout.table(name)[flat]
-    return found
+    return {
+        name: layout.table(name)[layout.grid.position(layout.axes_cutting(name), coordinates)]
+        for name in layout.cut_names
+        if name in names
+    }
 
 
 def cell_view(rule: Rule, layout: OpLayout, cell: Cell) -> CellView:

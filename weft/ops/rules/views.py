@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,17 +156,24 @@ def broadcast_tensors_rule(it: OpView) -> Rule:
     return it.rule(inputs, [dims] * len(inputs), linear=[range(len(inputs))], source="view")
 
 
+def order_of(permute: Callable[[torch.Tensor], torch.Tensor], num_dims: int) -> list[int]:
+    """From which dim each dim of a permuted tensor comes."""
+    probe = torch.empty(tuple(range(2, 2 + num_dims)), device="meta")
+    return [int(size) - 2 for size in permute(probe).shape]
+
+
 def permute_rule(it: OpView) -> Rule:
     """permute, transpose, t, movedim: the order of dims is asked of torch, on a tensor that holds nothing."""
     num_dims = len(it.shape)
     operator = overload(it.op.target)
     assert operator is not None
-    probe = torch.empty(tuple(range(2, 2 + num_dims)), device="meta")
-    moved = operator(*(probe if operand(value) == 0 else value for value in it.args.values()))
+    order = order_of(
+        lambda probe: operator(*(probe if operand(value) == 0 else value for value in it.args.values())), num_dims
+    )
     target = numbered_dims(it.result)
     source = [dim()] * num_dims
-    for one, size in zip(target, moved.shape, strict=True):
-        source[size - 2] = one
+    for one, came_from in zip(target, order, strict=True):
+        source[came_from] = one
     return it.rule([tuple(source)], [target], linear=[[0]], source="view")
 
 
@@ -213,7 +220,7 @@ def _whole(source: str) -> RuleOf:
     )
 
 
-_RESHAPES = """
+RESHAPES = """
 view _unsafe_view view_copy _reshape_alias reshape reshape_as view_as flatten unflatten ravel squeeze squeeze_copy
 unsqueeze unsqueeze_copy atleast_1d atleast_2d atleast_3d
 """
@@ -222,7 +229,7 @@ permute permute_copy transpose transpose_copy t t_copy numpy_T mT movedim moveax
 """
 
 RULES: Mapping[str, RuleOf] = {
-    **rules_of(reshape_rule, _RESHAPES),
+    **rules_of(reshape_rule, RESHAPES),
     **rules_of(permute_rule, _PERMUTES),
     **rules_of(expand_rule, "expand expand_as expand_copy broadcast_to"),
     "aten.broadcast_tensors": broadcast_tensors_rule,
