@@ -26,6 +26,7 @@ from weft.ops.arguments import call_with, overload
 from weft.ops.derive import Operands, cell_view, operands
 from weft.ops.precision import Float64Mode
 from weft.ops.rule import Call, Group, Rule, floating
+from weft.runtime.layout.index import put, take
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch, GroupComm, RankFailed, Transport
 from weft.runtime.operators.calls import resolve
@@ -288,11 +289,7 @@ def differs(
                 return f"is not the same on cells that should hold copies ({reason})"
             continue
         firsts[cell] = piece
-        index = _index(layout.part(cell).ranges)
-        if found.dtype == torch.bool:
-            found[index] = piece
-        else:
-            found[index] += piece
+        put(found, layout.part(cell).ranges, piece, add=found.dtype != torch.bool)
     return _apart(found, expected, tuple(firsts.values()), noise)
 
 
@@ -336,18 +333,4 @@ def _typical(value: torch.Tensor) -> float:
 
 def _part(addends: Mapping[Cell, torch.Tensor], layout: Layout, cell: Cell) -> torch.Tensor:
     part = layout.part(cell)
-    return addends[part.share][_index(part.ranges)]
-
-
-def _index(ranges: Sequence[Any]) -> Any:
-    if not ranges:
-        return ...
-    if all(len(one) == 1 for one in ranges):
-        return tuple(slice(*one[0]) for one in ranges)
-    shaped = []
-    for position, one in enumerate(ranges):
-        shape = [1] * len(ranges)
-        shape[position] = -1
-        flat = [i for start, stop in one for i in range(start, stop)]
-        shaped.append(torch.tensor(flat, dtype=torch.long).reshape(shape))
-    return tuple(shaped)
+    return take(addends[part.share], part.ranges)

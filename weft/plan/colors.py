@@ -157,11 +157,7 @@ def _inner(op: Op, one: Dim, rule: Rule, apart: frozenset[OpName]) -> str | None
     first = outermost(one, rule)
     if first is None or OpName(op.name, first) not in apart:
         return None
-    found = {
-        next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1 and OpName(op.name, f) not in apart), None)
-        for factors in one.products
-    }
-    return found.pop() if len(found) == 1 else None
+    return outermost(one, rule, [name for name in one.names if OpName(op.name, name) in apart])
 
 
 def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim] = ()) -> Colors:
