@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
+import torch
+
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Tensor, refs
 from weft.ir.ranges import count
@@ -245,9 +247,7 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     >>> broadcast([(4, 1), (3,)])
     (4, 3)
     """
-    length = max(map(len, shapes), default=0)
-    padded = [(1,) * (length - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:

@@ -216,7 +216,7 @@ def _repeated(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
 
 
 def _huge(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64) * 1e6
+    return _normal(shape, generator) * 1e6
 
 
 def _unit(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

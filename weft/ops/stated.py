@@ -20,10 +20,10 @@ from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Tensor, refs
 from weft.ir.oplayout import Cut, plain_cut
 from weft.ops.arguments import arguments, numbered, operand, overload
-from weft.ops.build import refuse_empty
+from weft.ops.build import groups, refuse_empty
 from weft.ops.discover import Question, answer, cuts_of, few_cuts, linear_sets_of, question_of
 from weft.ops.grammar import Template, instantiate, parse
-from weft.ops.rule import Call, CellView, Group, Local, Rule
+from weft.ops.rule import Call, CellView, Local, Rule
 from weft.ops.specimen import (
     EXTREME,
     RECIPES,
@@ -271,8 +271,8 @@ def _local(said: Stated, never_empty: frozenset[str], sizes: Mapping[str, int]) 
         refuse_empty(op, cell, cell.cut & never_empty)
         args, kwargs = numbered(op)
         more = dict(kwargs)
-        if groups := tuple(Group(name) for name in said.comm if name in cell.cut):
-            more["comm"] = groups
+        if comms := groups(cell, said.comm):
+            more["comm"] = comms
         if any(name in cell.cut for name in said.indices):
             held = tuple(cell.names[name] for name in said.indices)
             more["indices"] = held[0] if len(held) == 1 else held

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
@@ -281,10 +281,8 @@ def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
     for index, (axis, use) in enumerate(zip(layout.grid.axes, layout.uses, strict=True)):
         if not isinstance(use, Copied):
             continue
-        fibers: dict[Cell, list[int]] = {}
-        for cell in layout.grid.cells:
-            fibers.setdefault((*cell[:index], *cell[index + 1 :]), []).append(layout.grid.device(cell))
-        unique = {rest: tuple(dict.fromkeys(devices)) for rest, devices in fibers.items()}
+        fibers = _fibers(layout.grid, (index,))
+        unique = {rest: tuple(dict.fromkeys(map(layout.grid.device, cells))) for rest, cells in fibers.items()}
         sizes = {len(devices) for devices in unique.values()}
         if sizes == {axis.size}:
             continue
@@ -296,6 +294,14 @@ def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
             )
         return _run_once_per_device(op, _narrowed(layout, index, sizes.pop(), unique))
     return layout
+
+
+def _fibers(grid: Grid, axes: Collection[int]) -> dict[Cell, list[Cell]]:
+    """The cells that differ along these axes alone, by their coordinates on the others."""
+    fibers: dict[Cell, list[Cell]] = {}
+    for cell in grid.cells:
+        fibers.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), []).append(cell)
+    return fibers
 
 
 def _narrowed(layout: OpLayout, index: int, size: int, devices: Mapping[Cell, tuple[int, ...]]) -> OpLayout:
@@ -318,11 +324,7 @@ def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
         exchange = rule.algorithms.get(name)
         if exchange is None or not (exchange.forward or exchange.backward):
             continue
-        axes = layout.axes_cutting(name)
-        fibers: dict[Cell, list[Cell]] = {}
-        for cell in grid.cells:
-            fibers.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), []).append(cell)
-        for cells in fibers.values():
+        for cells in _fibers(grid, layout.axes_cutting(name)).values():
             if len({grid.device(cell) for cell in cells}) < len(cells) or len(set(map(grid.slot, cells))) > 1:
                 raise PlanError(
                     f"{op.kind} cut along {name!r} must talk between its parts, but some of them share a device and "

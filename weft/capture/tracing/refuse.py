@@ -102,7 +102,7 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
             place=place,
             remedy="take the device from an input or a parameter (device=x.device) instead of naming one",
         )
-    if isinstance(error, ConstraintViolationError) or is_constraint(error):
+    if is_constraint(error):
         return CaptureError(
             f"a dim marked dynamic cannot vary: {reason(error)}",
             place=place,
@@ -127,7 +127,8 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def is_constraint(error: BaseException) -> bool:
-    return isinstance(error, UserError) and "onstraint" in str(error)
+    told = isinstance(error, UserError) and "onstraint" in str(error)
+    return told or isinstance(error, ConstraintViolationError)
 
 
 def reason(error: BaseException) -> str:
