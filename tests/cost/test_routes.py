@@ -11,7 +11,7 @@ import pytest
 from tests.cost.layouts import everything, grid, layout
 from weft.ir.layout import COPY, PARTIAL, Layout, split
 from weft.ir.program import Move
-from weft.ir.routes import Routing, adds
+from weft.ir.routes import Routing
 from weft.lower.transfer import Transfers, transfer
 
 ROWS, COLUMNS = split(0), split(1)
@@ -80,7 +80,6 @@ def test_addends_spread_over_shares_elsewhere() -> None:
 def test_a_whole_value_enters_the_first_share_only() -> None:
     target = layout(grid((2, 2)), (PARTIAL, PARTIAL))
     assert ends(layout(grid((2, 2)), (COPY, COPY)), target) == [(0, 0)]
-    assert not adds(layout(grid((2, 2)), (COPY, COPY)), target)
 
 
 def test_every_addend_of_a_sum_is_listed_in_the_same_order_for_all_copies() -> None:
