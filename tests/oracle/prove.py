@@ -137,7 +137,7 @@ class Prover:
         for device, mine in step.layout.grid.cells_on.items():
             for slot, cell in enumerate(mine):
                 where = (device, slot)
-                cells[where] = cell_view(rule, step.layout, cell, self.book.inputs(op), self.book.outputs(op))
+                cells[where] = cell_view(rule, step.layout, cell)
                 found[where] = [
                     self._operand(op, i, source, where, cells[where].inputs[i]) for i, source in enumerate(sources)
                 ]

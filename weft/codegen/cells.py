@@ -87,7 +87,7 @@ class Cells:
 
         def call(cell: Cell) -> Call:
             assert rule.local is not None
-            return rule.local(op, cell_view(rule, step.layout, cell, self._book.inputs(op), self._book.outputs(op)))
+            return rule.local(op, cell_view(rule, step.layout, cell))
 
         keys = {where_: tuple(grid.cells_on[where_[0]][where_[1]][i] for i in cutting) for where_ in where}
         if len(set(keys.values())) > MANY and self._is_even(op, step):

@@ -15,6 +15,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import forward_file, forward_place
-from weft.capture.source import is_users, package_of, place_of_frame
+from weft.capture.source import is_users, package_of, place_of
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
 
@@ -290,7 +291,7 @@ def blame(run: Callable[[], Any], state: Callable[[], Any], packages: set[str]) 
             found.append(lines[-1])
             return None
         if event == "line":
-            lines[:] = [place_of_frame(frame)]
+            lines[:] = [place_of(FrameSummary(frame.f_code.co_filename, frame.f_lineno, ""))]
         return on_line
 
     def on_call(frame: Any, _event: str, _arg: Any) -> Any:
