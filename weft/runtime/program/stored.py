@@ -77,21 +77,6 @@ class Tables:
 NO_TABLES = Tables({}, {}, {})
 
 
-class Behind(Protocol):
-    """What stands behind the parameters of a program: masters, of which they are copies."""
-
-    at_once: bool
-    """Gradients go to the masters at the end of every backward."""
-
-    def refresh(self) -> None: ...
-
-    def collect(self) -> None: ...
-
-    def shown(self) -> list[nn.Parameter]:
-        """The masters, if gradients come to them in a backward that the caller starts."""
-        ...
-
-
 class Holds(Protocol):
     """Says what a rank holds: a program, or all pieces of one."""
 
