@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from weft.errors import RunError, WeftError
 from weft.runtime.checks.guarded import guard_all
-from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.guards import CLIP, handed_out
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
 from weft.runtime.links.transport import Transport
@@ -131,12 +131,7 @@ class Emulated(Stepping):
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
-        self.__dict__["_guard"] = guard_all(self._crew.modules, refusal)
-
-    @property
-    def guard(self) -> Guard:
-        found: Guard = self.__dict__["_guard"]
-        return found
+        self.guard = guard_all(self._crew.modules, refusal)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
@@ -162,7 +157,7 @@ class Emulated(Stepping):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of all ranks."""
         found = list(super().parameters(recurse))
-        return handed_out(found, lambda: refusal(*CLIP) if self.guard.num_ranks > 1 else None)
+        return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""

@@ -50,10 +50,8 @@ class StoredParts(Own):
     def __init__(self, transport: Transport, tables: Tables) -> None:
         super().__init__()
         tree = Container()
-        # Not as a child: names are to be the original ones.
         self.__dict__["model"], self.trees = tree, [tree]
-        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
-        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+        self.show(tree)
         self.transport, self.device = transport, transport.device
         self.place = Place(tuple(self._grid.items()), transport.rank)
         self._tables = tables

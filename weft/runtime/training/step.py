@@ -50,14 +50,8 @@ class Stepping(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        # not as an attribute of a module: it is no part of the state
-        self.__dict__["_guard"] = None
-
-    @property
-    def guard(self) -> Guard | None:
+        self.guard: Guard | None = None
         """What watches over its parameters."""
-        found: Guard | None = self.__dict__["_guard"]
-        return found
 
     @abstractmethod
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
