@@ -24,9 +24,9 @@ from weft.runtime.layout.collectives import Collectives
 from weft.runtime.layout.cuts import Cuts, index_at, whole
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
-from weft.runtime.program.chunk_join import take_part
+from weft.runtime.program.chunk_join import Given, take_part
 from weft.runtime.program.parts import StoredParts
-from weft.runtime.program.recompute import Given, run, run_chunks
+from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.ending import tied_loss, tied_outputs

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.transfer import Index
-from weft.runtime.program.chunk_join import Gives
+from weft.runtime.program.chunk_join import Given, join
 from weft.runtime.program.context import Ambient
 from weft.runtime.random import Stream
 from weft.runtime.weights.gradient import Gradient
@@ -31,14 +31,6 @@ from weft.runtime.weights.unsharded import Use
 
 if TYPE_CHECKING:
     from weft.runtime.program.module import ParallelModule
-
-
-@dataclass(frozen=True)
-class Given:
-    """What becomes of one result of a chunk: added up, or placed at its chunk's index of a tensor of that shape."""
-
-    at: tuple[Index, ...] | None = None
-    shape: tuple[int, ...] = ()
 
 
 @dataclass
@@ -174,20 +166,13 @@ def run(
 
 def run_chunks(function: Callable[..., Any], inputs: Sequence[Any], chunks: int, gives: Sequence[Given]) -> Any:
     """Run a function once for each chunk, under autograd, and put together what the chunks give."""
-    found = Gives()
-    for chunk in range(chunks):
+
+    def run_chunk(chunk: int) -> Sequence[Tensor]:
         results = function(chunk, *inputs)
-        _give(found, gives, (results,) if isinstance(results, Tensor) else results, chunk)
-    out = found.results(len(gives))
+        return (results,) if isinstance(results, Tensor) else results
+
+    out = join(gives, chunks, run_chunk)
     return out[0] if len(out) == 1 else tuple(out)
-
-
-def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk: int) -> None:
-    for i, (given, part) in enumerate(zip(gives, results, strict=True)):
-        if given.at is None:
-            found.add(i, part)
-        else:
-            found.place(i, given.at[chunk], given.shape, part)
 
 
 @torch.no_grad()
@@ -202,10 +187,7 @@ def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
     try:
         if work.chunks is None:
             return work.call(detached, None)
-        found = Gives()
-        for chunk in range(work.chunks):
-            _give(found, work.gives, work.call(detached, chunk), chunk)
-        return found.results(len(work.gives))
+        return join(work.gives, work.chunks, lambda chunk: work.call(detached, chunk))
     finally:
         work.module.tape = outer
 
@@ -250,18 +232,18 @@ class _Recomputed(torch.autograd.Function):
         if work.chunks is None:
             _replay(work, leaves, tape, None, gradients[:-1])
         else:
-            _replay_chunks(work, leaves, tape, range(work.chunks), gradients[:-1])
+            _replay_chunks(work, leaves, tape, work.chunks, gradients[:-1])
         # gradients of gathered weights went to their sinks
         return (None, None, *(sinks[at].total if at in sinks else None for at in range(len(wanted))))
 
 
 def _replay_chunks(
-    work: _Work, leaves: dict[int, Tensor], tape: Tape, chunks: range, gradients: Sequence[Tensor | None]
+    work: _Work, leaves: dict[int, Tensor], tape: Tape, chunks: int, gradients: Sequence[Tensor | None]
 ) -> None:
     """Run every chunk once more, the last one first."""
     sums = {at: _Passing(sink) for at, (_, sink) in work.uses.items()}
     leaves = leaves | _gathered(work, tape, sums)
-    for chunk in reversed(chunks):
+    for chunk in reversed(range(chunks)):
         _replay(work, leaves, tape, chunk, gradients)
     leaves.clear()
     for one in sums.values():

@@ -64,21 +64,15 @@ class Direct:
         others = torch._C._len_torch_function_stack()
         return not others and torch.is_grad_enabled() and not torch.is_autocast_enabled(self._device)
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor | None:
+        """`F.linear`, or, not `transposed`, `input @ weight` with a bias of one dim or none."""
         target = self._target(input, weight, 2)
-        if target is None:
+        if target is None or (input.dim() < 2 and not transposed):
             return None
-        beside, bias = self._beside(weight, bias)
-        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, True)
-        return found
-
-    def matmul(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`input @ weight`, with a bias of one dim or none."""
-        target = self._target(input, weight, 2)
-        if target is None or input.dim() < 2:
-            return None
-        beside, bias = self._beside(weight, bias)
-        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, False)
+        beside = None if bias is None else self._target(weight, bias, 1)
+        if bias is not None and beside is not None:
+            bias = bias.detach()
+        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, transposed)
         return found
 
     def bmm(self, input: Tensor, weight: Tensor) -> Tensor | None:
@@ -95,11 +89,6 @@ class Direct:
             return None
         found: Tensor = _Embedding.apply(target, self._anchor, input, weight.detach())
         return found
-
-    def _beside(self, weight: Tensor, bias: Tensor | None) -> tuple[Target | None, Tensor | None]:
-        """Where the gradient of a bias goes, and the bias as the product reads it."""
-        target = None if bias is None else self._target(weight, bias, 1)
-        return target, bias if bias is None or target is None else bias.detach()
 
     def _target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
         """Where the gradient goes; None unless this is an ordinary product of a weight that has a target."""
@@ -127,28 +116,28 @@ def _asked() -> Direct | None:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`."""
     direct = _asked()
-    found = None if direct is None else direct.linear(input, weight, bias)
+    found = None if direct is None else direct.product(input, weight, bias, transposed=True)
     return F.linear(input, weight, bias) if found is None else found
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`torch.addmm`."""
     direct = _asked() if beta == alpha == 1 and input.dim() == 1 else None
-    found = None if direct is None else direct.matmul(mat1, mat2, input)
+    found = None if direct is None else direct.product(mat1, mat2, input, transposed=False)
     return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha) if found is None else found
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`torch.matmul`."""
     direct = _asked()
-    found = None if direct is None else direct.matmul(input, other, None)
+    found = None if direct is None else direct.product(input, other, None, transposed=False)
     return torch.matmul(input, other) if found is None else found
 
 
 def mm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.mm`."""
     direct = _asked()
-    found = None if direct is None else direct.matmul(input, mat2, None)
+    found = None if direct is None else direct.product(input, mat2, None, transposed=False)
     return torch.mm(input, mat2) if found is None else found
 
 
@@ -260,8 +249,7 @@ def _product(left: Tensor, right: Tensor) -> Write:
     batched = left.dim() == 3
 
     def make(out: Tensor | None, *, add: bool = False) -> Tensor:
-        if add:
-            assert out is not None, "there is nothing to add to"
+        if out is not None and add:
             return out.baddbmm_(left, right) if batched else out.addmm_(left, right)
         return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)
 
@@ -270,8 +258,7 @@ def _product(left: Tensor, right: Tensor) -> Write:
 
 def _sum(rows: Tensor) -> Write:
     def make(out: Tensor | None, *, add: bool = False) -> Tensor:
-        if add:
-            assert out is not None, "there is nothing to add to"
+        if out is not None and add:
             return out.add_(rows.sum(0))
         return rows.sum(0) if out is None else torch.sum(rows, 0, out=out)
 
