@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from weft.runtime.checks.guards import Guard, Held, Refuse
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
+from weft.runtime.training.shard_owners import tell_numbers
 
 
 def held_by(module: OneRank) -> Held:
@@ -31,10 +30,7 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
 
     def tell(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
         group = tuple(range(transport.num_ranks)) if ranks is None else ranks
-        if len(group) == 1:
-            return mine
-        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
-        return [number for one in transport.all_gather(told, group) for number in one.tolist()]
+        return [number for one in tell_numbers(transport, mine, group) for number in one]
 
     known = tell([float(held.complete), float(held.holds)])
     holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)

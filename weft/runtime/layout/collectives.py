@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes
 from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.intern import Numbers
-from weft.runtime.layout.moves import Move, all_reduce, slice_to
+from weft.runtime.layout.moves import Move, all_reduce, chain, slice_to
 from weft.runtime.layout.reshard import Reshard, run_reshard
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, GroupComm, Transport
@@ -197,11 +197,7 @@ class Collectives:
         """The transfers of moves one after the other, and the shape of what comes out."""
         key = moves, shape
         if key not in self._chains:
-            transfers = []
-            for move in moves:
-                transfers.append(move.transfer(shape, self._place))
-                shape = transfers[-1].shapes[0]
-            self._chains[key] = tuple(transfers), shape
+            self._chains[key] = chain(moves, shape, self._place)
         return self._chains[key]
 
 

@@ -213,14 +213,15 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     def sized(self, key: str, *sizes: int) -> Any:
         """What differs by rank, at sizes of the batch."""
-        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
-        return self._tables.sized.at("here", key, sizes)
+        return self._at_sizes("here", key, sizes)
 
     def sized_move(self, key: str, *sizes: int) -> str:
         """The key of a change of layout at sizes of the batch."""
+        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", self._at_sizes("moves", key, sizes))
+
+    def _at_sizes(self, section: str, key: str, sizes: tuple[int, ...]) -> Any:
         assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
-        found = self._tables.sized.at("moves", key, sizes)
-        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", found)
+        return self._tables.sized.at(section, key, sizes)
 
     def recompute(self, function: Callable[..., T], *inputs: Any, plain: Sequence[int] = ()) -> T:
         """Run a function without keeping what is inside it; run it again in backward.

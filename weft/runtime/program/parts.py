@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.runtime.layout.cuts import Place, index_at
 from weft.runtime.layout.execute import size
-from weft.runtime.layout.moves import Move, all_reduce
+from weft.runtime.layout.moves import chain
 from weft.runtime.layout.transfer import Index, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.name_passthrough import Own
@@ -186,11 +186,4 @@ class StoredParts(Own):
             return None
         if isinstance(part.sync, Table):
             return self._tables.moves[part.sync.key].forward
-        axes = isinstance(part.sync, str) or any(isinstance(one, str) for one in part.sync)
-        moves = [all_reduce(part.sync)] if axes and part.sync else part.sync  # type: ignore[arg-type]
-        shape, found = tuple(self._parts[name].shape), []
-        for move in moves:
-            assert isinstance(move, Move)
-            found.append(move.transfer(shape, self.place))
-            shape = found[-1].shapes[0]
-        return tuple(found)
+        return chain(part.sync_moves, tuple(self._parts[name].shape), self.place)[0]

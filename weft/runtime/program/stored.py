@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from weft.runtime.layout.collectives import Irregular
 from weft.runtime.layout.cuts import Axes, Cuts, Place, UnknownAxis, as_axes, as_cut
-from weft.runtime.layout.moves import Move
+from weft.runtime.layout.moves import Move, all_reduce
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.sizes import SizedTables
@@ -59,6 +59,15 @@ class Part:
     tied: tuple[str, ...] = ()
     persistent: bool = True
     keeps: tuple[str, ...] = ()
+
+    @property
+    def sync_moves(self) -> tuple[Move, ...]:
+        """How the gradient becomes complete, if moves say so and no table does."""
+        if not self.sync or isinstance(self.sync, Table):
+            return ()
+        if isinstance(self.sync, str) or isinstance(self.sync[0], str):
+            return (all_reduce(cast(Axes, self.sync)),)
+        return tuple(cast(Sequence[Move], self.sync))
 
 
 @dataclass(frozen=True)
@@ -182,12 +191,8 @@ def check_axes(parts: Mapping[str, Part], grid: Mapping[str, int]) -> None:
     place = Place(tuple(grid.items()), 0)
     for name, part in parts.items():
         cuts = {} if part.cuts is None or isinstance(part.cuts, Table) else part.cuts
-        told = () if part.sync is None or isinstance(part.sync, Table) else part.sync
-        sums = [
-            one.axes if isinstance(one, Move) else as_axes(one) for one in ((told,) if isinstance(told, str) else told)
-        ]
         try:
-            for axes in (*(as_axes(as_cut(cut).axes) for cut in cuts.values()), *sums):
+            for axes in (*(as_axes(as_cut(cut).axes) for cut in cuts.values()), *(one.axes for one in part.sync_moves)):
                 place.count(axes)
         except UnknownAxis as error:
             raise UnknownAxis(f"{name}: {error}") from None

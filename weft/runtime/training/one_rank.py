@@ -24,6 +24,7 @@ from weft.runtime.training.combined_optimizer import with_empties
 from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
 from weft.runtime.training.pieces import Pieces, shown_tree
 from weft.runtime.training.reduction import BadReduction, Reduction
+from weft.runtime.training.shard_owners import tell_numbers
 from weft.runtime.training.step import Stepping
 from weft.runtime.weights.leaf_aliases import has_hook_after
 from weft.runtime.weights.masters import Masters
@@ -151,12 +152,10 @@ class OneRank(Stepping):
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss of the last step over the batches of all replicas. All ranks call this together."""
-        transport = self._transport
-        if transport.num_replicas == 1:
+        if self.num_replicas == 1:
             return loss
-        mine = torch.stack([loss.detach().double(), loss.new_tensor(self._weight, dtype=torch.float64)])
-        found = torch.stack(transport.whole.all_gather(mine, transport.twins))
-        losses, weights = found.unbind(1)
+        found = self._totals(float(loss), self._weight)
+        losses, weights = torch.tensor(found, dtype=torch.float64, device=loss.device).unbind(1)
         if self.reduction.sums:
             return losses.sum()
         there = weights > 0
@@ -164,11 +163,7 @@ class OneRank(Stepping):
 
     def _totals(self, *mine: float) -> list[tuple[float, ...]]:
         """Numbers of every replica, the same on all ranks."""
-        transport = self._transport
-        if transport.num_replicas == 1:
-            return [mine]
-        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
-        return [tuple(one.tolist()) for one in transport.whole.all_gather(told, transport.twins)]
+        return tell_numbers(self._transport.whole, mine, self._transport.twins)
 
     def _weighed(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], rows: Sequence[int]) -> list[float]:
         """What batches weigh."""
