@@ -121,9 +121,7 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
         smooth = _smooth(scores, total, weight, class_dim, num_classes, classes)
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth.masked_fill(~valid, 0)
     loss = loss.masked_fill(~valid, 0)
-    if reduction == MEAN:
-        loss = loss.sum() / reduce(share.sum(), rows)
-    return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+    return _reduced(loss, reduction, reduce(share.sum(), rows) if reduction == MEAN else 1).to(x.dtype)
 
 
 def _denominator(dtype: torch.dtype, target: Tensor, weight: Tensor | None, ignore_index: int, rows: Comms) -> Tensor:
@@ -181,9 +179,7 @@ def soft_cross_entropy(
         aim = aim * weight.view(len(weight), *(1,) * (x.ndim - class_dim - 1))
     mass = sum_to_copy(aim.sum(class_dim), classes)
     loss = total * mass - sum_to_copy((scores * aim).sum(class_dim), classes)
-    if reduction == MEAN:
-        return (loss.sum() / count).to(x.dtype)
-    return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+    return _reduced(loss, reduction, count).to(x.dtype)
 
 
 def ctc_part(
@@ -205,5 +201,12 @@ def ctc_part(
         loss = scores.sum((0, 2))
     if reduction == MEAN:
         steps = torch.as_tensor(target_lengths, device=scores.device).clamp(min=1).to(loss.dtype)
-        return (loss / steps).sum() / count
+        loss = loss / steps
+    return _reduced(loss, reduction, count)
+
+
+def _reduced(loss: Tensor, reduction: int, count: int | Tensor) -> Tensor:
+    """A loss by row, or its sum, which is divided by the number of rows for a mean."""
+    if reduction == MEAN:
+        return loss.sum() / count
     return loss.sum() if reduction == SUM else loss

@@ -125,24 +125,21 @@ class StoredParts(Own):
         """Use this very parameter under a name, as another program of the same model does."""
         if self._parts.get(name) is parameter or name not in self._stored:
             return
-        part = self._stored[name]
         self._replace(name, parameter)
-        if part.trained:
+        if self._stored[name].trained:
             self.listen_to(name, parameter)
-        for each in (name, *part.tied):
-            self.model.hold(each, parameter)
 
     def borrow(self, name: str, parameter: nn.Parameter) -> None:
         """Read this very parameter under a name: another program of this rank holds and trains it."""
         self._borrowed.add(name)
         self._replace(name, parameter)
-        for each in (name, *self._stored[name].tied):
-            self.model.hold(each, parameter)
 
     def _replace(self, name: str, parameter: nn.Parameter) -> None:
         # what stands there next, once the one before is gone, is not it
         self._names.pop(id(self._parts.get(name)), None)
         self._parts[name], self._names[id(parameter)] = parameter, name
+        for each in (name, *self._stored[name].tied):
+            self.model.hold(each, parameter)
         self.replaced()
 
     def name_of(self, parameter: Tensor) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from weft.runtime.random import Stream
 from weft.runtime.start.elements import CHUNK, PartOffsets, contiguous_strides, offsets_at, positions
 from weft.runtime.start.init_distributions import CONSTANTS, DRAWS, Numbers, given_to, is_of_a_kind, name_of, written_at
 from weft.runtime.start.record import At, Entry, Record
-from weft.runtime.start.replaying import replay
+from weft.runtime.start.replaying import default_dtype_kept, replay
 
 
 class NotElementwise(Exception):  # noqa: N818 - says what is the matter
@@ -105,7 +104,7 @@ class Counted:
         assert isinstance(tensor, At), f"{name} has its values"
         part = PartOffsets(tensor, index)
         flat = into.view(-1) if into.is_contiguous() else torch.empty(part.num_elements, dtype=into.dtype)
-        with _default_dtype_kept():
+        with default_dtype_kept():
             for start in range(0, part.num_elements, CHUNK):
                 piece = flat[start : start + CHUNK]
                 piece.copy_(self._values(tensor, part.chunk(start), len(self._record.entries))[: piece.numel()])
@@ -204,12 +203,3 @@ def _streams(record: Record) -> dict[int, Stream]:
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
             found[number] = Stream(record.seed, key, seen[name])
     return found
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

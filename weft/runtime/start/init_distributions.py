@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.random import Stream, uniform_at
+from weft.runtime.random import Stream, as_coarse, as_exponential, as_gaussian, uniform_at
 from weft.runtime.start.record import At, Entry
 from weft.runtime.start.recording import WHOLE_FUNCTIONS
-
-COARSE = 2.0**24
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,6 @@ class Numbers:
         """Float64 in [0, 1)."""
         return uniform_at(self.stream, 0, self.position.clone(), lane=lane)
 
-    def coarse(self) -> Tensor:
-        """The same in 24 bits: also as float32 never 1."""
-        return (self.uniform() * COARSE).floor_() / COARSE
-
-    def gaussian(self) -> Tensor:
-        radius = self.uniform().neg_().log1p_().mul_(-2).sqrt_()
-        return radius.mul_(self.uniform(1).mul_(2 * math.pi).cos_())
-
 
 Given = Mapping[str, Any]
 """Arguments of a call by name."""
@@ -48,15 +38,16 @@ Given = Mapping[str, Any]
 
 def _uniform(numbers: Numbers, given: Given) -> Tensor:
     low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
-    return numbers.coarse() * (high - low) + low
+    return as_coarse(numbers.uniform()) * (high - low) + low
 
 
 def _normal(numbers: Numbers, given: Given) -> Tensor:
-    return numbers.gaussian() * float(given.get("std", 1.0)) + float(given.get("mean", 0.0))
+    std, mean = float(given.get("std", 1.0)), float(given.get("mean", 0.0))
+    return as_gaussian(numbers.uniform(), numbers.uniform(1)) * std + mean
 
 
 def _exponential(numbers: Numbers, given: Given) -> Tensor:
-    return -torch.log1p(-numbers.uniform().clamp_min_(2.0**-54)) / float(given["lambd"])
+    return as_exponential(numbers.uniform(), float(given["lambd"]))
 
 
 def _truncated(numbers: Numbers, given: Given) -> Tensor:
