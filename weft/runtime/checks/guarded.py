@@ -45,7 +45,7 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     holders = tuple(rank for rank, one in enumerate(held) if one.holds)
     guard = Guard(held, len(held), all(one.complete for one in held), refuse, _told_here, holders)
     for number, module in enumerate(ranks):
-        module.watched_by(guard, partial(guard.remember_rank, number))
+        module.watched_by(guard, partial(guard.remember, number))
     return guard
 
 

@@ -140,16 +140,11 @@ class Guard:
         """True if a rank that scales its gradients by itself does wrong."""
         return len(self.holders) > 1 and not self.alike
 
-    def remember(self) -> None:
-        """Gradients are as they are to be: from now on they are watched."""
+    def remember(self, rank: int | None = None) -> None:
+        """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
         if self.watches_scales:
-            for one in self.scales:
+            for one in self.scales if rank is None else (self.scales[rank],):
                 one.remember()
-
-    def remember_rank(self, rank: int) -> None:
-        """The same, of one of the ranks here."""
-        if self.watches_scales:
-            self.scales[rank].remember()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once."""

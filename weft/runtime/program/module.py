@@ -309,16 +309,19 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if (name := tape.changed()) is not None:
             raise self.refusal(*changed_since(name))
         if self._backward is None:
-            self._backward = _Backward({}, [])
+            self._backward = self._begun(alone=self._num_forwards == 1)
             for name, parameter in self.trained():
                 if parameter.grad is not None:
                     self._backward.before[name], parameter.grad = parameter.grad, None
-            self.sinks.clear()
-            self.grad_sync.begin(alone=self._num_forwards == 1)
             if self.rerun_mode is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward.tapes.append(tape)
         self.grad_sync.uses.enter(tape)
+
+    def _begun(self, *, alone: bool) -> _Backward:
+        self.sinks.clear()
+        self.grad_sync.begin(alone=alone)
+        return _Backward({}, [])
 
     def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
         """From now on backward does not complete gradients: more will come (`grad_accumulation.py`).
@@ -335,9 +338,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """All gradients have come: complete them; `anyway`: with zeros if none did, because other replicas wait."""
         self.rerun_mode = None
         if self._backward is None and anyway:
-            self._backward = _Backward({}, [])
-            self.sinks.clear()
-            self.grad_sync.begin(alone=False)
+            self._backward = self._begun(alone=False)
         if self._backward is not None:
             self._end_backward()
 

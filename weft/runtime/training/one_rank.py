@@ -57,14 +57,17 @@ class OneRank(Stepping):
         refusal: Refusal | None = None,
     ) -> None:
         super().__init__()
-        self._flow, self._pieces, self._masters = flow, pieces, masters
+        self._flow, self._masters = flow, masters
+        self.program = pieces
+        """The programs for training of the rank's pieces, as one."""
         self._make_flow, self._make_size = make_flow, make_size
         self._evaluations: list[Flow] = []
         self.seed, self.step = seed, 0
         self.reduction = reduction or Reduction()
         self._refusal = refusal
         self._weight = 0.0
-        self._losses: tuple[Tensor, ...] = ()
+        self.losses: tuple[Tensor, ...] = ()
+        """The loss of each micro-batch of the last step, before they were reduced."""
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
         # in a list: they are no parameters of the module, of no use but to be listed
@@ -88,14 +91,9 @@ class OneRank(Stepping):
                 module.refusal = self._refusal
 
     @property
-    def program(self) -> Pieces[ParallelModule]:
-        """The programs for training of the rank's pieces, as one."""
-        return self._pieces
-
-    @property
     def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
         """What holds the parameters that the optimizer updates: the programs, or masters behind them."""
-        return self._pieces if self._masters is None else self._masters
+        return self.program if self._masters is None else self._masters
 
     @property
     def has_forward(self) -> bool:
@@ -135,7 +133,7 @@ class OneRank(Stepping):
     @property
     def stored(self) -> Mapping[str, Index]:
         """What this rank holds of each parameter and buffer of the original."""
-        return self._pieces.stored
+        return self.program.stored
 
     @property
     def replica(self) -> int:
@@ -148,7 +146,7 @@ class OneRank(Stepping):
 
     @property
     def _transport(self) -> Replica:
-        return self._pieces.transport
+        return self.program.transport
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss of the last step over the batches of all replicas. All ranks call this together."""

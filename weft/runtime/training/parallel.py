@@ -51,11 +51,6 @@ class Parallel(OneRank):
         """In training; otherwise it returns what the original does."""
         return self._flow.output is None
 
-    @property
-    def losses(self) -> tuple[Tensor, ...]:
-        """The loss of each micro-batch of the last step, before they were reduced."""
-        return self._losses
-
     # A forward, or an evaluation.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +167,7 @@ class Parallel(OneRank):
             inputs, counts, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
         )
         self.step += 1
-        self._weight, self._losses = sum(weights), tuple(losses)
+        self._weight, self.losses = sum(weights), tuple(losses)
         if not losses:
             return torch.zeros((), device=self._transport.device)
         return reduced(losses, self.reduction.shares(weights))

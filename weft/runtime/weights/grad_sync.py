@@ -263,11 +263,6 @@ class GradSync:
             if transfers is None and name not in used and tapes:
                 # it came in a bucket
                 continue
-            sink = module.sinks.get(name)
-            if transfers == () and sink is not None and sink.total is not None and name not in used and replicas == 1:
-                # it goes nowhere, and is not rounded for it
-                found[name] = sink.total
-                continue
             total = self._as_stored(name)
             if name in used:
                 total.add(used[name])

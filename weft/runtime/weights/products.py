@@ -45,7 +45,7 @@ class Direct:
     """What a forward runs under whose products write the gradients of weights that have a target."""
 
     def __init__(self, targets: Targets, anchor: Tensor) -> None:
-        self._targets, self._anchor = targets, anchor
+        self._targets, self.anchor = targets, anchor
         self._device = anchor.device.type
         self._tokens: list[Token[Direct | None]] = []
 
@@ -64,33 +64,7 @@ class Direct:
         others = torch._C._len_torch_function_stack()
         return not others and torch.is_grad_enabled() and not torch.is_autocast_enabled(self._device)
 
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor | None:
-        """`F.linear`, or, not `transposed`, `input @ weight` with a bias of one dim or none."""
-        target = self._target(input, weight, 2)
-        if target is None or (input.dim() < 2 and not transposed):
-            return None
-        beside = None if bias is None else self._target(weight, bias, 1)
-        if bias is not None and beside is not None:
-            bias = bias.detach()
-        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, transposed)
-        return found
-
-    def bmm(self, input: Tensor, weight: Tensor) -> Tensor | None:
-        target = self._target(input, weight, 3)
-        if target is None:
-            return None
-        found: Tensor = _Bmm.apply(target, self._anchor, input, weight.detach())
-        return found
-
-    def embedding(self, input: Tensor, weight: Tensor) -> Tensor | None:
-        target = None if input.is_floating_point() else self._target(weight, weight, 2)
-        # autograd rounds after every row, sums of rows do not
-        if target is None or weight.dtype.itemsize < torch.float32.itemsize:
-            return None
-        found: Tensor = _Embedding.apply(target, self._anchor, input, weight.detach())
-        return found
-
-    def _target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
+    def target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
         """Where the gradient goes; None unless this is an ordinary product of a weight that has a target."""
         ordinary = weight.requires_grad and weight.dim() == num_dims and weight.is_contiguous()
         if not ordinary or input.dtype != weight.dtype or weight.is_complex():
@@ -115,45 +89,62 @@ def _asked() -> Direct | None:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`."""
-    direct = _asked()
-    found = None if direct is None else direct.product(input, weight, bias, transposed=True)
+    found = _written(input, weight, bias, transposed=True)
     return F.linear(input, weight, bias) if found is None else found
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`torch.addmm`."""
-    direct = _asked() if beta == alpha == 1 and input.dim() == 1 else None
-    found = None if direct is None else direct.product(mat1, mat2, input, transposed=False)
+    found = _written(mat1, mat2, input) if beta == alpha == 1 and input.dim() == 1 else None
     return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha) if found is None else found
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`torch.matmul`."""
-    direct = _asked()
-    found = None if direct is None else direct.product(input, other, None, transposed=False)
+    found = _written(input, other)
     return torch.matmul(input, other) if found is None else found
 
 
 def mm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.mm`."""
-    direct = _asked()
-    found = None if direct is None else direct.product(input, mat2, None, transposed=False)
+    found = _written(input, mat2)
     return torch.mm(input, mat2) if found is None else found
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.bmm`."""
     direct = _asked()
-    found = None if direct is None else direct.bmm(input, mat2)
-    return torch.bmm(input, mat2) if found is None else found
+    target = None if direct is None else direct.target(input, mat2, 3)
+    if direct is None or target is None:
+        return torch.bmm(input, mat2)
+    found: Tensor = _Bmm.apply(target, direct.anchor, input, mat2.detach())
+    return found
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """`F.embedding`."""
-    # the gradient of a table is the sum of its rows' gradients only without a row for padding, which 0 may be
-    direct = _asked() if padding_idx is None else None
-    found = None if direct is None else direct.embedding(input, weight)
-    return F.embedding(input, weight, padding_idx) if found is None else found
+    # the gradient of a table is the sum of its rows' gradients only without a row for padding, which 0 may be; and
+    # autograd rounds after every row, sums of rows do not
+    plain = padding_idx is None and not input.is_floating_point() and weight.dtype.itemsize >= torch.float32.itemsize
+    direct = _asked() if plain else None
+    target = None if direct is None else direct.target(weight, weight, 2)
+    if direct is None or target is None:
+        return F.embedding(input, weight, padding_idx)
+    found: Tensor = _Embedding.apply(target, direct.anchor, input, weight.detach())
+    return found
+
+
+def _written(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor | None:
+    """`input @ weight` (`transposed`: `F.linear`) with a bias of one dim or none; None if it is torch's to do."""
+    direct = _asked()
+    target = None if direct is None else direct.target(input, weight, 2)
+    if direct is None or target is None or (input.dim() < 2 and not transposed):
+        return None
+    beside = None if bias is None else direct.target(weight, bias, 1)
+    if bias is not None and beside is not None:
+        bias = bias.detach()
+    found: Tensor = _Product.apply(target, beside, direct.anchor, input, weight.detach(), bias, transposed)
+    return found
 
 
 class _Product(torch.autograd.Function):
