@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from weft.runtime.checks.guards import Guard, Held, Refuse
+from weft.runtime.checks.guards import Guard, RankParameters, Refuse
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.shard_owners import tell_numbers
 
 
-def held_by(module: OneRank) -> Held:
+def held_by(module: OneRank) -> RankParameters:
     """What a rank holds of the trained parameters."""
     parts = module.program.trained_parts()
     trained = tuple((name, one) for name, one in module.named_parameters() if name in parts)
     stored = module.stored
     cut = frozenset(name for name, _ in trained if size(stored[name]) != parts[name].shape)
-    return Held(trained, cut, not cut and all(name in stored for name in parts))
+    return RankParameters(trained, cut, not cut and all(name in stored for name in parts))
 
 
 def guard_rank(module: OneRank, refuse: Refuse) -> Guard:

@@ -81,7 +81,7 @@ NO_MARK = Mark()
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """What one rank holds.
 
     Args:
@@ -112,7 +112,7 @@ class Guard:
         holders: the ranks that hold something. The others have no gradients that could be written to.
     """
 
-    ranks: tuple[Held, ...]
+    ranks: tuple[RankParameters, ...]
     num_ranks: int
     alike: bool
     refuse: Refuse

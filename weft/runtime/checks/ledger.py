@@ -81,7 +81,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Counted:
+class RankMemory:
     """Whose memory is counted: one rank's.
 
     Args:
@@ -186,17 +186,17 @@ def _strided(leaves: Iterable[Any]) -> Iterator[Tensor]:
     return (one for one in leaves if isinstance(one, Tensor) and one.layout is torch.strided)
 
 
-def counted_step(counted: Counted, step: Callable[[], Any]) -> Bytes:
+def counted_step(memory: RankMemory, step: Callable[[], Any]) -> Bytes:
     """Run a step, forward to update, and count; it leaves gradients where they are."""
 
     def known() -> set[int]:
-        return {key for each in (storages(counted.messages()), *counted.held().values()) for key in each}
+        return {key for each in (storages(memory.messages()), *memory.held().values()) for key in each}
 
-    before = sum(counted.lasting().values())
+    before = sum(memory.lasting().values())
     with Ledger(known) as ledger:
         step()
-    held, lasting = counted.held(), counted.lasting()
-    carried = {key: size for key, size in storages(counted.messages()).items() if key not in lasting}
+    held, lasting = memory.held(), memory.lasting()
+    carried = {key: size for key, size in storages(memory.messages()).items() if key not in lasting}
     return Bytes(
         **{kind: sum(each.values()) for kind, each in held.items()},
         activations=ledger.activations,

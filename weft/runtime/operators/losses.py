@@ -156,8 +156,13 @@ def _smooth(
     """Minus the (weighted) sum of all log-probabilities of each row."""
     if weight is None:
         return total * num_classes - sum_to_copy(scores.sum(class_dim), classes)
-    spread = weight.detach().view(len(weight), *(1,) * (scores.ndim - class_dim - 1)).to(scores.dtype)
+    spread = _by_class(weight.detach(), scores, class_dim).to(scores.dtype)
     return total * reduce(spread.sum(), classes) - sum_to_copy((scores * spread).sum(class_dim), classes)
+
+
+def _by_class(weight: Tensor, scores: Tensor, class_dim: int) -> Tensor:
+    """The weights of classes as they are broadcast over scores."""
+    return weight.view(len(weight), *(1,) * (scores.ndim - class_dim - 1))
 
 
 def soft_cross_entropy(
@@ -176,7 +181,7 @@ def soft_cross_entropy(
     scores, total = scores_and_total(wide(x), class_dim, classes)
     aim = target * (1 - label_smoothing) + label_smoothing / num_classes
     if weight is not None:
-        aim = aim * weight.view(len(weight), *(1,) * (x.ndim - class_dim - 1))
+        aim = aim * _by_class(weight, x, class_dim)
     mass = sum_to_copy(aim.sum(class_dim), classes)
     loss = total * mass - sum_to_copy((scores * aim).sum(class_dim), classes)
     return _reduced(loss, reduction, count).to(x.dtype)

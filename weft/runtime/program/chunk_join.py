@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from weft.runtime.layout.execute import covers, put, take
 from weft.runtime.layout.transfer import Index
 from weft.runtime.weights.gradient import Gradient
+from weft.runtime.weights.tape import Leaf
 
 Shape = tuple[int, ...]
 
@@ -92,14 +93,14 @@ class _Assemble(torch.autograd.Function):
         return (None, None, *(take(gradient, index) for index in ctx.indices))
 
 
-def take_part(whole: Tensor, index: Index, sink: Gradient | None) -> Tensor:
+def take_part(whole: Tensor, index: Index, leaf: Leaf | None) -> Tensor:
     """The part at `index`, contiguous. Differentiable; the gradient of a leaf goes to its place in the sum at once,
     so that no whole is made for each part."""
     if covers(index, tuple(whole.shape)):
         return whole
-    if sink is None or not torch.is_grad_enabled():
+    if leaf is None or not torch.is_grad_enabled():
         return take(whole, index).contiguous()
-    part: Tensor = _TakeOfLeaf.apply(whole, index, sink)
+    part: Tensor = _TakeOfLeaf.apply(whole, index, leaf.sink)
     return part
 
 

@@ -206,10 +206,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
         """A chunk's part of a tensor; zeros of that shape if it has none."""
-        if index is None:
-            return x.new_zeros(shape)
-        leaf = self.tape.known(x)
-        return take_part(x, index, None if leaf is None else leaf.sink)
+        return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.known(x))
 
     def sized(self, key: str, *sizes: int) -> Any:
         """What differs by rank, at sizes of the batch."""

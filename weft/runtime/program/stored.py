@@ -111,11 +111,8 @@ class Container(nn.Module):
     """What is read in place of parameters, while a program runs (`leaf_aliases.py`)."""
 
     def __getitem__(self, number: int) -> Any:
-        name = str(number)
-        if self._leaves is not None and name in self._leaves:
-            return self._leaves[name]
         # lists hold modules, parameters or buffers
-        return next(held[name] for held in (self._modules, self._parameters, self._buffers) if name in held)
+        return getattr(self, str(number))
 
     def __iter__(self) -> Iterator[Any]:
         # by number: programs count layers, whatever order they are shown in
@@ -135,11 +132,13 @@ class Container(nn.Module):
         held_here: tuple[Mapping[str, Any], ...] = (holder._leaves or {}, holder._parameters, holder._buffers)
         return next(held[last] for held in (*held_here, holder._modules) if last in held)
 
-    def holder_of(self, path: str) -> tuple[Container, str]:
-        """What holds a parameter or buffer directly, and its name there."""
+    def holder_of(self, path: str, *, make: bool = False) -> tuple[Container, str]:
+        """What holds a parameter or buffer directly, and its name there; `make`: the containers on the way."""
         *way, last = path.split(".")
         holder: Container = self
         for name in way:
+            if make and name not in holder._modules:
+                holder._modules[name] = Container()
             found = holder._modules[name]
             assert isinstance(found, Container)
             holder = found
@@ -147,14 +146,7 @@ class Container(nn.Module):
 
     def hold(self, path: str, tensor: Tensor, *, persistent: bool = True) -> None:
         """Put a parameter or buffer under a dotted name, making the containers on the way."""
-        *way, last = path.split(".")
-        holder: nn.Module = self
-        for name in way:
-            if name not in holder._modules:
-                holder._modules[name] = Container()
-            found = holder._modules[name]
-            assert found is not None
-            holder = found
+        holder, last = self.holder_of(path, make=True)
         if isinstance(tensor, nn.Parameter):
             holder._parameters[last] = tensor
         else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.runtime.layout.transfer import Index
 from weft.runtime.random import Stream
 from weft.runtime.start.elements import CHUNK, PartOffsets, contiguous_strides, offsets_at, positions
-from weft.runtime.start.init_distributions import CONSTANTS, DRAWS, Numbers, given_to, is_of_a_kind, name_of, written_at
+from weft.runtime.start.init_distributions import CONSTANTS, DRAWS, Numbers, given_to, is_of_a_kind, written_at
 from weft.runtime.start.record import At, Entry, Record
 from weft.runtime.start.replaying import default_dtype_kept, replay
 
@@ -79,7 +79,7 @@ class Counted:
         entry = self._record.entries[number]
         if not self._is_counted(entry, like):
             if self._random[number]:
-                raise NotElementwise(name, name_of(entry).removeprefix("aten::"), entry.place)
+                raise NotElementwise(name, entry.name.removeprefix("aten::"), entry.place)
             return
         if like.storage not in entry.covers:
             yield like, number
@@ -134,11 +134,11 @@ class Counted:
 
     def _made(self, number: int, target: At, position: Tensor, offsets: Tensor) -> Tensor:
         """What an entry makes at some positions of its result."""
-        entry, name = self._record.entries[number], name_of(self._record.entries[number])
+        entry = self._record.entries[number]
         if entry.draws:
-            return DRAWS[name](Numbers(self._streams[number], position), given_to(entry)).to(target.dtype)
-        if name in CONSTANTS:
-            return torch.full((CHUNK,), CONSTANTS[name](given_to(entry)), dtype=target.dtype)
+            return DRAWS[entry.name](Numbers(self._streams[number], position), given_to(entry)).to(target.dtype)
+        if entry.name in CONSTANTS:
+            return torch.full((CHUNK,), CONSTANTS[entry.name](given_to(entry)), dtype=target.dtype)
         torch.set_default_dtype(entry.default_dtype)
         args = [self._operand(one, number, target, position, offsets, own=i == 0) for i, one in enumerate(entry.args)]
         kwargs = {

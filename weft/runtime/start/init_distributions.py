@@ -88,15 +88,6 @@ PLACEWISE = frozenset(
 """Operators that work place by place and are not marked as such in torch."""
 
 
-def name_of(entry: Entry) -> str:
-    """The operator and its overload."""
-    function = entry.function
-    if not isinstance(function, torch._ops.OpOverload):
-        return function.__name__
-    overload = function._schema.overload_name
-    return function._schema.name + (f".{overload}" if overload else "")
-
-
 def given_to(entry: Entry) -> dict[str, Any]:
     """The arguments by name, defaults too."""
     function = entry.function
@@ -117,12 +108,12 @@ def is_placewise(entry: Entry) -> bool:
     if not isinstance(function, torch._ops.OpOverload) or entry.draws or len(function._schema.returns) != 1:
         return False
     listed = any(isinstance(one, tuple | list) for one in (*entry.args, *entry.kwargs.values()))
-    return not listed and (torch.Tag.pointwise in function.tags or name_of(entry) in PLACEWISE)
+    return not listed and (torch.Tag.pointwise in function.tags or entry.name in PLACEWISE)
 
 
 def is_of_a_kind(entry: Entry) -> bool:
     """True if what it makes can be made element by element."""
-    return (name_of(entry) in DRAWS if entry.draws else name_of(entry) in CONSTANTS) or is_placewise(entry)
+    return (entry.name in DRAWS if entry.draws else entry.name in CONSTANTS) or is_placewise(entry)
 
 
 def written_at(entry: Entry, storage: int) -> At | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -53,9 +52,7 @@ class Direct:
         self._tokens.append(_WATCHING.set(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _WATCHING.reset(self._tokens.pop())
 
     def is_asked(self) -> bool:

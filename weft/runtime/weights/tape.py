@@ -76,10 +76,6 @@ class Mark:
     """What to call for those up to the next mark."""
     num_bytes: int = 0
 
-    def add(self, use: Callable[[], None], num_bytes: int) -> None:
-        self.uses.append(use)
-        self.num_bytes += num_bytes
-
     def passed(self) -> None:
         for one in reversed(self.uses):
             one()
@@ -160,7 +156,8 @@ class Tape:
             if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
                 self.mark = Mark()
                 self.tokens.append(edge_and_mark(self.anchor, self.anchor, Gradient(), self.mark.passed)[1])
-            self.mark.add(partial(_pass, use, self.tell), num_bytes)
+            self.mark.uses.append(partial(_pass, use, self.tell))
+            self.mark.num_bytes += num_bytes
         return [self.leaf(part, sink) for part, (_, sink) in zip(parts, use.leaves, strict=True)]
 
     def _used(
@@ -200,7 +197,7 @@ class Tape:
 
     def expect(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
         """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it."""
-        used = self._used(use.name, [use.gather.shape], sync, use.gather.stored.dtype)
+        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.stored.dtype)
         return used.leaves[0][1], partial(_pass, used, self.tell)
 
 
