@@ -152,7 +152,7 @@ class OneRank(Stepping):
         """The loss of the last step over the batches of all replicas. All ranks call this together."""
         if self.num_replicas == 1:
             return loss
-        found = self._totals(float(loss), self._weight)
+        found = self._totals(float(loss.detach()), self._weight)
         losses, weights = torch.tensor(found, dtype=torch.float64, device=loss.device).unbind(1)
         if self.reduction.sums:
             return losses.sum()
