@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes
+from weft.runtime.layout.cuts import Axes, Cut, as_axes
 from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.moves import Move, all_reduce, chain, slice_to
 from weft.runtime.layout.reshard import Reshard, run_reshard
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Doing, GroupComm, Transport
+from weft.runtime.links.transport import Doing, GroupComm
 from weft.runtime.weights.by_chunk import ByChunk, ChunkRoute
 from weft.runtime.weights.tape import tie
 from weft.runtime.weights.unshard import Gather
@@ -58,11 +58,9 @@ class Collectives:
         module: whose tensors these are.
     """
 
-    def __init__(
-        self, transport: Transport, place: Place, tables: Mapping[str, Irregular], module: ParallelModule
-    ) -> None:
-        self._transport, self._place, self._tables = transport, place, dict(tables)
-        self._module = module
+    def __init__(self, module: ParallelModule, tables: Mapping[str, Irregular]) -> None:
+        self._module, self._tables = module, dict(tables)
+        self._transport, self._place = module.transport, module.place
         self._steps: dict[Any, Reshard] = {}
         self._numbers = Numbers()
         self._gathers: dict[tuple[str, int], Gather] = {}
@@ -110,8 +108,8 @@ class Collectives:
         talks = any(transfer.kind != "local" for transfer in transfers)
         if not talks or self._module.keeps(name) or not torch.is_grad_enabled():
             return self._used(name, [parameter], transfers, back, parameter.dtype, tell=True)[0]
-        use = self._use(self._gather(name, parameter, transfers))
-        return self._module.tape.gather(use, back)
+        use, tape = self._use(self._gather(name, parameter, transfers)), self._module.tape
+        return tape.first(use, *tape.expect(use, back))
 
     def gather(self, name: str, moves: Moves) -> Gather:
         """How a parameter that this rank stores a shard of is brought to where it is used."""

@@ -78,7 +78,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.here, self.constants = SimpleNamespace(**tables.here), dict(constants or {})
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
         self.stream, self.tape = Stream(0, 0, 0), self.new_tape()
-        self.comm = Collectives(transport, self.place, tables.moves, self)
+        self.comm = Collectives(self, tables.moves)
         self.grad_sync = GradSync(self)
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}

@@ -77,7 +77,7 @@ class Counted:
             return
         seen.add((number, like.dtype))
         entry = self._record.entries[number]
-        if not self._is_counted(entry, like):
+        if _counted_at(entry, like) is None:
             if self._random[number]:
                 raise NotElementwise(name, entry.name.removeprefix("aten::"), entry.place)
             return
@@ -86,10 +86,6 @@ class Counted:
         for value in (*entry.args, *entry.kwargs.values()):
             if isinstance(value, At) and value.storage not in entry.covers:
                 yield value, number
-
-    def _is_counted(self, entry: Entry, like: At) -> bool:
-        target = written_at(entry, like.storage)
-        return is_of_a_kind(entry) and target is not None and target.dtype == like.dtype
 
     def _writer(self, storage: int, before: int) -> int | None:
         """The last entry before that one that writes to a storage."""
@@ -119,10 +115,9 @@ class Counted:
         number = self._writer(like.storage, before)
         while number is not None:
             entry = self._record.entries[number]
-            if not self._is_counted(entry, like):
+            target = _counted_at(entry, like)
+            if target is None:
                 return torch.where(wanted, self._as_computed(like, number)[offsets], found)
-            target = written_at(entry, like.storage)
-            assert target is not None, "of a kind"
             position, inside = positions(target, offsets)
             if bool((inside & wanted).any()):
                 found = torch.where(inside & wanted, self._made(number, target, position, offsets), found)
@@ -176,6 +171,12 @@ class Counted:
             before = replace(self._record, entries=self._record.entries[: number + 1], tensors={"": whole})
             replay(before, [""], lambda name, tensor: self._computed.update({key: tensor.clone()}))
         return self._computed[key].view(like.dtype)
+
+
+def _counted_at(entry: Entry, like: At) -> At | None:
+    """The tensor that an entry makes in a storage, element by element and in that dtype; None if it does not."""
+    target = written_at(entry, like.storage)
+    return target if target is not None and target.dtype == like.dtype and is_of_a_kind(entry) else None
 
 
 def _random_entries(record: Record) -> list[bool]:

@@ -45,7 +45,7 @@ class Direct:
 
     def __init__(self, targets: Targets, anchor: Tensor) -> None:
         self._targets, self.anchor = targets, anchor
-        self._device = anchor.device.type
+        self.device = anchor.device.type
         self._tokens: list[Token[Direct | None]] = []
 
     def __enter__(self) -> Self:
@@ -54,12 +54,6 @@ class Direct:
 
     def __exit__(self, *error: object) -> None:
         _WATCHING.reset(self._tokens.pop())
-
-    def is_asked(self) -> bool:
-        """True if a product that runs now is to write."""
-        # a mode of somebody else's has its own way with products
-        others = torch._C._len_torch_function_stack()
-        return not others and torch.is_grad_enabled() and not torch.is_autocast_enabled(self._device)
 
     def target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
         """Where the gradient goes; None unless this is an ordinary product of a weight that has a target."""
@@ -81,7 +75,10 @@ def products_are_watched() -> bool:
 def _asked() -> Direct | None:
     """What the products that run now are to write by."""
     found = _WATCHING.get()
-    return found if found is not None and found.is_asked() else None
+    # a mode of somebody else's has its own way with products
+    if found is None or torch._C._len_torch_function_stack() or not torch.is_grad_enabled():
+        return None
+    return None if torch.is_autocast_enabled(found.device) else found
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

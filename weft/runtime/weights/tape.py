@@ -182,12 +182,8 @@ class Tape:
         self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, use)
         return leaf
 
-    def gather(self, use: Use, sync: tuple[Transfer, ...]) -> Tensor:
-        """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        return self.first(use, *self.expect(use, sync))
-
     def first(self, use: Use, sink: Gradient, passed: Callable[[], None]) -> Tensor:
-        """Gather it for the first time: autograd will gather it again."""
+        """Gather a parameter for the first time, as a leaf that dies with its use: autograd will gather it again."""
         whole = use.whole()
         if together(whole, use.gather.stored):
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
