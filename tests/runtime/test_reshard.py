@@ -12,7 +12,6 @@ from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
-from weft.runtime.weights.grad_sync import BucketSync
 
 PAIR = (0, 1)
 
@@ -161,7 +160,7 @@ def test_an_op_that_talks_is_reached_where_its_result_is_unused() -> None:
             return self.finish(found.sum().detach(), *([found.sum()] if self.transport.rank == 0 else []))
 
     def body(transport: Transport) -> Tensor:
-        module = Talks(transport, {"w": torch.full((2,), 2.0, dtype=F64)}, grad_sync=BucketSync())
+        module = Talks(transport, {"w": torch.full((2,), 2.0, dtype=F64)})
         module().backward()
         return module.w.grad
 

@@ -132,7 +132,7 @@ class Emulated(Stepping):
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
-        self.__dict__["_guard"] = guard_all(self._crew.modules, refusal)
+        self.guard = guard_all(self._crew.modules, refusal)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
@@ -158,7 +158,7 @@ class Emulated(Stepping):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of all ranks."""
         found = list(super().parameters(recurse))
-        return handed_out(found, lambda: refusal(*CLIP) if len(self.ranks) > 1 else None)
+        return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""

@@ -13,6 +13,7 @@ joined dim where its parts are not all equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, axes_text, whole
@@ -86,6 +87,15 @@ class Move:
             even = shape[self.joined_dim] * place.count(self.axes)
             target[self.joined_dim] = even if self.of is None else self.of
         return tuple(target)
+
+
+def chain(moves: Sequence[Move], shape: Shape, place: Place) -> tuple[tuple[Transfer, ...], Shape]:
+    """The transfers of moves one after the other, and the shape of what comes out."""
+    found = []
+    for move in moves:
+        found.append(move.transfer(shape, place))
+        shape = found[-1].shapes[0]
+    return tuple(found), shape
 
 
 def all_reduce(axes: Axes) -> Move:

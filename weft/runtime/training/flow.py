@@ -73,10 +73,8 @@ class Flow:
         """True if the arguments are those of the form, whatever their sizes."""
         try:
             self.form.bind(args, kwargs)
-        except OtherForm:
-            return False
-        except BatchMismatch:
-            return True
+        except BatchMismatch as error:
+            return not isinstance(error, OtherForm)
         return True
 
     def bind_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

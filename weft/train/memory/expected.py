@@ -37,7 +37,7 @@ from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces
 from weft.errors import RunError
 from weft.ir.program import Program
-from weft.runtime.checks.ledger import Bytes, Owner, counted_step
+from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.checks.max_shape_mode import MaxShapeMode
 from weft.runtime.links.fake_transport import FakeTransport
 from weft.runtime.links.transport import Transport
@@ -122,7 +122,7 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
             step()
             optimizer.zero_grad(set_to_none=True)
             silent.lend(_sums(module))
-        found = counted_step(Owner(module, optimizer, module.program.modules, silent.memory), step)
+        found = counted_step(RankMemory(module, optimizer, module.program.modules, silent.memory), step)
     return replace(found, messages=found.messages + silent.num_bytes, peak=found.peak + silent.num_bytes)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weft.compile.model_file import load_model_file
 from weft.compile.subject import in_precision
-from weft.runtime.checks.ledger import Bytes, Owner, counted_step
+from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.program.files import files_of
@@ -59,4 +59,4 @@ def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    return counted_step(Owner(module, optimizer, module.program.modules, transport.memory), step)
+    return counted_step(RankMemory(module, optimizer, module.program.modules, transport.memory), step)
