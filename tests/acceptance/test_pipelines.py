@@ -29,8 +29,8 @@ from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.program.module import ParallelModule
+from weft.verify.api import verify
 from weft.verify.compare import Sample, compare
-from weft.verify.door import verify
 from weft.verify.generated import run_generated
 from weft.verify.judged import run_both
 from weft.verify.reference import run_reference

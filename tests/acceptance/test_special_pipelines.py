@@ -28,7 +28,7 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.training.load import load_pipeline
-from weft.verify.door import verify
+from weft.verify.api import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, CLASSES, ROWS = 12, 10, 8

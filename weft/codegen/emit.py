@@ -1,4 +1,4 @@
-"""Program -> files: the door of code generation.
+"""Program -> files: the entry point of code generation.
 
 In: a Program. Out: its files by name, and their hash among them. A pure function of the Program: the same
 Program gives the same bytes.

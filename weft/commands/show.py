@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from weft.commands import pieces
-from weft.commands.aside import headed, plain_console, wide_console
+from weft.commands.console import headed, plain_console, wide_console
 from weft.commands.memory import Memory, memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject

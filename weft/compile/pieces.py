@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from weft.capture.example import split_example
 from weft.codegen.form import form_of
 from weft.codegen.pipeline import generate_pipeline
-from weft.compile.alike import lower_alike
 from weft.compile.model_file import Subject
+from weft.compile.replan import lower_replanned
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph
@@ -213,7 +213,7 @@ def at_other_size(
 ) -> Pipelined:
     """The plan for micro-batches of another size: the same stages, and weights that lie where they lay."""
     kept = stored_in(first)
-    _, found = lower_alike(
+    _, found = lower_replanned(
         made,
         graph,
         make,

@@ -24,8 +24,8 @@ from weft.compile import cache
 from weft.compile.model_file import Subject
 from weft.compile.passes import Compiled, compile_subject, is_open, returned
 from weft.compile.pieces import InPieces, is_in_pieces, refuse_inference
-from weft.compile.pieces_again import Evaluation, at_size, for_evaluation
 from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
+from weft.compile.variants import Evaluation, at_size, for_evaluation
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan

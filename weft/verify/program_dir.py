@@ -66,7 +66,7 @@ class ProgramDirectory:
         return {"directory": str(self.directory), "edited": list(self.edited), "stale": list(self.stale)}
 
 
-def verify_program(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
+def verify_program(  # noqa: PLR0913 - public: each argument is a choice of the user's
     model_or_file: nn.Module | str | Path,
     example: Any = None,
     *,

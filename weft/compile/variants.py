@@ -1,4 +1,4 @@
-"""Pieces again: the model of a pipeline for micro-batches of another size, and for evaluation.
+"""Variants of a pipeline: the same model for micro-batches of another size, and for evaluation.
 
 In: a pipeline for training, compiled, and what is asked for. Out: an InPieces beside it, proven like the first: with
 the same stages, and with weights that lie where training keeps them. That of evaluation runs forwards alone, and brings
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
-from weft.compile.alike import lower_alike
 from weft.compile.model_file import Subject
 from weft.compile.pieces import (
     InPieces,
@@ -29,6 +28,7 @@ from weft.compile.pieces import (
     stored_in,
     tensors_in,
 )
+from weft.compile.replan import lower_replanned
 from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph, Op
@@ -155,7 +155,7 @@ def _joins(whole: Graph, parts: Sequence[Graph], returns: Sequence[str]) -> tupl
 def _as_trained(trained: InPieces, graph: Graph, make: Make, links: Links | None) -> tuple[Plan, Pipelined]:
     """A plan for a graph whose weights lie where training has them."""
     homes = _homes(trained.sizes[0])
-    return lower_alike(
+    return lower_replanned(
         trained.plan,
         graph,
         make,

@@ -31,7 +31,7 @@ from weft.verify.processes import make_pool
 from weft.verify.summary import summarize, summarize_pieces
 
 
-def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
+def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
     model_or_file: nn.Module | str | Path,
     example: Any = None,
     *,

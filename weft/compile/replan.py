@@ -1,4 +1,4 @@
-"""Alike: another graph of a planned model, laid out so that its weights lie where they lay.
+"""Replan: another graph of a planned model, laid out so that its weights are stored where they were.
 
 In: a plan, another graph of the same model (micro-batches of another size, evaluation), and what is to be kept. Out: a
 plan for it and its pieces: what the plan says when it is said of this graph; else as it was said of the first; else
@@ -22,7 +22,7 @@ from weft.plan.primitives import CopyOver, CutBy
 Make = Callable[[Graph], Plan]
 
 
-def lower_alike(
+def lower_replanned(
     plan: Plan,
     graph: Graph,
     make: Make,
