@@ -15,6 +15,7 @@ import pytest
 from tests.acceptance.subjects import HAND_WRITTEN, prepared
 from tests.pieces import compile_pieces
 from weft.codegen import generate
+from weft.codegen.emit import emit_piece
 from weft.compile.subject import capture_subject
 from weft.lower import lower
 from weft.plan.load import load_plan
@@ -37,7 +38,7 @@ PIPELINES = (("gpt-tied", "pp=2,microbatches=4,schedule=1f1b"),)
 def test_golden(model: str, plan: str, request: pytest.FixtureRequest) -> None:
     _, graph, _ = prepared(model)
     made = HAND_WRITTEN[plan](graph) if plan in HAND_WRITTEN else load_plan(plan, graph)
-    files = generate(lower(made), title=f"{graph.name} cut by {plan}.")
+    files, _ = emit_piece(lower(made), title=f"{graph.name} cut by {plan}.")
     folder = GOLDEN / f"{model}-{plan}"
     for name in ("program.py", "parts.json"):
         path = folder / name

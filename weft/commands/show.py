@@ -58,7 +58,9 @@ def run(options: argparse.Namespace) -> int:
         plain_console(stderr=True).print(f"written to {options.out}")
     if memory is not None:
         return tell_memory(memory, compiled, options)
-    if compiled.pieces is not None:
+    assert compiled.pieces is not None, "nothing was looked up in a cache"
+    program = compiled.program
+    if program is None:
         return show_pieces(compiled, compiled.pieces, options)
     if options.schedule:
         raise PlanError(
@@ -66,8 +68,6 @@ def run(options: argparse.Namespace) -> int:
             place=str(options.plan),
             remedy="pp=2,microbatches=4",
         )
-    program = compiled.program
-    assert program is not None, "nothing was looked up in a cache"
     if options.code:
         show_code(compiled.files)
     elif options.program:

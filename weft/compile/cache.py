@@ -1,10 +1,10 @@
 """The cache of emitted programs: a directory each, named by a hash of all that it was made from.
 
-In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them, or the
-`pipeline.json` of a program in pieces, tells the key and the hash of the files. Promised: what is found under a key was
-made from the same graph, plan, rules of the user's, torch and weft, sources included (of a program in pieces: at every
-size of micro-batches); a program that somebody has edited, or that is incomplete, is recognised as such and neither
-replaced nor used without a word; a directory appears whole or not at all, whatever else is writing there.
+In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `program.json` among them tells the
+key and the hashes of the files. Promised: what is found under a key was made from the same graph, plan, rules of the
+user's, torch and weft, sources included (of a program in pieces: at every size of micro-batches); a program that
+somebody has edited, or that is incomplete, is recognised as such and neither replaced nor used without a word; a
+directory appears whole or not at all, whatever else is writing there.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Found:
         return found
 
 
-def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
-    """A hash of all that the emitted text depends on."""
+def program_key(graph: Graph, plan: Plan, more: str = "", others: Sequence[Plan] = ()) -> str:
+    """A hash of all that the emitted text depends on; `others`: plans that it is made from too."""
     digest = hashlib.sha256()
-    for text in (*_ingredients(graph, plan), more):
+    for text in (*_ingredients(graph, plan), *(program_key(one.graph, one) for one in others), more):
         digest.update(f"{len(text)}:{text}".encode())
     return digest.hexdigest()
 
@@ -69,12 +69,6 @@ def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
     for line in plan.lines:
         # a function that orders a step is no content: what it makes is told apart from the plan
         yield f"order by {line.text}" if isinstance(line, ScheduleLine) and callable(line.schedule) else repr(line)
-
-
-def pieces_key(whole: Plan, sizes: Sequence[Plan], more: str = "") -> str:
-    """The same for a program in pieces: of the whole batch, and of micro-batches of each size."""
-    parts = [program_key(plan.graph, plan) for plan in sizes]
-    return program_key(whole.graph, whole, " ".join([*parts, more]))
 
 
 def _told_of(graph: Graph) -> Iterator[str]:
@@ -90,7 +84,7 @@ def graph_key(graph: Graph) -> str:
 
 
 def origin(graph: Graph) -> dict[str, str]:
-    """What a program was made from and by, for its meta.json: compared when the program is used again."""
+    """What a program was made from and by, for its description: compared when the program is used again."""
     return {"graph": graph_key(graph), "weft": source_hash(), "torch": torch.__version__}
 
 

@@ -23,6 +23,7 @@ from weft.cost.links import Links
 from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
+from weft.ir.program import Program
 from weft.ir.schedule import Pipeline, Schedule
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
@@ -43,6 +44,7 @@ class InPieces:
     """A pipeline, ready to run.
 
     Args:
+        schedule: without events if the only piece is a program of the whole batch, which its user calls.
         examples: the micro-batches of the example, as arguments.
         size_of: which of `sizes` each has.
         dims: the batch dim of each tensor of the example.
@@ -57,6 +59,18 @@ class InPieces:
     examples: tuple[Any, ...]
     dims: tuple[BatchDim, ...] | None
     whole: Graph
+
+    @staticmethod
+    def of(plan: Plan, program: Program) -> InPieces:
+        """A program of the whole batch."""
+        found = Pipelined.of(program)
+        pipeline = Pipeline((found.parts[0].piece.segment,), 1)
+        return InPieces(plan, (found,), (0,), pipeline, Schedule({}), (), None, program.graph)
+
+    @property
+    def program(self) -> Program | None:
+        """That of the whole batch, if the plan has neither stages nor micro-batches."""
+        return None if self.schedule.events else self.sizes[0].parts[0].program
 
     @property
     def spans(self) -> dict[str, Span]:

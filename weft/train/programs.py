@@ -68,7 +68,8 @@ class Programs:
     def after(self, training: Compiled) -> Programs:
         """These programs, with what was compiled for training already."""
         refuse_inference(training.plan)
-        self._trained, self._devices, self._pieces = training.plan, training.plan.devices, training.pieces
+        self._trained, self._devices = training.plan, training.plan.devices
+        self._pieces = training.pieces if is_in_pieces(training.plan) else None
         return self
 
     def __call__(self, wanted: Wanted) -> Content:

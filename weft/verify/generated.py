@@ -198,7 +198,7 @@ def _cut(
     files: ProgramFiles, subject: Subject, inputs: Sequence[Tensor]
 ) -> tuple[Sequence[Sequence[Tensor]], Sequence[float], Sequence[int]]:
     """The micro-batches that a program runs, what each counts, and which of its sizes each has."""
-    size_of = files.about["size_of"] if files.in_pieces else [0]
+    size_of = files.about["size_of"]
     if len(size_of) == 1:
         return [inputs], [1.0], size_of
     dims = files.about["dims"] or default_dims(inputs)

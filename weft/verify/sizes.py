@@ -45,8 +45,6 @@ def with_other_sizes(
 ) -> Result:
     """A verdict over a program at other sizes as well; as it was if its sizes are fixed."""
     files = files_of(program)
-    if "batch" not in files.about:
-        return result  # emitted by hand
     form, found = Form.from_json(files.about["batch"]), []
     for given in other_sizes(form):
         other = replace(subject, example=resized(subject.example, form, given))

@@ -17,7 +17,7 @@ from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.teams import Team
 from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_class, load_program, transfer_of
+from weft.runtime.program.load import load_class, load_piece, transfer_of
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
@@ -68,8 +68,8 @@ def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]
     found: tuple[dict[str, Stored], dict[str, Stored]] = {}, {}
     files = files_of(source)
     for one in files.about["sizes"][0]["pieces"]:
-        piece = files.folders[one["folder"]]
-        for cls in (load_class(piece, file) for file in piece.about["files"]):
+        piece = files.pieces[one["folder"]]
+        for cls in (load_class(piece, file) for file in piece.texts):
             found[0].update(cls.stored_parts())
             found[1].update(cls.trained_parts())
     return found
@@ -79,7 +79,7 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
     pieces = {
         one["name"]: Piece(
             one["name"],
-            load_program(files.folders[one["folder"]], Team(transport, one["devices"])),
+            load_piece(files.pieces[one["folder"]], transport if files.is_whole else Team(transport, one["devices"])),
             tuple(one["inputs"]),
             tuple(one["takes"]),
             tuple((name, trained) for name, trained in one["gives"]),
