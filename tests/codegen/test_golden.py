@@ -16,7 +16,6 @@ from tests.acceptance.subjects import HAND_WRITTEN, prepared
 from tests.pieces import compile_pieces
 from weft.codegen import generate
 from weft.codegen.emit import emit_piece
-from weft.compile.subject import capture_subject
 from weft.lower import lower
 from weft.plan.load import load_plan
 
@@ -52,7 +51,7 @@ def test_golden(model: str, plan: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(("model", "plan"), PIPELINES)
 def test_golden_pipeline(model: str, plan: str, request: pytest.FixtureRequest) -> None:
     subject, graph, _ = prepared(model)
-    made = compile_pieces(subject, load_plan(plan, graph), capture_subject, lambda graph: load_plan(plan, graph))
+    made = compile_pieces(subject, load_plan(plan, graph), lambda graph: load_plan(plan, graph))
     files = made.files()
     for name in ("piece0/program.py", "piece1/program.py"):
         path = GOLDEN / f"{model}-{plan}" / name

@@ -74,7 +74,8 @@ def test_what_a_user_says_of_an_operator_is_part_of_the_key(graph) -> None:
 
 def files_of(key: str = "k") -> dict[str, bytes]:
     files = {"program.py": b"x = 1\n", PARTS: b"{}\n"}
-    return with_description(files, {"key": key, "sizes": [{"pieces": [{"folder": "", "files": ["program.py"]}]}]})
+    piece = {"folder": "", "class": "X", "files": ["program.py"], "ranks": [0]}
+    return with_description(files, {"key": key, "devices": 1, "events": {}, "sizes": [{"pieces": [piece]}]})
 
 
 def test_written_and_found(graph, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_written_and_found(graph, tmp_path: Path) -> None:
     assert not cache.write(directory, "k", files_of()).edited
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
     found = cache.look_up(directory, "k")
-    assert found is not None and not found.edited and found.files() == files_of()
+    assert found is not None and not found.edited and found.complete() == files_of()
 
 
 @pytest.mark.parametrize("edit", ["change", "remove"])

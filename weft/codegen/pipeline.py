@@ -3,7 +3,7 @@
     program.json    batches, pieces, their devices, crossings, ties, the events of every device
     piece0/ ...     the program of each piece, as `emit.py` writes it, for its own devices counted from 0
 
-The only piece of a program without events (`Pipelined.of`) has no folder of its own.
+The only piece of a program without events (`one_piece`) has no folder of its own.
 
 In: a Pipelined and a Schedule, or a Program. Out: files by name, the hash of all of them among them. A pure function of
 both.
@@ -12,6 +12,7 @@ both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from weft.codegen.emit import emit_piece
@@ -19,9 +20,10 @@ from weft.codegen.form import form_of
 from weft.codegen.irregular import exchange_entry
 from weft.codegen.piece_text import crossing_names, events_text, head
 from weft.ir.program import Move, Program
-from weft.ir.schedule import Schedule
+from weft.ir.schedule import Schedule, Segment
 from weft.lower.pipeline import Crossing, Part, Pipelined, Tie
 from weft.lower.returned import returned
+from weft.lower.segments import Piece
 from weft.lower.spans import spans_of
 from weft.lower.transfer import Transfers
 from weft.runtime.program.batch import dtype_name
@@ -30,7 +32,13 @@ from weft.runtime.program.files import with_description
 
 def generate(program: Program, *, about: Mapping[str, Any] | None = None, traced: bool = False) -> dict[str, bytes]:
     """The files by name of a Program of the whole batch: a pipeline of one piece, which its user calls."""
-    return generate_pipeline([Pipelined.of(program)], Schedule({}), about=about, traced=traced)
+    return generate_pipeline([one_piece(program)], Schedule({}), about=about, traced=traced)
+
+
+def one_piece(program: Program) -> Pipelined:
+    """A Program of the whole batch as the only piece: it takes and gives nothing but what its caller does."""
+    piece = Piece(Segment("", tuple(range(program.devices))), program.graph.ops, (), ())
+    return Pipelined(program.graph, program.devices, (Part(piece, program),), (), ())
 
 
 def generate_pipeline(
@@ -103,13 +111,9 @@ def _folder(size: int, number: int) -> str:
 
 def _piece(part: Part, pipelined: Pipelined) -> dict[str, Any]:
     tensors = {one.tensor: at for at, one in enumerate(pipelined.graph.inputs)}
-    graph, segment = part.program.graph, part.piece.segment
+    graph = part.program.graph
     return {
-        "name": segment.name,
-        "devices": list(segment.devices),
-        "reads": list(segment.reads),
-        "trains": segment.trains,
-        "splits": segment.splits,
+        **asdict(part.piece.segment),
         "inputs": [tensors[one.tensor] for one in graph.inputs if one.tensor in tensors],
         "takes": list(part.piece.takes),
         "gives": [[name, graph.tensors[name].needs_grad] for name in part.piece.gives],

@@ -18,7 +18,6 @@ from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces
 from weft.lower.pipeline import Part, Pipelined
-from weft.lower.spans import spans_of
 from weft.ops.work import work_of
 from weft.order import Timeline, draw, simulate
 from weft.plan.plan import Plan
@@ -57,7 +56,7 @@ def piece_rows(made: InPieces) -> list[PieceRow]:
     first = made.sizes[0]
     flops = [_flops(part, made.plan) for part in first.parts]
     total = sum(flops) or 1
-    times = {name: span.f + span.b + span.w for name, span in spans_of(first).items()}
+    times = {name: span.f + span.b + span.w for name, span in made.spans.items()}
     step = sum(times.values()) or 1
     return [
         PieceRow(
@@ -123,7 +122,7 @@ def timeline_of(made: InPieces) -> Timeline:
 
 def idle_shares(made: InPieces) -> dict[str, float]:
     """By unit times, and by estimated ones."""
-    estimated = simulate(made.pipeline, made.schedule, spans_of(made.sizes[0]))
+    estimated = simulate(made.pipeline, made.schedule, made.spans)
     return {"idle": timeline_of(made).idle, "idle_estimated": estimated.idle}
 
 

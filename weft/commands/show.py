@@ -31,7 +31,6 @@ from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
-from weft.runtime.program.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 
@@ -167,30 +166,19 @@ def _cuts(row: Row) -> str:
 
 
 def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
-    """Write a program's files, over an older program if nobody has edited it."""
+    """Write a program's files, over an older program if nobody has edited it, and never over something else."""
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory} is a file", remedy="give a directory")
     if directory.is_dir() and any(directory.iterdir()):
-        edited = _edited(directory)
+        found = cache.read_program(directory, "give a directory that is empty or not there")
+        edited = [name for name, what in found.edited.items() if what == "edited"]
         if edited and not force:
             raise RunError(
                 f"the program in {directory} was edited: {', '.join(edited)}",
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        for name in set(files_of(directory)) - set(files):
+        for name in set(found.files) - set(files):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
-
-
-def _edited(directory: Path) -> list[str]:
-    """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
-    try:
-        return [name for name, what in changes(directory).items() if what == "edited"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(
-            f"{directory} holds something else than a program of weft's",
-            place=str(directory),
-            remedy="give a directory that is empty or not there",
-        ) from None

@@ -27,30 +27,50 @@ from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
 from weft.plan.lines import ScheduleLine
 from weft.plan.plan import Plan
-from weft.runtime.program.files import ProgramFiles, changes, files_of
+from weft.runtime.program.files import PROGRAM, ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
 
 
+ANEW = "move the directory away, and the program is made anew"
+
+
 @dataclass(frozen=True)
 class Found:
-    """A program in the cache. `edited`: its files are no longer what was emitted."""
+    """A program in a directory.
+
+    Args:
+        edited: what became of files that are not as they were emitted, by name: `edited` or `missing`.
+    """
 
     directory: Path
-    edited: bool = False
+    files: ProgramFiles
+    edited: Mapping[str, str]
 
-    def files(self) -> ProgramFiles:
+    def complete(self, remedy: str = ANEW) -> ProgramFiles:
         """All of its files, as they were left."""
-        found = files_of(self.directory)
-        missing = [name for name, what in changes(found).items() if what == "missing"]
+        missing = [name for name, what in self.edited.items() if what == "missing"]
         if missing:
             raise RunError(
-                f"the program in {self.directory} lacks {', '.join(missing)}",
-                place=str(self.directory),
-                remedy="move the directory away, and the program is made anew",
+                f"the program in {self.directory} lacks {', '.join(missing)}", place=str(self.directory), remedy=remedy
             )
-        return found
+        return self.files
+
+
+def read_program(directory: Path, remedy: str = ANEW) -> Found:
+    """The program in a directory, of which nothing is run; refuses what is none."""
+    try:
+        files = files_of(directory)
+        for one in files.pieces.values():
+            _ = files.devices, files.is_whole, one.about["class"], one.about["ranks"]
+        return Found(directory, files, changes(files))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{directory} is no program of weft's: its {PROGRAM} cannot be read ({type(error).__name__}: {error})",
+            place=str(directory),
+            remedy=remedy,
+        ) from None
 
 
 def program_key(graph: Graph, plan: Plan, more: str = "", others: Sequence[Plan] = ()) -> str:
@@ -114,22 +134,14 @@ def look_up(directory: Path, key: str) -> Found | None:
     """The program made under this key, if there is one."""
     if not directory.exists():
         return None
-    try:
-        files = files_of(directory)
-        made, found = str(files.about["key"]), changes(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{directory} is no program of weft's: what is written about it cannot be read ({type(error).__name__})",
-            place=str(directory),
-            remedy="move the directory away, and the program is made anew",
-        ) from None
-    if made != key:
+    found = read_program(directory)
+    if found.files.about.get("key") != key:
         raise RunError(
             f"the program in {directory} was made from another model, plan or version of weft",
             place=str(directory),
             remedy="move it away or delete it, and it is made anew",
         )
-    return Found(directory, edited=bool(found))
+    return found
 
 
 def write(directory: Path, key: str, files: Mapping[str, bytes]) -> Found:

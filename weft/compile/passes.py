@@ -19,11 +19,11 @@ from typing import Any
 from torch import nn
 
 from weft.capture.specialise import at_example
-from weft.codegen.sizes.sampled import Lower, Make, generate_for_sizes
+from weft.codegen.sizes.sampled import Make, generate_for_sizes
 from weft.compile import cache
 from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces, is_in_pieces, lower_prepared, prepare_pieces
-from weft.compile.subject import PlanLike, capture_subject, check_fit, graph_for, make_plan
+from weft.compile.subject import PlanLike, check_fit, graph_for, make_plan
 from weft.cost.links import Links
 from weft.errors import CaptureError, PlanError
 from weft.ir.graph import Graph
@@ -134,7 +134,7 @@ def compile_subject(
                 remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
             )
         with timer("micro-batches"):
-            prepared = prepare_pieces(subject, made, capture_subject, make)
+            prepared = prepare_pieces(subject, made, make)
 
         def lower_all() -> InPieces:
             with timer("pieces"):
@@ -153,9 +153,7 @@ def compile_subject(
         )
     if returns_all := is_open(graph, outputs):
         costs += str(returned(graph))
-    stored = None if like is None else stored_parameters(like, links=links)
-    lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
-    emitted = partial(_emit_whole, known, lowered, make, timer, returns_all=returns_all)
+    emitted = partial(_emit_whole, known, make, links, like, timer, returns_all=returns_all)
     # other costs may make another program of the same plan
     return kept(known, folder, emitted, costs, () if like is None else (like,))
 
@@ -179,19 +177,29 @@ def kept(
         made = emitted({"key": key, "made_from": cache.origin(known.graph)})
         found = cache.write(directory, key, made.files)
     else:
-        made = replace(known, files=found.files())
-    return replace(made, directory=found.directory, edited=found.edited)
+        made = replace(known, files=found.complete())
+    return replace(made, directory=found.directory, edited=bool(found.edited))
 
 
 def _emit_whole(
-    known: Compiled, lowered: Lower, make: Make, timer: Timer, about: About, *, returns_all: bool
+    known: Compiled,
+    make: Make,
+    links: Links | None,
+    like: Plan | None,
+    timer: Timer,
+    about: About,
+    *,
+    returns_all: bool,
 ) -> Compiled:
-    """The passes from a plan to files.
+    """The passes from a plan without stages and micro-batches to files.
 
     Args:
-        lowered: makes a Program of a Plan; make: plans the graph at other sizes, if it has dynamic dims.
+        make: plans the graph at other sizes, if it has dynamic dims.
+        returns_all: the program returns what the forward returns.
     """
     graph, plan = known.graph, known.plan
+    stored = None if like is None else stored_parameters(like, links=links)
+    lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
     if returns_all:
         about["output"] = returned(graph).to_json()
         if kinds := lost(graph.out_leaves):

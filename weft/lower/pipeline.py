@@ -18,7 +18,6 @@ from weft.ir.graph import Graph, Input, Tensor
 from weft.ir.layout import Axis, Grid, Layout, copied_on
 from weft.ir.oplayout import Copied, OpLayout
 from weft.ir.program import Move, Program
-from weft.ir.schedule import Segment
 from weft.lower.build import Builder, Need
 from weft.lower.idle import without_idle_gradients
 from weft.lower.piece import Lowering
@@ -87,12 +86,6 @@ class Pipelined:
     crossings: tuple[Crossing, ...]
     ties: tuple[Tie, ...]
     loans: tuple[Loan, ...] = ()
-
-    @staticmethod
-    def of(program: Program) -> Pipelined:
-        """A Program of the whole batch as the only piece: it takes and gives nothing but what its caller does."""
-        piece = Piece(Segment("", tuple(range(program.devices))), program.graph.ops, (), ())
-        return Pipelined(program.graph, program.devices, (Part(piece, program),), (), ())
 
 
 def lower_pieces(plan: Plan, *, links: Links | None = None) -> Pipelined:

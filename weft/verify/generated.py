@@ -36,11 +36,10 @@ from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.stored import Holds
 from weft.runtime.random import Stream
 from weft.runtime.training.combined_optimizer import with_empties
-from weft.runtime.training.flow import open_flow, pieces_of
+from weft.runtime.training.flow import open_trained
 from weft.runtime.training.microbatches import default_dims, split
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.reduction import reduced
-from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.verify.compare import Noise, Sample, Tensors, noise_in
 from weft.verify.precision import Float64Mode
@@ -243,10 +242,7 @@ class _Opened:
     """A rank's share of a program."""
 
     def __init__(self, task: Task, replica: Replica) -> None:
-        self._flow = open_flow(task.files, replica)
-        pieces = pieces_of(task.files, self._flow, replica)
-        self._masters = masters_of(pieces, task.mixed, at_once=self._flow.is_whole)
-        tell_sums(self._flow.modules, task.mixed)
+        self._flow, pieces, self._masters = open_trained(task.files, replica, task.mixed)
         self._pieces: Pieces[Any] = self._masters or pieces
         self.holders: tuple[Holds, ...] = self._pieces.modules
         """What the optimizer updates, of each module."""

@@ -14,13 +14,13 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from weft.compile.cache import origin
+from weft.compile.cache import Found, origin, read_program
 from weft.compile.model_file import Subject
 from weft.compile.optimizer import check_on_parts
 from weft.compile.subject import capture_subject, in_precision, make_subject
@@ -29,8 +29,8 @@ from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import Span, check_schedule
 from weft.runtime.program.batch import dtype_name
-from weft.runtime.program.files import CONSTANTS, PARTS, PROGRAM, PieceFiles, ProgramFiles, changes, files_of
-from weft.runtime.program.load import cut_parameters, load_classes, load_constants
+from weft.runtime.program.files import CONSTANTS, PARTS, PieceFiles
+from weft.runtime.program.load import cut_parameters, load_classes, load_constants, tupled
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
@@ -42,17 +42,13 @@ ANEW = "move the directory away and write the program anew: weft show FILE --pla
 
 
 @dataclass(frozen=True)
-class ProgramDirectory:
+class ProgramDirectory(Found):
     """A program in a directory.
 
     Args:
-        edited: what became of files that are not as they were emitted, by name.
         stale: what it was made from that is not so now, in words.
     """
 
-    directory: Path
-    files: ProgramFiles
-    edited: Mapping[str, str]
     stale: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -119,27 +115,17 @@ def open_directory(directory: str | Path) -> ProgramDirectory:
     folder = Path(directory)
     if not folder.is_dir():
         raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
-    try:
-        files = files_of(folder)
-        found = ProgramDirectory(folder, files, changes(files))
-        missing = [name for name, what in found.edited.items() if what == "missing"]
-        for one in files.pieces.values():
-            _ = files.devices, files.is_whole, one.about["class"], one.about["ranks"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{folder} is no program of weft's: its {PROGRAM} cannot be read ({type(error).__name__}: {error})",
-            place=str(folder),
-            remedy="give the directory that weft show --out or weft train wrote; if this is one, write it anew",
-        ) from None
+    found = read_program(
+        folder, "give the directory that weft show --out or weft train wrote; if this is one, write it anew"
+    )
+    files = found.complete(ANEW)
     assert files.devices >= 1, f"{folder} is for {files.devices} devices"
-    if missing:
-        raise RunError(f"the program lacks {', '.join(missing)}", place=str(folder), remedy=ANEW)
     for one in files.pieces.values():
         _read_tables(one)
     if not files.is_whole:
         # the events may be edited too: they are proven before they run
         check_schedule(*order_of(files.about))
-    return found
+    return ProgramDirectory(folder, files, found.edited)
 
 
 def _read_tables(piece: PieceFiles) -> None:
@@ -159,10 +145,8 @@ def _read_tables(piece: PieceFiles) -> None:
 
 def order_of(told: Mapping[str, Any]) -> tuple[Pipeline, Schedule]:
     """The Pipeline and the Schedule of what is written about a program in pieces."""
-    segments = []
-    for one in told["sizes"][0]["pieces"]:
-        devices, reads = tuple(one["devices"]), tuple(one["reads"])
-        segments.append(Segment(one["name"], devices, reads, trains=one["trains"], splits=one["splits"]))
+    names = [field.name for field in fields(Segment)]
+    segments = [Segment(**{name: tupled(one[name]) for name in names}) for one in told["sizes"][0]["pieces"]]
     events = {
         int(device): tuple(Event(phase, piece, int(micro)) for phase, piece, micro in row)
         for device, row in told["events"].items()

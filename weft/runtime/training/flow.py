@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch, Form, OtherForm
-from weft.runtime.program.files import ProgramFiles, Source, files_of
+from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.returns import Returns
 from weft.runtime.program.stored import in_order
@@ -26,6 +26,8 @@ from weft.runtime.training.microbatches import Arguments, BatchDim, dims_of, par
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.pipeline import Rank, Share
 from weft.runtime.training.reduction import reduced
+from weft.runtime.weights.masters import Masters, masters_of, tell_sums
+from weft.runtime.weights.precision import Mixed
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""
@@ -178,17 +180,23 @@ def open_flow(source: Source, transport: Replica, batch: Arguments | None = None
     )
 
 
-def pieces_of(
-    files: ProgramFiles, flow: Flow, transport: Replica, order: Mapping[str, int] | None = None
-) -> Pieces[ParallelModule]:
-    """The rank's programs as one; `order`: the place of each name in the original."""
-    order = order or {}
-    if flow.is_whole:
-        parts, trained = flow.program.stored_parts(), flow.program.trained_parts()
-    else:
-        parts, trained = pipeline_parts(files)
-    modules = tuple(flow.rank.modules)
-    return Pieces(modules, transport, in_order(parts, order), in_order(trained, order), order)
+def open_trained(
+    source: Source, transport: Replica, mixed: Mixed | None, order: Mapping[str, int] | None = None
+) -> tuple[Flow, Pieces[ParallelModule], Pieces[Masters] | None]:
+    """A program for training: its flow, the rank's pieces, and their masters if they compute in another precision.
+
+    Args:
+        order: the place of each name in the original.
+    """
+    files, order = files_of(source), order or {}
+    flow = open_flow(files, transport)
+    parts, trained = (
+        (flow.program.stored_parts(), flow.program.trained_parts()) if flow.is_whole else pipeline_parts(files)
+    )
+    pieces = Pieces(tuple(flow.rank.modules), transport, in_order(parts, order), in_order(trained, order), order)
+    masters = masters_of(pieces, mixed, at_once=flow.is_whole)
+    tell_sums(flow.modules, mixed)
+    return flow, pieces, masters
 
 
 @torch.no_grad()
