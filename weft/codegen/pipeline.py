@@ -59,29 +59,13 @@ def generate_pipeline(
         traced: every op tells the module's `trace` what it made, and no layer is folded into another's text.
     """
     files: dict[str, bytes] = {}
-    words, first, in_turn = _Words(), sizes[0], bool(schedule.events)
+    words, first = _Words(), sizes[0]
     described = []
     for size, pipelined in enumerate(sizes):
-        names, pieces = crossing_names(pipelined), []
-        for number, part in enumerate(pipelined.parts):
-            taken = {name: names[name] for name in part.piece.takes}
-            title, ends = (
-                (head(pipelined, part, names), events_text(part, pipelined, schedule)) if in_turn else ("", "")
-            )
-            content, told = emit_piece(part.program, title=title, inputs=taken, traced=traced)
-            folder = _folder(size, number) if in_turn else ""
-            for name, text in content.items():
-                where = f"{folder}/{name}" if folder else name
-                files[where] = text + ends.encode() if name.endswith(".py") else text
-            pieces.append({"folder": folder, **_piece(part, pipelined), **told})
-        described.append(
-            {
-                "pieces": pieces,
-                "crossings": [words.crossing(crossing, pipelined) for crossing in pipelined.crossings],
-                "returns": words.returned(pipelined, returns),
-            }
-        )
-    spans = spans_of(first) if in_turn else {}
+        pieces = _emit_pieces(files, size, pipelined, schedule, traced=traced)
+        crossings = [words.crossing(crossing, pipelined) for crossing in pipelined.crossings]
+        described.append({"pieces": pieces, "crossings": crossings, "returns": words.returned(pipelined, returns)})
+    spans = spans_of(first) if schedule.events else {}
     told = {
         "devices": first.devices,
         "batch": form_of(first.graph).to_json(),
@@ -102,6 +86,25 @@ def generate_pipeline(
         **(about or {}),
     }
     return with_description(files, told)
+
+
+def _emit_pieces(
+    files: dict[str, bytes], size: int, pipelined: Pipelined, schedule: Schedule, *, traced: bool
+) -> list[dict[str, Any]]:
+    """Put the files of all pieces at one size among the others; what is written about each piece."""
+    names, found = crossing_names(pipelined), []
+    for number, part in enumerate(pipelined.parts):
+        folder = title = ends = ""
+        if schedule.events:
+            folder, title = _folder(size, number), head(pipelined, part, names)
+            ends = events_text(part, pipelined, schedule)
+        taken = {name: names[name] for name in part.piece.takes}
+        content, told = emit_piece(part.program, title=title, inputs=taken, traced=traced)
+        for name, text in content.items():
+            where = f"{folder}/{name}" if folder else name
+            files[where] = text + ends.encode() if name.endswith(".py") else text
+        found.append({"folder": folder, **_piece(part, pipelined), **told})
+    return found
 
 
 def _folder(size: int, number: int) -> str:
