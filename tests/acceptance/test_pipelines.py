@@ -29,8 +29,8 @@ from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.program.module import ParallelModule
+from weft.verify.api import verify
 from weft.verify.compare import Sample, compare
-from weft.verify.door import verify
 from weft.verify.generated import run_generated
 from weft.verify.judged import run_both
 from weft.verify.reference import run_reference
@@ -76,15 +76,11 @@ def rows_for(count: int) -> int:
 def compiled(file: str, recipe: str, count: int) -> InPieces:
     subject = subject_of(file, rows_for(count))
 
-    def capture(one: Subject) -> Graph:
-        first = next(leaf for leaf in pytree.tree_leaves(one.example) if isinstance(leaf, torch.Tensor))
-        return captured(file, first.shape[0])
-
     def make(graph: Graph) -> Plan:
         return load_plan(f"{recipe},microbatches={count}", graph)
 
     # the plan of the whole batch tells how many micro-batches there are: that of one of them does too
-    return compile_pieces(subject, make(captured(file, MORE)), capture, make)
+    return compile_pieces(subject, make(captured(file, MORE)), make)
 
 
 def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, bytes]:

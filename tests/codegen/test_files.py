@@ -20,7 +20,7 @@ from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
-from weft.runtime.program.files import changes, files_of
+from weft.runtime.program.files import PROGRAM, changes, files_of
 from weft.runtime.program.load import load_program
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
@@ -181,11 +181,13 @@ def test_gradients_accumulate(tmp_path: Path) -> None:
     on_ranks("gpt-tied", "dp=2", tmp_path, body)
 
 
-def test_meta(tmp_path: Path) -> None:
+def test_description(tmp_path: Path) -> None:
     emit(program("mlp", "dp=2"), tmp_path, about={"plan": "dp=2"})
-    meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
-    assert (meta["devices"], meta["class"], meta["plan"]) == (2, "MLP", "dp=2")
-    assert [one["name"] for one in meta["inputs"]] == ["x", "y"]
+    about = json.loads((tmp_path / PROGRAM).read_text(encoding="utf-8"))
+    assert (about["devices"], about["plan"]) == (2, "dp=2")
+    assert [where for _, where, _, _ in about["batch"]["tensors"]] == ["x", "y"]
+    (piece,) = about["sizes"][0]["pieces"]
+    assert (piece["class"], piece["folder"], piece["files"]) == ("MLP", "", ["program.py"])
 
 
 def test_a_long_entry_of_a_table_has_a_line_for_each_argument() -> None:

@@ -171,4 +171,3 @@ def table_lines(name: str, entries: Sequence[Entry]) -> list[str]:
         arguments = top_level(entry.text.removeprefix("Part(").removesuffix(")"))
         lines += statement(f'"{entry.name}": Part(', arguments, "),", 1)
     return [*lines, "}"] if entries else [f"{name}: dict[str, Part] = {{}}"]
-

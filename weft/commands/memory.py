@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.compile.model_file import Subject

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.capture.specialise import at_example
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.subject import capture_subject, make_plan
 from weft.errors import PlanError

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces

@@ -20,17 +20,17 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from weft.commands import pieces
-from weft.commands.aside import headed, plain_console, wide_console
+from weft.commands.console import headed, plain_console, wide_console
 from weft.commands.memory import memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject
 from weft.compile.model_file import load_model_file
+from weft.compile.pieces import InPieces
 from weft.compile.subject import in_precision
 from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
-from weft.runtime.program.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 
@@ -55,45 +55,37 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         plain_console(stderr=True).print(f"written to {options.out}")
-    title = f"{options.file} under {options.plan}"
-    if options.schedule and compiled.pieces is None:
+    title, made, program = f"{options.file} under {options.plan}", compiled.pieces, compiled.program
+    assert made is not None, "nothing was looked up in a cache"
+    if options.schedule and program is not None:
         raise PlanError(
             "--schedule draws stages or micro-batches, and this plan has none",
             place=str(options.plan),
             remedy="pp=2,microbatches=4",
         )
     if options.json:
-        shown = as_json(compiled, options) if memory is None else memory.as_json()
-        print(json.dumps({**_asked(compiled, options), **shown}))
+        shown = as_json(compiled, made, options) if memory is None else memory.as_json()
+        asked = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
+        print(json.dumps({**asked, **shown}))
     elif memory is not None:
         show_memory(memory, title)
     elif options.code:
         show_code(compiled.files)
     elif options.program:
-        print(program_text(compiled))
-    elif compiled.pieces is None:
-        show_table(compiled, title)
+        print(program_text(made))
+    elif program is not None:
+        show_table(compiled, program, title)
     else:
-        (pieces.show_schedule if options.schedule else pieces.show_pieces)(compiled.pieces, title)
+        (pieces.show_schedule if options.schedule else pieces.show_pieces)(made, title)
     return 0
 
 
-def program_text(compiled: Compiled) -> str:
+def program_text(made: InPieces) -> str:
     """The Program, or that of each piece."""
-    if compiled.pieces is None:
-        return show_program(whole_program(compiled))
-    parts = compiled.pieces.sizes[0].parts
+    if made.program is not None:
+        return show_program(made.program)
+    parts = made.sizes[0].parts
     return "\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in parts)
-
-
-def whole_program(compiled: Compiled) -> Program:
-    """The Program of a plan without pieces."""
-    assert compiled.program is not None, "nothing was looked up in a cache"
-    return compiled.program
-
-
-def _asked(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
-    return {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
 
 
 def code_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -113,24 +105,23 @@ def show_code(files: Mapping[str, bytes]) -> None:
             sys.stdout.write("\n\n" * bool(number) + head + text)
 
 
-def as_json(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
+def as_json(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> dict[str, Any]:
     """All that there is to show, as plain values."""
-    if compiled.pieces is not None:
-        found = pieces.as_json(compiled.pieces)
+    if compiled.program is None:
+        found = pieces.as_json(made)
     else:
-        program = whole_program(compiled)
         found = {
-            "axes": axis_sizes(program),
-            "modules": [row.as_json() for row in module_rows(program)],
+            "axes": axis_sizes(compiled.program),
+            "modules": [row.as_json() for row in module_rows(compiled.program)],
             "proven": str(compiled.report),
-            "program": show_program(program),
+            "program": show_program(compiled.program),
         }
     return {**found, "code": code_of(compiled.files), "out": options.out}
 
 
-def show_table(compiled: Compiled, title: str) -> None:
+def show_table(compiled: Compiled, program: Program, title: str) -> None:
     """The plan by module, for people."""
-    console, program = wide_console(), whole_program(compiled)
+    console = wide_console()
     axes = ", ".join(f"{name}={size}" for name, size in axis_sizes(program).items())
     devices = "1 device" if compiled.devices == 1 else f"{compiled.devices} devices"
     console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", soft_wrap=True)
@@ -156,30 +147,19 @@ def _cuts(row: Row) -> str:
 
 
 def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
-    """Write a program's files, over an older program if nobody has edited it."""
+    """Write a program's files, over an older program if nobody has edited it, and never over something else."""
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory} is a file", remedy="give a directory")
     if directory.is_dir() and any(directory.iterdir()):
-        edited = _edited(directory)
+        found = cache.read_program(directory, "give a directory that is empty or not there")
+        edited = [name for name, what in found.edited.items() if what == "edited"]
         if edited and not force:
             raise RunError(
                 f"the program in {directory} was edited: {', '.join(edited)}",
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        for name in set(files_of(directory)) - set(files):
+        for name in set(found.files) - set(files):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
-
-
-def _edited(directory: Path) -> list[str]:
-    """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
-    try:
-        return [name for name, what in changes(directory).items() if what == "edited"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(
-            f"{directory} holds something else than a program of weft's",
-            place=str(directory),
-            remedy="give a directory that is empty or not there",
-        ) from None

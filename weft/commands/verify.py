@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.commands.aside import aside, plain_console, table
+from weft.commands.console import plain_console, table, user_output
 from weft.errors import WeftError
 from weft.verify import Result, verify, verify_program
 from weft.verify.compare import Processes, shortened, show
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.program is not None and options.links is not None:
         raise WeftError("--links says how to make a program, and --program DIR is made", remedy="leave out --links")
     shared = {name: getattr(options, name) for name in ("devices", "seed", "processes", "precision")}
-    with aside(options), Console(stderr=True).status("starting") as status:
+    with user_output(options), Console(stderr=True).status("starting") as status:
         if options.program is None:
             result = verify(options.file, plan=options.plan, links=options.links, say=status.update, **shared)
         else:

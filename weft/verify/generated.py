@@ -37,11 +37,10 @@ from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.stored import Holds
 from weft.runtime.random import Stream
 from weft.runtime.training.combined_optimizer import with_empties
-from weft.runtime.training.flow import open_flow, pieces_of
+from weft.runtime.training.flow import open_trained
 from weft.runtime.training.microbatches import default_dims, split
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.reduction import reduced
-from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.verify.compare import Noise, Sample, Tensors, noise_in
 from weft.verify.ranks import Local, assemble, emulate, told
@@ -197,7 +196,7 @@ def _cut(
     files: ProgramFiles, subject: Subject, inputs: Sequence[Tensor]
 ) -> tuple[Sequence[Sequence[Tensor]], Sequence[float], Sequence[int]]:
     """The micro-batches that a program runs, what each counts, and which of its sizes each has."""
-    size_of = files.about["size_of"] if files.in_pieces else [0]
+    size_of = files.about["size_of"]
     if len(size_of) == 1:
         return [inputs], [1.0], size_of
     dims = files.about["dims"] or default_dims(inputs)
@@ -233,10 +232,7 @@ class _Rank:
 
     def __init__(self, task: Task, transport: Transport, record: Record | None) -> None:
         self._task, replica = task, Replica(transport, transport.num_ranks)
-        self._flow = open_flow(task.files, replica)
-        pieces = pieces_of(task.files, self._flow, replica)
-        self._masters = masters_of(pieces, task.mixed, at_once=self._flow.is_whole)
-        tell_sums(self._flow.modules, task.mixed)
+        self._flow, pieces, self._masters = open_trained(task.files, replica, task.mixed)
         self._pieces: Pieces[Any] = self._masters or pieces
         if record is not None:
             for name, piece in (one for share in self._flow.rank.sizes for one in share.pieces.items()):

@@ -79,10 +79,7 @@ def alike_ranks(compiled: Compiled) -> list[tuple[int, ...]]:
     files of the program are known."""
     groups: dict[Any, list[int]] = {}
     for rank in range(compiled.devices):
-        if compiled.pieces is not None:
-            key: Any = _shapes_in_pieces(compiled.pieces, rank)
-        else:
-            key = rank if compiled.program is None else _shapes(compiled.program, rank)
+        key = rank if compiled.pieces is None else _shapes_in_pieces(compiled.pieces, rank)
         groups.setdefault(key, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
