@@ -12,9 +12,9 @@ import pytest
 
 from tests.acceptance.subjects import prepared
 from tests.acceptance.test_models import equal_to_one_device
-from tests.counting import collectives
 from weft.cost.links import default_links
 from weft.lower import lower
+from weft.lower.collectives import collectives
 from weft.plan.load import load_plan
 
 MODELS = ("gpt-tied", "gpt2", "llama", "qwen3", "bert", "vit")

@@ -35,8 +35,8 @@ from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.load import cut_parameters
 from weft.runtime.start.initialise import Start
-from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.api import refuse_size
+from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.memory.expected import alike_ranks
 from weft.train.memory.limit import check_limit, tell_scarce
