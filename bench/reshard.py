@@ -128,7 +128,7 @@ def measure(ranks: list[int], sizes: list[int], repeats: int) -> list[dict[str, 
             for kind, size in track(work, f"{num_ranks} ranks", console=Console(stderr=True)):
                 count = repeats * (5 if size <= 64 << 10 else 1)
                 job = {"kind": kind, "bytes": size, "repeats": count, "meeting": meeting, "interface": loopback()}
-                found = pool.run("bench.reshard:timed", job, known=[tuple(range(num_ranks))])
+                found = pool.run("bench.reshard:timed", job)
                 slowest = {
                     name: [max(times) for times in zip(*(one[name] for one in found), strict=True)] for name in found[0]
                 }

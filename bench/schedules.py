@@ -3,8 +3,8 @@
     PYTHONPATH=. python bench/schedules.py [--seconds 60] [--workers 1] [--out bench/results/schedules.json]
 
 Nothing is begun from a named schedule here: the solver finds every schedule by itself. "1F1B" are the relations of
-one forward, one backward; "3F1B" those of three passes; the limits of live micro-batches are those of the named
-schedule in both columns. The bound is the least that any schedule takes. Times are of this machine and this moment.
+one forward, one backward; "3F1B" those of three passes. The bound is the least that any schedule takes. Times are of
+this machine and this moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.table import Table
 from tests.order.shapes import chain, interlaced_chain, nf1b_relations, one_f_one_b_relations, recycled
 from weft.errors import PlanError
 from weft.ir.schedule import Before, Pipeline
-from weft.order import Span, make_schedule, peaks, simulate
+from weft.order import Span, make_schedule, simulate
 from weft.order.search import Found, complete
 from weft.order.task import kinds, lower_bound
 from weft.order.timing import Spans
@@ -55,15 +55,12 @@ def cases() -> list[Case]:
     return [*found, Case("interlaced", pipeline, spans, "interlaced", ())]
 
 
-def search(
-    case: Case, relations: Sequence[Before], limits: dict[int, float], options: argparse.Namespace
-) -> Found | None:
+def search(case: Case, relations: Sequence[Before], options: argparse.Namespace) -> Found | None:
     try:
         return complete(
             case.pipeline,
             relations,
             spans=case.spans,
-            limits=limits,
             seconds=options.seconds,
             workers=options.workers,
             named=False,
@@ -73,9 +70,8 @@ def search(
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
-    """One line: the named schedule, and both searches under its limits."""
+    """One line: the named schedule, and both searches."""
     named = make_schedule(case.named, case.pipeline, spans=case.spans)
-    limits = peaks(case.pipeline, named)
     row: dict[str, object] = {
         "schedule": case.title,
         "devices": len(case.pipeline.devices),
@@ -84,7 +80,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, object]:
         "named": simulate(case.pipeline, named, case.spans).makespan,
     }
     for column, relations in (("with", case.relations), ("free", ())):
-        found = search(case, relations, limits, options) if relations or column == "free" else None
+        found = search(case, relations, options) if relations or column == "free" else None
         row[column] = found and found.makespan
         row[f"{column} s"] = found and round(found.seconds, 2)
         row[f"{column} by"] = found and found.method + ("" if not found.proven else ", shortest")

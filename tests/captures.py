@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.capture import door
+from weft.capture import api
 from weft.ir.graph import Graph
 
 LARGE = 1 << 20
@@ -146,4 +146,4 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-CAPTURES = Captures(door.captured)
+CAPTURES = Captures(api.captured)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.captures import CAPTURES
 from tests.pools import Pools, preload, shared
-from weft.capture import door
+from weft.capture import api
 from weft.runtime.jobs.launch import Pool
 
 torch.set_num_threads(1)
@@ -34,7 +34,7 @@ settings.register_profile("quick", max_examples=50, derandomize=True, database=N
 settings.register_profile("full", max_examples=500, print_blob=True, **_common)
 settings.load_profile("quick")
 
-door.captured = CAPTURES
+api.captured = CAPTURES
 # also for the pools that commands make
 forkserver.set_forkserver_preload = preload
 

@@ -10,8 +10,6 @@ from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 
 
-def compile_pieces(
-    subject: Subject, plan: Plan, capture: Callable[[Subject], Graph], make: Callable[[Graph], Plan]
-) -> InPieces:
+def compile_pieces(subject: Subject, plan: Plan, make: Callable[[Graph], Plan]) -> InPieces:
     """The pieces of a plan, at each size that its micro-batches have."""
-    return lower_prepared(prepare_pieces(subject, plan, capture, make))
+    return lower_prepared(prepare_pieces(subject, plan, make))

@@ -22,7 +22,7 @@ from types import TracebackType
 from rich.console import Console
 
 from weft import __version__
-from weft.commands.aside import plain_console
+from weft.commands.console import plain_console
 from weft.commands.options import COMMANDS
 from weft.errors import WeftError
 

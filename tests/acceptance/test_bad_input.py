@@ -184,8 +184,8 @@ CASES = (
     Case(
         "a truncated program",
         argv="verify net.py --program d",
-        files={"d/meta.json": '{"devices": 2'},
-        says=("meta.json",),
+        files={"d/program.json": '{"devices": 2'},
+        says=("program.json",),
     ),
     Case("no such costs", argv="verify net.py --plan dp=2 --links l.json", says=("l.json",)),
     Case(

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,8 @@ from weft.order.names import make_schedule
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
 from weft.runtime.program.module import ParallelModule
+from weft.verify.api import verify
 from weft.verify.compare import Sample, compare
-from weft.verify.door import verify
 from weft.verify.generated import run_generated
 from weft.verify.judged import run_both
 from weft.verify.reference import run_reference
@@ -76,15 +76,11 @@ def rows_for(count: int) -> int:
 def compiled(file: str, recipe: str, count: int) -> InPieces:
     subject = subject_of(file, rows_for(count))
 
-    def capture(one: Subject) -> Graph:
-        first = next(leaf for leaf in pytree.tree_leaves(one.example) if isinstance(leaf, torch.Tensor))
-        return captured(file, first.shape[0])
-
     def make(graph: Graph) -> Plan:
         return load_plan(f"{recipe},microbatches={count}", graph)
 
     # the plan of the whole batch tells how many micro-batches there are: that of one of them does too
-    return compile_pieces(subject, make(captured(file, MORE)), capture, make)
+    return compile_pieces(subject, make(captured(file, MORE)), make)
 
 
 def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, bytes]:
@@ -100,11 +96,12 @@ def in_order(file: str, plan: str, schedule: str, count: int) -> Mapping[str, by
 def equal_to_one_device(file: str, plan: str, schedule: str, count: int, pools: Pools | None = None) -> None:
     subject, reference, graph = subject_of(file, rows_for(count)), reference_of(file, count), captured(file, MORE)
     files = in_order(file, plan, schedule, count)
+    run = partial(run_generated, files, graph, subject, seed=7, wide=True, reference=reference)
     if pools is None:
-        ours = run_generated(files, graph, subject, seed=7, wide=True, reference=reference)
+        ours = run()
     else:
         pool = pools(compiled(file, f"{plan},schedule=1f1b", max(COUNTS)).plan.devices)
-        ours, found = run_both(files, graph, subject, reference, seed=7, say=lambda text: None, pool=pool)
+        ours, found = run_both(run, say=lambda text: None, pool=pool)
         assert found.equal_bits
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda one: one.value)

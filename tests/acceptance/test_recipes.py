@@ -14,7 +14,7 @@ from tests.acceptance.subjects import prepared
 from tests.acceptance.test_models import equal_to_one_device
 from weft.cost.links import default_links
 from weft.lower import lower
-from weft.lower.transfer import collectives
+from weft.lower.collectives import collectives
 from weft.plan.load import load_plan
 
 MODELS = ("gpt-tied", "gpt2", "llama", "qwen3", "bert", "vit")

@@ -28,7 +28,7 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.training.load import load_pipeline
-from weft.verify.door import verify
+from weft.verify.api import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH, CLASSES, ROWS = 12, 10, 8
@@ -107,7 +107,7 @@ def rows(model: Callable[[], nn.Module] = Chain) -> tuple[nn.Module, tuple[Tenso
 def compiled(model: nn.Module, example: object, plan: str | Callable[[Graph], Plan]) -> InPieces:
     subject = make_subject(model, example)
     made = make_plan(plan, capture_subject(subject), subject, None)
-    return compile_pieces(subject, made, capture_subject, partial(make_plan, plan, subject=subject, devices=None))
+    return compile_pieces(subject, made, partial(make_plan, plan, subject=subject, devices=None))
 
 
 def two_stages(graph: Graph, *, first: tuple[int, ...] = (0,), second: tuple[int, ...] = (1,)) -> Plan:

@@ -27,7 +27,6 @@ from tests.pieces import compile_pieces
 from weft.capture.example import split_example
 from weft.codegen import generate
 from weft.compile.model_file import Subject, check_loss
-from weft.ir.graph import Graph
 from weft.lower import lower
 from weft.lower.check import check
 from weft.plan.load import load_plan
@@ -94,12 +93,6 @@ def reference_of(file: str, optimizer: str, count: int) -> Sample:
     return run_reference(subject_of(file, optimizer), seed=7, wide=True, microbatches=count)
 
 
-def captured_again(file: str, subject: Subject) -> Graph:
-    """The graph for the rows of this example, made once."""
-    first = next(leaf for leaf in pytree.tree_leaves(subject.example) if isinstance(leaf, torch.Tensor))
-    return captured(file, first.shape[0])
-
-
 def judged(ours: Sample, reference: Sample) -> None:
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda one: one.value)
@@ -126,7 +119,7 @@ def in_pieces(file: str, plan: str, stage: int, count: int, *optimizers: str) ->
     """The same in micro-batches."""
     recipe = f"{recipe_of(plan, stage, optimizers)},microbatches={count}"
     graph, cut = captured(file, ROWS), partial(load_plan, recipe)
-    made = compile_pieces(subject_of(file, optimizers[0]), cut(graph), partial(captured_again, file), cut)
+    made = compile_pieces(subject_of(file, optimizers[0]), cut(graph), cut)
     files = made.files()
     with one_thread():
         for optimizer in optimizers:

@@ -11,13 +11,13 @@ from weft.codegen import generate
 from weft.compile.model_file import Subject
 from weft.compile.subject import whole_tensors
 from weft.ir.program import Program
+from weft.ops.precision import Float64Mode
 from weft.runtime.layout.execute import take
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import ProgramFiles
 from weft.runtime.program.load import load_program
 from weft.runtime.random import Stream
-from weft.verify.precision import Float64Mode
 
 STEPS = 2
 

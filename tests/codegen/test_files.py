@@ -13,13 +13,14 @@ import torch
 
 from tests.acceptance.subjects import prepared
 from weft.codegen import generate
+from weft.codegen.stored import Entry, table_lines
 from weft.compile.cache import write_files
 from weft.ir.program import Program
 from weft.lower import lower
 from weft.plan.load import load_plan
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
-from weft.runtime.program.files import changes, files_of
+from weft.runtime.program.files import PROGRAM, changes, files_of
 from weft.runtime.program.load import load_program
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
@@ -180,8 +181,28 @@ def test_gradients_accumulate(tmp_path: Path) -> None:
     on_ranks("gpt-tied", "dp=2", tmp_path, body)
 
 
-def test_meta(tmp_path: Path) -> None:
+def test_description(tmp_path: Path) -> None:
     emit(program("mlp", "dp=2"), tmp_path, about={"plan": "dp=2"})
-    meta = json.loads((tmp_path / "meta.json").read_text(encoding="utf-8"))
-    assert (meta["devices"], meta["class"], meta["plan"]) == (2, "MLP", "dp=2")
-    assert [one["name"] for one in meta["inputs"]] == ["x", "y"]
+    about = json.loads((tmp_path / PROGRAM).read_text(encoding="utf-8"))
+    assert (about["devices"], about["plan"]) == (2, "dp=2")
+    assert [where for _, where, _, _ in about["batch"]["tensors"]] == ["x", "y"]
+    (piece,) = about["sizes"][0]["pieces"]
+    assert (piece["class"], piece["folder"], piece["files"]) == ("MLP", "", ["program.py"])
+
+
+def test_a_long_entry_of_a_table_has_a_line_for_each_argument() -> None:
+    cut = 'Cut("a", sizes=(0, 4))'
+    text = f"Part((4, 1), {{0: {cut}}}, dtype=torch.float64, reads=2, use=[all_gather(0, {cut}, of=4)])"
+    lines = table_lines("PARAMETERS", [Entry("short", "Part((4,))"), Entry("long", text)])
+    assert lines == [
+        "PARAMETERS: dict[str, Part] = {",
+        '    "short": Part((4,)),',
+        '    "long": Part(',
+        "        (4, 1),",
+        f"        {{0: {cut}}},",
+        "        dtype=torch.float64,",
+        "        reads=2,",
+        f"        use=[all_gather(0, {cut}, of=4)],",
+        "    ),",
+        "}",
+    ]

@@ -15,7 +15,7 @@ import pytest
 from tests.acceptance.subjects import HAND_WRITTEN, prepared
 from tests.pieces import compile_pieces
 from weft.codegen import generate
-from weft.compile.subject import capture_subject
+from weft.codegen.emit import emit_piece
 from weft.lower import lower
 from weft.plan.load import load_plan
 
@@ -37,7 +37,7 @@ PIPELINES = (("gpt-tied", "pp=2,microbatches=4,schedule=1f1b"),)
 def test_golden(model: str, plan: str, request: pytest.FixtureRequest) -> None:
     _, graph, _ = prepared(model)
     made = HAND_WRITTEN[plan](graph) if plan in HAND_WRITTEN else load_plan(plan, graph)
-    files = generate(lower(made), title=f"{graph.name} cut by {plan}.")
+    files, _ = emit_piece(lower(made), title=f"{graph.name} cut by {plan}.")
     folder = GOLDEN / f"{model}-{plan}"
     for name in ("program.py", "parts.json"):
         path = folder / name
@@ -51,7 +51,7 @@ def test_golden(model: str, plan: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(("model", "plan"), PIPELINES)
 def test_golden_pipeline(model: str, plan: str, request: pytest.FixtureRequest) -> None:
     subject, graph, _ = prepared(model)
-    made = compile_pieces(subject, load_plan(plan, graph), capture_subject, lambda graph: load_plan(plan, graph))
+    made = compile_pieces(subject, load_plan(plan, graph), lambda graph: load_plan(plan, graph))
     files = made.files()
     for name in ("piece0/program.py", "piece1/program.py"):
         path = GOLDEN / f"{model}-{plan}" / name

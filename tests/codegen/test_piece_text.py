@@ -18,7 +18,7 @@ def texts(model: str, plan: str) -> list[str]:
     """The program of each piece."""
     subject = load_model_file(EXAMPLES / f"{model}.py")
     whole = load_plan(plan, capture_subject(subject))
-    files = compile_pieces(subject, whole, capture_subject, lambda graph: load_plan(plan, graph)).files()
+    files = compile_pieces(subject, whole, lambda graph: load_plan(plan, graph)).files()
     return [content.decode() for name, content in files.items() if name.endswith("program.py")]
 
 

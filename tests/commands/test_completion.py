@@ -27,7 +27,12 @@ def test_bash_knows_commands_options_and_values() -> None:
 
 
 def test_every_option_is_in_every_script() -> None:
-    names = {name for _, options in commands_of(make_parser()).values() for option in options for name in option.names}
+    names = {
+        name
+        for _, options in commands_of(make_parser()).values()
+        for option in options
+        for name in option.option_strings
+    }
     for shell in ("bash", "zsh"):
         assert not [name for name in names if name.startswith("--") and name not in script(shell, make_parser())]
     fish = script("fish", make_parser())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from weft.ir.graph import Tensor
 from weft.plan import Plan, cut
 from weft.plan.load import load_plan
 from weft.runtime.operators.algorithms import REGISTRY
-from weft.runtime.program.files import META, PARTS, content_hash
+from weft.runtime.program.files import PARTS, PROGRAM, with_description
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,8 @@ def test_what_a_user_says_of_an_operator_is_part_of_the_key(graph) -> None:
 
 def files_of(key: str = "k") -> dict[str, bytes]:
     files = {"program.py": b"x = 1\n", PARTS: b"{}\n"}
-    meta = {"key": key, "files": ["program.py"], "hash": content_hash(files)}
-    return {**files, META: json.dumps(meta).encode()}
+    piece = {"folder": "", "class": "X", "files": ["program.py"], "ranks": [0]}
+    return with_description(files, {"key": key, "devices": 1, "events": {}, "sizes": [{"pieces": [piece]}]})
 
 
 def test_written_and_found(graph, tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_written_and_found(graph, tmp_path: Path) -> None:
     assert not cache.write(directory, "k", files_of()).edited
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
     found = cache.look_up(directory, "k")
-    assert found is not None and not found.edited and found.files() == files_of()
+    assert found is not None and not found.edited and found.complete() == files_of()
 
 
 @pytest.mark.parametrize("edit", ["change", "remove"])
@@ -105,6 +104,6 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     cache.write(directory, "k", files_of())
     with pytest.raises(RunError, match="another model, plan or version"):
         cache.look_up(directory, "other")
-    (directory / META).write_text("{")
+    (directory / PROGRAM).write_text("{")
     with pytest.raises(RunError, match="no program of weft's"):
         cache.look_up(directory, "k")

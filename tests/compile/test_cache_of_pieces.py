@@ -13,7 +13,7 @@ from weft.ir.schedule import Pipeline, Schedule
 from weft.order import make_schedule
 from weft.plan.plan import Plan
 from weft.plan.select import select
-from weft.runtime.program.files import PIPELINE
+from weft.runtime.program.files import PROGRAM
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlp.py"
 PLAN = "pp=2,microbatches=5"
@@ -26,7 +26,7 @@ def test_a_second_one_is_found(tmp_path: Path) -> None:
     second = compile_subject(load_model_file(EXAMPLE), PLAN, folder=tmp_path)
     assert first.pieces is not None and second.pieces is None and "from the cache" in str(second)
     assert first.directory == second.directory and not second.edited
-    assert second.files == first.files and "piece0-size1/program.py" in second.files and PIPELINE in second.files
+    assert second.files == first.files and "piece0-size1/program.py" in second.files and PROGRAM in second.files
 
 
 @pytest.mark.parametrize("plan", ["pp=2,microbatches=4", "pp=2,microbatches=5,schedule=gpipe", "microbatches=5"])

@@ -13,9 +13,9 @@ import numpy as np
 
 from weft.ir.layout import Layout
 from weft.ir.program import Move
-from weft.ir.routes import Index, Routing, adds
+from weft.ir.routes import Routing
 from weft.lower.transfer import Transfers
-from weft.runtime.layout.transfer import Transfer
+from weft.runtime.layout.transfer import Index, Transfer
 
 Parts = dict[tuple[int, int], np.ndarray]
 """The tensor of each (device, slot)."""
@@ -63,7 +63,7 @@ def check_parts(layout: Layout, parts: Parts, whole: np.ndarray) -> None:
 def run_routes(move: Move, parts: Parts) -> Parts:
     """What a move makes of the parts, by its routes."""
     result = {(part.device, part.slot): np.zeros(part.shape) for part in move.target.parts()}
-    add = adds(move.source, move.target)
+    add = move.source.is_partial
     for route in Routing(move.source, move.target).all:
         assert move.kind != "local" or route.source_device == route.target_device, f"{move} is not local: {route}"
         piece = parts[route.source_device, route.source_slot][box(route.source_index)]

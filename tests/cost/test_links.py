@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cost.links import DEFAULTS, Links, default_links, from_json, load
+from weft.cost.links import DEFAULTS, KINDS, Links, default_links, from_json, load
 from weft.errors import WeftError
 
 MEASURED = {"all_reduce": 70, "all_gather": 112, "reduce_scatter": 124, "all_to_all": 28, "broadcast": 20}
@@ -22,7 +22,7 @@ def test_an_exchange_both_ways_costs_two_sends() -> None:
 
 
 def test_rings_carry_shares_of_the_buffer() -> None:
-    links = Links("ring", 1.0, 0.0, *[1.0] * 7)
+    links = Links("ring", 1.0, 0.0, dict.fromkeys(KINDS, 1.0))
     assert links.seconds("all_reduce", 4, 8) == 1 + 12
     assert links.seconds("all_gather", 4, 8) == 1 + 6
     assert links.seconds("broadcast", 4, 8) == 1 + 8

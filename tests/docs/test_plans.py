@@ -12,7 +12,7 @@ from weft.compile.subject import capture_subject, make_subject
 from weft.cost.links import default_links
 from weft.ir.graph import Graph
 from weft.lower import lower
-from weft.lower.transfer import collectives
+from weft.lower.collectives import collectives
 from weft.plan.load import load_plan
 from weft.verify import verify
 

@@ -105,7 +105,7 @@ def test_transfers_leave_equal_strides() -> None:
     held = torch.arange(6.0).view(2, 3).t()
     whole = ((0, 3),), ((0, 2),)
     transfer = Transfer("local", (0,), (Piece(0, 0, whole),), (Piece(0, 0, whole),), ((3, 2),))
-    (found,) = execute(transfer, [held], Nobody())  # type: ignore[arg-type]
+    (found,) = execute(transfer, [held], Nobody(), dtype=held.dtype)  # type: ignore[arg-type]
     assert found.is_contiguous() and torch.equal(found, held)
 
 

@@ -212,7 +212,7 @@ def test_moves_are_proven_with_the_collectives_of_all_slices() -> None:
         move = Move("all_reduce" if source.is_partial else "exchange", source, target)
         collectives, good = followed(move)
         assert good, move
-        assert proofs.of(move).collectives == collectives, move
+        assert proofs.of(move) == collectives, move
 
 
 def broken(change: Callable[[Transfer], Transfer], at: int) -> Callable[[Transfers, Move, int], Transfer | None]:

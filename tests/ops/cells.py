@@ -106,7 +106,7 @@ def whole_case(
     graph = Graph("one", inputs | outputs, (), (), (), {}, (op,), op.outputs, None)
     rule = rule_for(op, graph)
     if draw is not None:
-        view = cell_view(rule, OpLayout(Grid((), (0,)), ()), (), _shapes(values), _shapes(results))
+        view = cell_view(rule, OpLayout(Grid((), (0,)), ()), ())
         results = _call(local_call(op, rule, view), leaves, {})
     cotangents = tuple(_cotangent(value, i in unused) for i, value in enumerate(results))
     gradients = _gradients(results, cotangents, leaves)
@@ -145,10 +145,6 @@ def _gradients(
     )
 
 
-def _shapes(values: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(value.shape) for value in values)
-
-
 def prove_cells(it: Case, names: Sequence[str] | None = None, *, empty: bool = True) -> Case:
     """The op cut in every way, and every operand carried that it is linear in."""
     check_form(it.rule)
@@ -173,12 +169,11 @@ def cut_by(it: Case, uses: tuple[Cut | Carried, ...]) -> None:
             require(it.op, it.rule, use)
     axes = tuple(Axis(f"a{i}", len(use.shares) if isinstance(use, Cut) else 2) for i, use in enumerate(uses))
     layout = OpLayout(Grid(axes, tuple(range(_num_cells(axes)))), uses)
-    shapes = _shapes(it.values), _shapes(it.results)
-    lying = operands(it.rule, layout, *shapes)
+    lying = operands(it.rule, layout)
     for operand in (*lying.inputs, *lying.outputs):
         verify_layout(operand.layout)
     told = f"{it.op.target}: {it.rule}\n{layout}"
-    ran = run_cells(it, layout, lying, shapes)
+    ran = run_cells(it, layout, lying)
     for i, (expected, operand) in enumerate(zip(it.results, lying.outputs, strict=True)):
         check({cell: ran[cell][0][i] for cell in ran}, operand.layout, expected, f"output {i} of {told}")
     for i, (gradient, operand) in enumerate(zip(it.gradients, lying.inputs, strict=True)):
@@ -236,7 +231,7 @@ def _num_cells(axes: Sequence[Axis]) -> int:
     return total
 
 
-def run_cells(it: Case, layout: OpLayout, lying: Any, shapes: Any) -> dict[Cell, Any]:
+def run_cells(it: Case, layout: OpLayout, lying: Any) -> dict[Cell, Any]:
     """Every cell's outputs and gradients, one thread per cell."""
     tensors = [it.graph.tensors[name] for name in it.op.inputs]
     parts = [_parts(value, operand.layout) for value, operand in zip(it.values, lying.inputs, strict=True)]
@@ -248,7 +243,7 @@ def run_cells(it: Case, layout: OpLayout, lying: Any, shapes: Any) -> dict[Cell,
     def work(cell: Cell) -> None:
         try:
             leaves = [_leaf(part[cell], tensor) for part, tensor in zip(parts, tensors, strict=True)]
-            view = cell_view(it.rule, layout, cell, *shapes)
+            view = cell_view(it.rule, layout, cell)
             results = _call(local_call(it.op, it.rule, view), leaves, comms[cell])
             _count(it, comms[cell], "forward")
             gradients = _gradients(results, [part[cell] for part in told], leaves)

@@ -133,8 +133,7 @@ def prove_layout(it: Case, uses: Sequence[Use]) -> None:
     axes = tuple(Axis(f"a{i}", len(use.shares) if isinstance(use, Cut) else 2) for i, use in enumerate(uses))
     grid = Grid(axes, tuple(range(_product(axis.size for axis in axes))))
     layout = OpLayout(grid, tuple(uses))
-    shapes = tuple(tuple(value.shape) for value in it.values), tuple(tuple(value.shape) for value in it.results)
-    lying = operands(it.rule, layout, *shapes)
+    lying = operands(it.rule, layout)
     for operand in (*lying.inputs, *lying.outputs):
         verify_layout(operand.layout)
     addends = [_addends(value, operand.layout) for value, operand in zip(it.values, lying.inputs, strict=True)]
@@ -144,7 +143,7 @@ def prove_layout(it: Case, uses: Sequence[Use]) -> None:
     for cell in grid.cells:
         parts = [_part(addends[i], operand.layout, cell) for i, operand in enumerate(lying.inputs)]
         locals_ = _leaves(parts, it.fixed)
-        view = cell_view(it.rule, layout, cell, *shapes)
+        view = cell_view(it.rule, layout, cell)
         results = run_call(local_call(it, view), locals_)
         told = partial(_tell, it, layout, cell)
         for i, (result, whole) in enumerate(zip(results, outputs, strict=True)):

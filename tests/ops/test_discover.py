@@ -38,19 +38,17 @@ class Count:
     proven: int = 0
 
 
-def lying(it: Case, rule: Rule, name: str) -> Operands:
-    shapes = tuple(tuple(v.shape) for v in it.values), tuple(tuple(v.shape) for v in it.results)
-    return operands(rule, layout_of((plain_cut(name, rule.sizes[name], (1, 1)),)), *shapes)
+def lying(rule: Rule, name: str) -> Operands:
+    return operands(rule, layout_of((plain_cut(name, rule.sizes[name], (1, 1)),)))
 
 
 def plain_names(it: Case) -> Iterator[str]:
     """The names along which the table cuts the operator into calls of itself."""
-    shapes = tuple(tuple(v.shape) for v in it.values), tuple(tuple(v.shape) for v in it.results)
     for name in it.rule.cuttable:
         if name in it.rule.algorithms or it.rule.sizes[name] < 2:
             continue
         layout = layout_of((plain_cut(name, it.rule.sizes[name], (1, 1)),))
-        view = cell_view(it.rule, layout, (0,), *shapes)
+        view = cell_view(it.rule, layout, (0,))
         if it.rule.local is None or it.rule.local(it.op, view).target == it.op.target:
             yield name
 
@@ -76,9 +74,9 @@ def find(target: str, count: Count, seeds: Sequence[int]) -> list[str]:
     it = case(target, args, kwargs)
     rule = discovered_rule(it.op, it.graph)
     check_form(rule)
-    known = [lying(it, rule, name) for name in rule.cuttable]
+    known = [lying(rule, name) for name in rule.cuttable]
     wanted = list(plain_names(it))
-    missing = [name for name in wanted if lying(it, it.rule, name) not in known]
+    missing = [name for name in wanted if lying(it.rule, name) not in known]
     count.allowed += len(wanted)
     count.found += len(wanted) - len(missing)
     for seed in seeds:

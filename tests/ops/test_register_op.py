@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import weft
 from examples import custom_ops
 from weft.capture import capture
-from weft.codegen.emit import generate
+from weft.codegen import generate
 from weft.errors import CaptureError, RuleError, WeftError
 from weft.ir.graph import Graph, Op
 from weft.lower import lower

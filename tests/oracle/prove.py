@@ -31,7 +31,7 @@ from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Program, Recompute, Reshard, Step, Sync, Take, Use, Value, outputs_of
 from weft.ir.ranges import Ranges, ascending, count, tidy, whole
 from weft.lower.check import Report
-from weft.lower.proof.moves import FaultError
+from weft.lower.proof.moves import FaultError, num_shares
 from weft.lower.proof.ops import refuse_cuts, refuse_hanging_talk
 from weft.ops.book import RuleBook
 from weft.ops.derive import cell_view
@@ -137,7 +137,7 @@ class Prover:
         for device, mine in step.layout.grid.cells_on.items():
             for slot, cell in enumerate(mine):
                 where = (device, slot)
-                cells[where] = cell_view(rule, step.layout, cell, self.book.inputs(op), self.book.outputs(op))
+                cells[where] = cell_view(rule, step.layout, cell)
                 found[where] = [
                     self._operand(op, i, source, where, cells[where].inputs[i]) for i, source in enumerate(sources)
                 ]
@@ -178,7 +178,7 @@ class Prover:
                 reason = incomplete(content, self.universes[content.tensor])
                 if reason:
                     partial.setdefault(i, reason)
-                elif self.universes[content.tensor] is not WHOLE:
+                elif self.universes[content.tensor] is not WHOLE and not self._in_addends(step, i):
                     self.counts["sums"] += 1
         if not partial:
             return rule.added if summed_space(rule, step) else frozenset()
@@ -187,6 +187,10 @@ class Prover:
                 return operands
         position, reason = next(iter(partial.items()))
         raise FaultError(f"operand {position} of {op.name} ({op.inputs[position]}) is not complete: {reason}")
+
+    def _in_addends(self, step: Compute, position: int) -> bool:
+        """True if an operand may be in addends: one that holds all is then not counted as a sum."""
+        return num_shares(self.program.values[step.inputs[position]].layout) > 1
 
     def _outputs(
         self,

@@ -70,7 +70,7 @@ def test_a_period_shorter_than_the_work_has_no_pattern() -> None:
     pipeline = interlaced_chain(2, 1)
     task = make_task(pipeline, spans(2))
     assert task.least_period == 8
-    assert best_pattern(pipeline, task, edges(task), None, period=7, solver=make_solver()) is None
+    assert best_pattern(pipeline, task, edges(task), period=7, solver=make_solver()) is None
 
 
 def test_copies_of_a_pattern_never_meet() -> None:

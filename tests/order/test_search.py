@@ -12,7 +12,7 @@ from tests.order.cases import random_pipeline, random_schedule
 from tests.order.shapes import chain, interlaced_chain, nf1b_relations, one_f_one_b_relations, recycled, vee
 from weft.errors import PlanError
 from weft.ir.schedule import Before, Event, Micro, Pipeline, Schedule, Segment
-from weft.order import Span, check_schedule, make_schedule, peaks, simulate
+from weft.order import Span, check_schedule, make_schedule, simulate
 from weft.order.relations import check_relations, expand
 from weft.order.search import Found, complete
 
@@ -32,10 +32,6 @@ def keeps(pipeline: Pipeline, schedule: Schedule, relations: tuple[Before, ...])
     return all(timeline.ends[one] <= timeline.starts[two] for one, two in expand(pipeline, relations))
 
 
-def limits(stages: int) -> dict[int, int]:
-    return {stage: stages - stage for stage in range(stages)}
-
-
 def test_relations_hold_for_every_micro_batch() -> None:
     pipeline = chain(2, 4)
     pairs = expand(pipeline, [Before(f("s0", M + 2), b("s0", M))])
@@ -51,10 +47,9 @@ def test_1f1b_is_found(count: int, constrained: bool, named: bool) -> None:
     """Solved whole and as a pattern, from the named schedule and from nothing."""
     pipeline = chain(4, count)
     relations = one_f_one_b_relations(pipeline) if constrained else ()
-    found = complete(pipeline, relations, limits=limits(4), named=named)
+    found = complete(pipeline, relations, named=named)
     assert found.makespan == 3 * count + 9 and found.proven
     assert keeps(pipeline, found.schedule, relations)
-    assert all(peak <= limits(4)[device] for device, peak in peaks(pipeline, found.schedule).items())
     if constrained:
         assert found.schedule == make_schedule("1f1b", pipeline)
 
@@ -63,45 +58,36 @@ def test_the_named_schedule_keeps_its_relations() -> None:
     pipeline = chain(5, 9)
     assert keeps(pipeline, make_schedule("1f1b", pipeline), one_f_one_b_relations(pipeline))
     wide = recycled(3, 9)
-    assert keeps(wide, make_schedule("nf1b", wide, distance=1), nf1b_relations(wide, distance=1))
-
-
-def test_less_memory_takes_longer() -> None:
-    pipeline = chain(3, 6)
-    times = [complete(pipeline, limits=limit).makespan for limit in (3, 2, 1)]
-    assert times == sorted(times) and times[0] < times[1] < times[2] == 6 * 9
+    assert keeps(wide, make_schedule("nf1b", wide), nf1b_relations(wide, distance=1))
 
 
 def test_divided_backwards_are_shorter() -> None:
     pipeline = chain(3, 5, splits=True)
-    found = complete(pipeline, limits=3, named=False)
+    found = complete(pipeline, named=False)
     assert found.makespan == 3 * 5 + 2 and found.proven
 
 
 @pytest.mark.parametrize("pipeline", [interlaced_chain(2, 5), vee(2, 3), recycled(2, 4), chain(2, 5, virtual=2)])
 def test_search_is_no_worse_than_the_named_schedules(pipeline: Pipeline) -> None:
     spans = {one.name: Span(1, 2, 0) for one in pipeline.segments}
-    live = max(peaks(pipeline, make_schedule("1f1b", pipeline)).values())
-    found = complete(pipeline, spans=spans, limits=live, named=False, seconds=10)
+    found = complete(pipeline, spans=spans, named=False, seconds=10)
     for name in ("1f1b", "interlaced", "gpipe"):
         schedule = make_schedule(name, pipeline, spans=spans)
-        if max(peaks(pipeline, schedule).values()) <= live:
-            assert found.makespan <= simulate(pipeline, schedule, spans).makespan
+        assert found.makespan <= simulate(pipeline, schedule, spans).makespan
 
 
 def test_many_micro_batches_by_pattern() -> None:
     """The paper's shape by search: the period has no idle time, warm-up and cool-down are the solver's."""
     pipeline = interlaced_chain(4, 64)
     spans = {f"s{stage}": Span(1, 3, 0) for stage in range(4)} | {"embed": Span(1, 1, 0), "head": Span(1, 1, 0)}
-    found = complete(pipeline, spans=spans, limits=12, named=False, seconds=20)
+    found = complete(pipeline, spans=spans, named=False, seconds=20)
     assert "pattern" in found.method
     assert found.makespan <= 8 * 64 + 20
-    assert max(peaks(pipeline, found.schedule).values()) <= 12
 
 
 def test_the_same_search_gives_the_same_schedule() -> None:
     def search() -> Found:
-        return complete(chain(3, 4), limits=2, named=False)
+        return complete(chain(3, 4), named=False)
 
     assert search().schedule == search().schedule
 
@@ -133,16 +119,6 @@ def test_a_relation_that_contradicts_the_data() -> None:
     assert "f(s0, 0) before f(s1, 0)" in caught.value.message
 
 
-def test_relations_that_need_more_memory_than_allowed() -> None:
-    pipeline = chain(2, 4)
-    guilty = Before(f("s0", M + 2), b("s0", M))
-    with pytest.raises(PlanError, match="at most 2 live micro-batches") as caught:
-        complete(pipeline, (Before(f("s0", M), f("s0", M + 1)), guilty), limits=2)
-    assert str(guilty) in caught.value.message
-    assert "f(s0, m) before" not in caught.value.message
-    complete(pipeline, (guilty,), limits=3)
-
-
 def test_a_relation_that_no_device_sees_to() -> None:
     """Data may order events of different devices; a schedule cannot."""
     pipeline = chain(3, 4)
@@ -165,21 +141,14 @@ def test_bad_relations(relation: Before, message: str) -> None:
     assert caught.value.place == str(relation)
 
 
-def test_a_limit_below_one_micro_batch_of_each_segment() -> None:
-    with pytest.raises(PlanError, match="device 0 may keep 1 live micro-batches, but its 2 segments keep one each"):
-        complete(vee(2, 4), limits=1)
-
-
 def test_a_search_does_not_grow_with_the_devices_of_a_stage() -> None:
     groups = [tuple(range(32 * stage, 32 * stage + 32)) for stage in range(3)]
     segments = [Segment(f"s{stage}", group, (f"s{stage - 1}",) * (stage > 0)) for stage, group in enumerate(groups)]
     wide, small = Pipeline(tuple(segments), 5), chain(3, 5)
-    for limit in (2, {0: 3, 37: 1}):
-        found = complete(wide, limits=limit, named=False)
-        same = complete(small, limits=limit if limit == 2 else {0: 3, 1: 1}, named=False)
-        assert found.makespan == same.makespan
-        for stage, group in enumerate(groups):
-            assert all(found.schedule.events[device] == same.schedule.events[stage] for device in group)
+    found, same = complete(wide, named=False), complete(small, named=False)
+    assert found.makespan == same.makespan
+    for stage, group in enumerate(groups):
+        assert all(found.schedule.events[device] == same.schedule.events[stage] for device in group)
 
 
 def test_measured_times() -> None:
@@ -197,30 +166,28 @@ def test_measured_times() -> None:
 def test_large_searches(stages: int, constrained: bool, count: int) -> None:
     pipeline = chain(stages, count)
     relations = one_f_one_b_relations(pipeline) if constrained else ()
-    found = complete(pipeline, relations, limits=limits(stages), named=False, seconds=60)
+    found = complete(pipeline, relations, named=False, seconds=60)
     assert found.makespan <= simulate(pipeline, make_schedule("1f1b", pipeline)).makespan
     assert found.seconds < 65
 
 
 def random_search(seed: int) -> None:
-    """The solver against many random orders, the named schedules and its own limits."""
+    """The solver against many random orders and the named schedules."""
     draw = random.Random(seed)
     pipeline = random_pipeline(draw)
     while len(pipeline.segments) * pipeline.microbatches > 10:
         pipeline = random_pipeline(draw)
     least = draw.choice([0, 1, 1])
     spans = {one.name: Span(*(draw.randint(least, 2) for _ in "fbw")) for one in pipeline.segments}
-    live = max(draw.randint(1, 6), *(sum(one.trains for one in pipeline.on(device)) for device in pipeline.devices))
-    found = complete(pipeline, spans=spans, limits=live, named=False, seconds=10)
+    found = complete(pipeline, spans=spans, named=False, seconds=10)
     assert found.proven
     assert simulate(pipeline, found.schedule, spans).makespan == found.makespan
     if not least:
         return  # what takes no time is rounded up: the schedule holds, and may be a little longer
     for _ in range(20):
         schedule = random_schedule(pipeline, draw)
-        if max(peaks(pipeline, schedule).values()) <= live:
-            assert found.makespan <= simulate(pipeline, schedule, spans).makespan
-    assert complete(pipeline, spans=spans, limits=live, seconds=10).makespan == found.makespan
+        assert found.makespan <= simulate(pipeline, schedule, spans).makespan
+    assert complete(pipeline, spans=spans, seconds=10).makespan == found.makespan
 
 
 def test_random_searches() -> None:
@@ -236,15 +203,13 @@ def test_many_random_searches() -> None:
 
 @pytest.mark.full
 def test_many_random_patterns() -> None:
-    """Sixty micro-batches of any pipeline: patterns, within limits, from named schedules and from nothing."""
+    """Sixty micro-batches of any pipeline: patterns, from named schedules and from nothing."""
     for seed in range(40):
         draw = random.Random(seed)
         pipeline = replace(random_pipeline(draw), microbatches=60)
         spans = {one.name: Span(*(draw.choice([1, 2, 3, 0.37]) for _ in "fbw")) for one in pipeline.segments}
-        least = max(sum(one.trains for one in pipeline.on(device)) for device in pipeline.devices)
         relations = tuple(Before(f(one.name, M), f(one.name, M + 1)) for one in pipeline.segments)
-        live = max(draw.randint(1, 8), least)
-        found = complete(pipeline, relations[: draw.randint(0, 3)], spans=spans, limits=live, seconds=5)
+        found = complete(pipeline, relations[: draw.randint(0, 3)], spans=spans, seconds=5)
         # complete() proves what it returns.
         assert simulate(pipeline, found.schedule, spans).makespan == found.makespan
 

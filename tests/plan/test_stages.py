@@ -16,7 +16,7 @@ from weft.ops.book import RuleBook
 from weft.ops.work import light_ops, work_of
 from weft.plan.load import load_plan
 from weft.plan.plan import Plan
-from weft.plan.recipes.stages import balanced, begun_at
+from weft.plan.recipes.stages import stages_of
 
 WIDTH = 64
 
@@ -45,35 +45,35 @@ def linears(graph: Graph, stages: list) -> list[int]:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_alike_layers_are_shared_out_evenly(count: int) -> None:
     graph = tower([WIDTH] * 9)
-    assert linears(graph, balanced(graph, RuleBook(graph), count)) == [8 // count] * count
+    assert linears(graph, stages_of(graph, RuleBook(graph), count)) == [8 // count] * count
 
 
 def test_the_cut_is_where_little_crosses() -> None:
     graph = tower([WIDTH, WIDTH, 4, WIDTH, WIDTH])
-    assert linears(graph, balanced(graph, RuleBook(graph), 2)) == [2, 2]
+    assert linears(graph, stages_of(graph, RuleBook(graph), 2)) == [2, 2]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_every_op_is_in_one_stage(count: int) -> None:
     graph = tower([16, 24, 8, 40, 16])
     book = RuleBook(graph)
-    ops = [op.name for stage in balanced(graph, book, count) for op in stage]
+    ops = [op.name for stage in stages_of(graph, book, count) for op in stage]
     assert ops == [op.name for op in graph.ops if op.name not in light_ops(graph, book)]
-    assert all(balanced(graph, book, count))
+    assert all(stages_of(graph, book, count))
 
 
 def test_as_many_stages_as_operators() -> None:
     graph = tower([4, 4, 4])
     book = RuleBook(graph)
     count = len(graph.ops) - len(light_ops(graph, book))
-    assert [len(stage) for stage in balanced(graph, book, count)] == [1] * count
+    assert [len(stage) for stage in stages_of(graph, book, count)] == [1] * count
     with pytest.raises(PlanError, match="a stage would have no work"):
-        balanced(graph, book, count + 1)
+        stages_of(graph, book, count + 1)
 
 
 def test_stages_begin_at_modules() -> None:
     graph = tower([4] * 5)
-    stages = begun_at(graph, RuleBook(graph), ["layers.1", "layers.3"])
+    stages = stages_of(graph, RuleBook(graph), 3, ["layers.1", "layers.3"])
     assert linears(graph, stages) == [1, 2, 1]
 
 
@@ -89,7 +89,7 @@ def test_stages_begin_at_modules() -> None:
 def test_modules_that_begin_no_stage(modules: list[str], says: str) -> None:
     graph = tower([4] * 5)
     with pytest.raises(PlanError, match=says) as caught:
-        begun_at(graph, RuleBook(graph), modules)
+        stages_of(graph, RuleBook(graph), len(modules) + 1, modules)
     assert caught.value.remedy
 
 
@@ -155,8 +155,8 @@ def test_uneven_models_are_cut_by_time_not_by_layers(wide: int, classes: int, co
         return sum(work_of(op, book.rule(op), graph).time for op in ops)
 
     layers = [*(f"layers.{number}" for number in range(6)), "head"]
-    even = begun_at(graph, book, [layers[len(layers) * at // count] for at in range(1, count)])
-    ours = max(map(time, balanced(graph, book, count)))
+    even = stages_of(graph, book, count, [layers[len(layers) * at // count] for at in range(1, count)])
+    ours = max(map(time, stages_of(graph, book, count)))
     assert ours < 0.9 * max(map(time, even))
     # what is wide is not cut: too much would cross
     whole = max(time(op for op in graph.ops if op.path.startswith(layer)) for layer in layers)

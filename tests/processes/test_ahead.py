@@ -15,7 +15,6 @@ from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.weights import products as F
-from weft.runtime.weights.grad_sync import BucketSync
 
 STORED = Part((6, 6), {0: "dp"}, dtype=torch.float64, use=[all_gather(0, "dp")], sync=None)
 PARTS = {f"layers.{i}.weight": STORED for i in range(4)}
@@ -38,7 +37,7 @@ def train(transport: Transport, payload: Any = None) -> tuple[list[Tensor], int]
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(6, 6, generator=generator, dtype=torch.float64) for name in PARTS}
     mine = {name: whole.chunk(2)[transport.rank].clone() for name, whole in state.items()}
-    module = Tower(transport, mine, grad_sync=BucketSync())
+    module = Tower(transport, mine)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     started = 0
     if isinstance(transport, ProcessTransport):

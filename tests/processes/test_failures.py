@@ -101,7 +101,7 @@ def test_ranks_that_are_far_from_any_collective(ready: Callable[[int], Pool]) ->
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (bodies.mixed_kinds, ["all_reduce(sum) of float32[2]", "all_gather of float32[2]"]),
+        (bodies.mixed_kinds, ["all_reduce(sum) of float32[2]", "all_gather sending float32[2]"]),
         (bodies.mixed_shapes, ["float32[2]", "float32[3]"]),
         (bodies.mixed_dtypes, ["float32[2]", "int32[2]"]),
         (bodies.mixed_operations, ["all_reduce(sum)", "all_reduce(max)"]),

@@ -39,10 +39,7 @@ def test_the_bits_of_the_emulator(name: str, plan: str, reduce: str | None, pool
         return make_plan(plan, other, subject, None)
 
     made = make(graph)
-    if is_in_pieces(made):
-        files = compile_pieces(subject, made, capture_subject, make).files()
-    else:
-        files = generate(lower(made))
+    files = compile_pieces(subject, made, make).files() if is_in_pieces(made) else generate(lower(made))
     with one_thread():
         here = run_generated(files, graph, subject, seed=0, wide=False)
         there = run_generated(files, graph, subject, seed=0, wide=False, pool=pools(made.devices))

@@ -16,6 +16,7 @@ from weft.capture import capture
 from weft.cli import main
 from weft.codegen import generate
 from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.lower import lower
@@ -26,7 +27,6 @@ from weft.plan.primitives import cut
 from weft.verify.compare import Sample, compare
 from weft.verify.generated import run_generated
 from weft.verify.judged import judge
-from weft.verify.locate import Traceable
 from weft.verify.processes import compare_with_emulator
 from weft.verify.reference import run_reference
 
@@ -119,11 +119,11 @@ def test_buffers_dropout_and_other_outputs(recipe: str, pools: Pools) -> None:
 
 def test_wrong_code_of_a_right_program_is_found(pools: Pools) -> None:
     subject, graph, _ = prepared("mlp")
-    program = lower(load_plan("dp=2", graph))
+    plan = load_plan("dp=2", graph)
+    program = lower(plan)
     files = generate(program)
     text = files["program.py"].decode()
     assert text.count('"up.bias": Part((12,), sync="dp")') == 1
     files["program.py"] = text.replace('"up.bias": Part((12,), sync="dp")', '"up.bias": Part((12,))').encode()
-    traceable = Traceable.of_program(program)
-    found = judge(files, graph, subject, seed=7, tolerance=1e-9, pool=pools(2), traceable=traceable)
+    found = judge(files, graph, subject, seed=7, tolerance=1e-9, pool=pools(2), pieces=InPieces.of(plan, program))
     assert not found.equal and found.first_difference is not None and found.first_difference.tensor == "up.bias"

@@ -30,10 +30,10 @@ def reshard(
     backward: Sequence[Transfer] | None,
     shapes: tuple[Any, Any],
     dtype: torch.dtype = F64,
-) -> Reshard:
-    return Reshard(
-        source, target, tuple(forward), None if backward is None else tuple(backward), shapes[0], shapes[1], dtype
-    )
+) -> tuple[str, Reshard]:
+    """A reshard and its name, as `run_reshard` takes them."""
+    back = None if backward is None else tuple(backward)
+    return f"{source} -> {target}", Reshard(tuple(forward), back, *shapes, dtype)
 
 
 def all_reduce(shape: tuple[int, ...], *group: int) -> Transfer:

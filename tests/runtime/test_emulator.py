@@ -174,7 +174,7 @@ def missing_piece(transport: Transport) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (mixed_kinds, ["all_reduce(sum) of float32[2]", "all_gather of float32[2]"]),
+        (mixed_kinds, ["all_reduce(sum) of float32[2]", "all_gather sending float32[2]"]),
         (mixed_shapes, ["float32[2]", "float32[3]"]),
         (mixed_dtypes, ["float32[2]", "float64[2]"]),
         (mixed_operations, ["all_reduce(sum)", "all_reduce(max)"]),

@@ -15,7 +15,7 @@ from weft.runtime.links.transport import RankFailed, Transport
 from weft.runtime.program.module import Given, ParallelModule, Part
 from weft.runtime.weights import prefetch
 from weft.runtime.weights import products as F
-from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.grad_sync import GradSync
 
 NUM_RANKS = 2
 STORED = Part((8, 8), {0: "dp"}, torch.float64, use=[all_gather(0, "dp")], sync=None)
@@ -70,7 +70,7 @@ def batch() -> Tensor:
 def made(transport: Transport, cls: type[ParallelModule] = Split) -> ParallelModule:
     rows = slice(4 * transport.rank, 4 * transport.rank + 4)
     state = {name: weight[rows].clone() for name, weight in weights().items()}
-    return cls(transport, state, grad_sync=BucketSync())
+    return cls(transport, state)
 
 
 def kept() -> dict[str, Tensor]:
@@ -136,9 +136,9 @@ def test_a_rank_that_stores_all_of_a_weight_gathers_with_the_others() -> None:
             return self.finish(self.comm.all_reduce(share, over="dp"), share)
 
     def body(transport: Transport) -> Tensor:
-        index = Uneven(transport, grad_sync=BucketSync()).stored["w"]
+        index = Uneven(transport).stored["w"]
         weight = torch.ones(sum(b - a for a, b in index[0]), 4, dtype=torch.float64)
-        module = Uneven(transport, {"w": weight}, grad_sync=BucketSync())
+        module = Uneven(transport, {"w": weight})
         module(torch.ones(2, 4, dtype=torch.float64)).backward()
         return module.w.grad
 
@@ -168,7 +168,7 @@ def test_no_hooks_without_uses() -> None:
             assert self.tape.gathered._hooks is None
             return self.finish(loss, loss)
 
-    run_ranks(2, lambda transport: Plain(transport, grad_sync=BucketSync())(torch.ones(2, 4, dtype=torch.float64)))
+    run_ranks(2, lambda transport: Plain(transport)(torch.ones(2, 4, dtype=torch.float64)))
 
 
 class Again(Split, grid={"dp": NUM_RANKS}, parameters=LAYERS):
@@ -247,8 +247,8 @@ def test_each_gradient_goes_home_when_it_is_complete_in_the_first_backward_too(
 ) -> None:
     def body(transport: Transport) -> list[list[str]]:
         counting = Counting(transport)
-        sync = BucketSync(bucket=1)
-        module = cls(counting, made(transport).state_dict(), grad_sync=sync)  # type: ignore[arg-type]
+        module = cls(counting, made(transport).state_dict())  # type: ignore[arg-type]
+        module.grad_sync = GradSync(module, bucket=1)
         found = []
         for _ in range(2):
             loss = module(batch().chunk(NUM_RANKS)[transport.rank])

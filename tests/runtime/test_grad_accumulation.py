@@ -16,7 +16,7 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.weights.grad_accumulation import Queue, accumulating, add_queued
-from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.products import addmm, linear, matmul
 
 NUM_RANKS = 2
@@ -52,7 +52,9 @@ def state() -> dict[str, Tensor]:
 
 
 def mixed(transport: Transport) -> Mixed:
-    return Mixed(transport, state(), grad_sync=BucketSync(bucket=256))
+    module = Mixed(transport, state())
+    module.grad_sync = GradSync(module, bucket=256)
+    return module
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +107,7 @@ class Attending(Mixed, grid={"dp": NUM_RANKS}, parameters=PARTS):
 
 def test_what_a_recomputed_region_reads_is_no_weight() -> None:
     def body(transport: Transport) -> None:
-        module, x = Attending(transport, state(), grad_sync=BucketSync()), batch().chunk(NUM_RANKS)[transport.rank]
+        module, x = Attending(transport, state()), batch().chunk(NUM_RANKS)[transport.rank]
         module(x).backward()
         plain = gradients(module)
         module.zero_grad()
@@ -134,7 +136,7 @@ class Squared(ParallelModule, grid={"dp": 1}, parameters={"a": Part((8, 8), dtyp
 
 def test_what_a_recomputed_product_reads_is_no_weight() -> None:
     def body(transport: Transport) -> None:
-        module = Squared(transport, {"a": torch.eye(8, dtype=torch.float64)}, grad_sync=BucketSync())
+        module = Squared(transport, {"a": torch.eye(8, dtype=torch.float64)})
         module(batch()).backward()
         plain = gradients(module)
         module.zero_grad()
@@ -251,7 +253,7 @@ def test_a_weight_of_several_products_is_summed_once() -> None:
         for _ in range(3):
             module(x).backward()
             plain(x).backward()
-            assert len(starting.sums) == module.grad_sync.num_buckets
+            assert len(starting.sums) == len(module.grad_sync.buckets)
             starting.sums.clear()
             found, expected = gradients(module), gradients(plain)
             assert [name for name in expected if not torch.equal(found[name], expected[name])] == []

@@ -17,7 +17,6 @@ from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.weights import products as F
-from weft.runtime.weights.grad_sync import BucketSync
 
 RANKS = 3
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -61,7 +60,7 @@ def net(keeps: tuple[str, ...]) -> type[ParallelModule]:
 def opened(transport: Transport, keeps: tuple[str, ...]) -> ParallelModule:
     draw = torch.Generator().manual_seed(0)
     wholes = {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
-    module = net(keeps)(transport, grad_sync=BucketSync())
+    module = net(keeps)(transport)
     for name, parameter in module.named_parameters():
         index = module.stored[name]
         for dim, intervals in enumerate(index):

@@ -16,7 +16,6 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
 from weft.runtime.weights import products as F
-from weft.runtime.weights.grad_sync import BucketSync
 
 SHAPE = (6, 4)
 KEEPS = ((), ("weight",), ("weight", "gradient"))
@@ -44,7 +43,7 @@ def batch(rank: int) -> Tensor:
 
 def make(transport: Transport, keeps: tuple[str, ...], dim: int = 0) -> ParallelModule:
     part = whole().chunk(transport.num_ranks, dim)[transport.rank]
-    return layer(transport.num_ranks, keeps, dim)(transport, {"weight": part.clone()}, grad_sync=BucketSync())
+    return layer(transport.num_ranks, keeps, dim)(transport, {"weight": part.clone()})
 
 
 def train(transport: Transport, keeps: tuple[str, ...], update: Callable[[Any], None], dim: int = 0) -> Tensor:

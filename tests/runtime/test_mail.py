@@ -137,7 +137,8 @@ def test_what_crosses_once() -> None:
 
 
 def test_a_gradient_is_added_up_in_place_where_nothing_else_lies() -> None:
-    leaf, sink = make_leaf(torch.zeros(3))
+    sink = Gradient()
+    leaf = make_leaf(torch.zeros(3), sink)
     (leaf * 2).sum().backward()
     assert sink.total is not None
     address = sink.total.data_ptr()
@@ -147,7 +148,8 @@ def test_a_gradient_is_added_up_in_place_where_nothing_else_lies() -> None:
 
 def test_a_gradient_that_shares_its_memory_is_left_alone() -> None:
     """The two leaves' first gradients are views of one tensor."""
-    (one, first), (two, second) = make_leaf(torch.zeros(3)), make_leaf(torch.zeros(3))
+    first, second = Gradient(), Gradient()
+    one, two = make_leaf(torch.zeros(3), first), make_leaf(torch.zeros(3), second)
     both = torch.ones(2, 3)
     one.grad, two.grad = both[0], both[1]
     first.collect(one)

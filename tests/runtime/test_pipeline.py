@@ -16,10 +16,10 @@ from weft.order import make_schedule
 from weft.plan.load import load_plan
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.teams import Team
+from weft.runtime.links.subgroup import Subgroup
 from weft.runtime.links.transport import CollectiveMismatch, Doing, Transport
 from weft.runtime.training.load import load_pipeline
-from weft.runtime.training.microbatches import TooFewRows, default_dims, shares, split, split_arguments
+from weft.runtime.training.microbatches import TooFewRows, default_dims, split, split_arguments
 from weft.runtime.training.pipeline import Event, Rank
 
 MICROS = 3
@@ -95,7 +95,7 @@ def test_nothing_is_kept_after_a_step(files: tuple[Path, Net]) -> None:
         rank = loaded(transport, folder, module)
         for step in range(2):
             rank.step(batches(), [1 / MICROS] * MICROS, 0, step)
-        return not rank._held and not rank._queues
+        return not rank._saved and not rank._queues
 
     assert run_ranks(2, body) == [True, True]
 
@@ -124,7 +124,7 @@ def test_events_in_words() -> None:
 def test_a_team_sees_only_itself() -> None:
     def body(transport: Transport) -> tuple[int, float, float, list[float]]:
         ranks = (3, 1) if transport.rank % 2 else (0, 2)
-        team = Team(Replica(transport, 4), ranks)
+        team = Subgroup(Replica(transport, 4), ranks)
         team.doing = Doing("F0 of a")
         assert transport.doing == team.doing and team.num_ranks == 2
         mine = torch.tensor([float(transport.rank)])
@@ -151,7 +151,7 @@ def test_micro_batches_cover_the_batch(rows: int, count: int) -> None:
     assert all(torch.equal(other, fixed) for _, other in parts)
     sizes = [len(one) for one, _ in parts]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-    assert shares(rows, count) == [size / rows for size in sizes]
+    assert split_arguments([x, fixed], {}, [0, None], count)[1] == [size / rows for size in sizes]
 
 
 def test_rows_that_cannot_be_cut() -> None:

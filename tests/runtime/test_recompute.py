@@ -17,7 +17,6 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import Given, ParallelModule, Part
 from weft.runtime.random import Stream, dropout
-from weft.runtime.weights.grad_sync import BucketSync
 
 
 class Memory(TorchDispatchMode):
@@ -85,7 +84,7 @@ def measure(cls: type[ParallelModule], x: Tensor = X, state: dict[str, Tensor] |
     """The loss, the gradients, and the peak of what operators made."""
 
     def body(transport: Transport) -> tuple[Tensor, dict[str, Tensor], int]:
-        module = cls(transport, state or {"w": W}, grad_sync=BucketSync())
+        module = cls(transport, state or {"w": W})
         with Memory() as memory:
             loss = module(x)
             loss.backward()
@@ -222,7 +221,7 @@ def test_collectives_inside_regions_and_loops(nested: bool) -> None:
 
     def body(transport: Transport) -> dict[str, Tensor]:
         rows = slice(4 * transport.rank, 4 * transport.rank + 4)
-        module = Blocks(transport, {"w1": w1[rows].clone(), "w2": w2[:, rows].clone()}, grad_sync=BucketSync())
+        module = Blocks(transport, {"w1": w1[rows].clone(), "w2": w2[:, rows].clone()})
         module(x).backward()
         return {name: one.grad for name, one in module.trained()}
 
@@ -252,7 +251,7 @@ def test_random_functions_repeat_in_recomputation() -> None:
             return dropout(h, 0.5, True, **self.draw(0, (64, 8)))
 
     def body(transport: Transport) -> Tensor:
-        module = Drops(transport, {"w": W}, grad_sync=BucketSync())
+        module = Drops(transport, {"w": W})
         for number in (0, 0, 1):
             module.zero_grad()
             module.stream = Stream(7, number, 0)
@@ -302,7 +301,7 @@ def test_buffers_are_updated_once_and_runs_repeat() -> None:
             return h, (count + h.mean(0)).detach()
 
     def body(transport: Transport) -> list[Tensor]:
-        module = Counts(transport, {"w": W, "count": torch.ones(8, dtype=F64)}, grad_sync=BucketSync())
+        module = Counts(transport, {"w": W, "count": torch.ones(8, dtype=F64)})
         module(X).backward()
         return [module.part("count"), module.w.grad]
 

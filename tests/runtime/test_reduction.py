@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.runtime.training.microbatches import part_sizes, shares
+from weft.runtime.training.microbatches import part_sizes, split_arguments
 from weft.runtime.training.reduction import BadReduction, Reduction, per_token, reduced
 
 MICROS = [((), {"x": torch.zeros(2), "labels": torch.tensor([[1, -100], [2, 3]])}), ((), {"labels": torch.zeros(1, 2)})]
@@ -17,7 +17,7 @@ def test_means_count_by_rows_and_sums_one_each() -> None:
     mean, total = Reduction(), Reduction("sum")
     assert mean.weights(MICROS, [2, 1]) == [2, 1] and mean.shares([2, 1]) == pytest.approx([2 / 3, 1 / 3])
     assert total.shares(total.weights(MICROS, [2, 1])) == [1, 1]
-    assert shares(5, 2) == mean.shares([float(rows) for rows in part_sizes(5, 2)])
+    assert split_arguments((torch.zeros(5),), {}, None, 2)[1] == mean.shares([float(rows) for rows in part_sizes(5, 2)])
 
 
 def test_tokens_are_counted() -> None:

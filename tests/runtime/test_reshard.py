@@ -12,7 +12,6 @@ from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.module import ParallelModule, Part
-from weft.runtime.weights.grad_sync import BucketSync
 
 PAIR = (0, 1)
 
@@ -23,7 +22,7 @@ def backward(roots: list[Tensor], tokens: list[Tensor]) -> None:
     torch.autograd.backward([*roots, *tokens], gradients)
 
 
-def summed(source: str, target: str) -> Reshard:
+def summed(source: str, target: str) -> tuple[str, Reshard]:
     """Sums forward and backward: partial to copy, and the gradient too."""
     shape = (2,)
     return reshard(source, target, [all_reduce(shape, *PAIR)], [all_reduce(shape, *PAIR)], ((shape,), (shape,)))
@@ -59,7 +58,7 @@ def test_backward_runs_in_reverse_creation_order_on_every_rank() -> None:
         values = [x * 1]
         for i in range(6):
             source = values[0] if i % 2 else values[-1]
-            (out,), token = run_reshard(summed(f"a{i}", f"b{i}"), [source], recorder, anchor)
+            (out,), token = run_reshard(*summed(f"a{i}", f"b{i}"), [source], recorder, anchor)
             tokens.append(token)
             values.append(out * (i + 1))
         # rank 0 uses late values first and two of them twice, rank 1 uses one
@@ -77,7 +76,7 @@ def test_unused_value_gives_zeros_and_still_takes_part() -> None:
     def body(transport: Transport) -> Tensor:
         tokens, anchor = [], torch.zeros((), requires_grad=True)
         x = torch.full((2,), 3.0, dtype=F64, requires_grad=transport.rank == 0)
-        (out,), token = run_reshard(summed("a", "b"), [x * 1 if transport.rank == 0 else x], transport, anchor)
+        (out,), token = run_reshard(*summed("a", "b"), [x * 1 if transport.rank == 0 else x], transport, anchor)
         tokens.append(token)
         assert out.requires_grad, "on every rank, whatever the source needs"
         roots = [(out * out).sum()] if transport.rank == 1 else []
@@ -97,7 +96,7 @@ def test_no_autograd_where_no_gradient_flows(off: str) -> None:
         x = torch.ones(2, dtype=F64, requires_grad=True) * 2
         anchor = torch.zeros((), requires_grad=True)
         with torch.set_grad_enabled(off != "no_grad"):
-            (out,), token = run_reshard(step_, [x], transport, anchor)
+            (out,), token = run_reshard(*step_, [x], transport, anchor)
         assert token is None and not out.requires_grad
 
     run_ranks(1, body)
@@ -123,11 +122,11 @@ def test_integers_and_one_tensor_in_two_slots() -> None:
     def body(transport: Transport) -> Tensor:
         anchor = torch.zeros((), requires_grad=True)
         ids = reshard("i", "j", [twice], None, (((2,),), ((2,), (2,))), torch.int64)
-        (first, second), token = run_reshard(ids, [torch.arange(2)], transport, anchor)
+        (first, second), token = run_reshard(*ids, [torch.arange(2)], transport, anchor)
         assert token is None and first.tolist() == second.tolist() == [0, 1]
         x = torch.ones(2, dtype=F64, requires_grad=True)
         copies = reshard("a", "b", [twice], [once], (((2,),), ((2,), (2,))))
-        (a, b), _ = run_reshard(copies, [x], transport, anchor)
+        (a, b), _ = run_reshard(*copies, [x], transport, anchor)
         (2 * a + 3 * b).sum().backward()
         return x.grad
 
@@ -136,9 +135,9 @@ def test_integers_and_one_tensor_in_two_slots() -> None:
 
 def test_another_shape_than_planned_is_refused() -> None:
     def body(transport: Transport) -> None:
-        run_reshard(summed("a", "b"), [torch.ones(3, dtype=F64)], transport, torch.zeros((), requires_grad=True))
+        run_reshard(*summed("a", "b"), [torch.ones(3, dtype=F64)], transport, torch.zeros((), requires_grad=True))
 
-    with pytest.raises(RuntimeError, match=r"source is \(\(3,\),\), planned as \(\(2,\),\)"):
+    with pytest.raises(RuntimeError, match=r"source of reshard a -> b is \(\(3,\),\), planned as \(\(2,\),\)"):
         run_ranks(2, body)
 
 
@@ -161,7 +160,7 @@ def test_an_op_that_talks_is_reached_where_its_result_is_unused() -> None:
             return self.finish(found.sum().detach(), *([found.sum()] if self.transport.rank == 0 else []))
 
     def body(transport: Transport) -> Tensor:
-        module = Talks(transport, {"w": torch.full((2,), 2.0, dtype=F64)}, grad_sync=BucketSync())
+        module = Talks(transport, {"w": torch.full((2,), 2.0, dtype=F64)})
         module().backward()
         return module.w.grad
 

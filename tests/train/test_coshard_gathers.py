@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.models import CausalSelfAttention, GPTConfig
 from tests.pools import Pools
-from weft.codegen.emit import generate
+from weft.codegen import generate
 from weft.compile import compile_program
 from weft.compile.model_file import Subject
 from weft.ir.program import Chunks
@@ -22,6 +22,7 @@ from weft.runtime.layout.execute import take, together
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import Transport
+from weft.runtime.program.files import PROGRAM
 from weft.runtime.weights.prefetch import Prefetch
 from weft.runtime.weights.unshard import Gather
 from weft.train.memory.expected import expect_rank
@@ -69,7 +70,7 @@ def files_of(plan: str) -> Mapping[str, bytes]:
     assert compiled.program is not None
     steps = [replace(step, recompute=False) if isinstance(step, Chunks) else step for step in compiled.program.steps]
     made = generate(replace(compiled.program, steps=tuple(steps)))
-    return {**made, "meta.json": compiled.files["meta.json"]}
+    return {**made, PROGRAM: compiled.files[PROGRAM]}
 
 
 @dataclass

@@ -16,19 +16,25 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.weights.buckets import in_buckets
-from weft.runtime.weights.grad_sync import BucketSync, Summed
+from weft.runtime.weights.grad_sync import GradSync, Summed
 
 Gradients = dict[str, Tensor | None]
 
 
+def bucketed(module: ParallelModule, size: int) -> ParallelModule:
+    """Sum gradients in buckets of so many bytes."""
+    module.grad_sync = GradSync(module, bucket=size)
+    return module
+
+
 def train(transport: Transport, bucket: int, *, times: int = 1, recompute: bool = False) -> Gradients:
     """Gradients of this rank after some backwards without anything between."""
-    sync = BucketSync(bucket=bucket)
-    module = tower(transport.num_ranks, recompute)(transport, state(), grad_sync=sync)
+    module = bucketed(tower(transport.num_ranks, recompute)(transport, state()), bucket)
     for _ in range(times):
         module(shares(transport.num_ranks)[transport.rank]).backward()
-    assert sync.num_buckets == {1: 5, 400: 2, 1 << 20: 1}[bucket]
+    assert len(module.grad_sync.buckets) == {1: 5, 400: 2, 1 << 20: 1}[bucket]
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
@@ -52,8 +58,7 @@ def test_gradients_that_were_there_before_are_added_to_once() -> None:
 
 def work(transport: ProcessTransport, payload: dict[str, Any]) -> tuple[Gradients, list[str]]:
     """The gradients, and the order in which sums were started during the first backward."""
-    sync = BucketSync(bucket=payload["bucket"])
-    module = tower(2, payload["recompute"])(transport, state(), grad_sync=sync)
+    module = bucketed(tower(2, payload["recompute"])(transport, state()), payload["bucket"])
     started: list[str] = []
     plain = transport.start_all_reduce
 
@@ -82,7 +87,7 @@ def test_processes_sum_while_backward_goes_on(pool: Pool, bucket: int, recompute
 def test_replicas_are_averaged() -> None:
     def body(transport: Transport) -> Gradients:
         replica = Replica(transport, 2)
-        module = tower(2)(replica, state(), grad_sync=BucketSync(bucket=400))
+        module = bucketed(tower(2)(replica, state()), 400)
         # the second replica has a batch of zeros: it adds nothing but its weight
         module(shares(2)[replica.rank] * (replica.number == 0)).backward()
         return {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -93,7 +98,7 @@ def test_replicas_are_averaged() -> None:
 
 def test_two_forwards_in_one_backward() -> None:
     def body(transport: Transport) -> Gradients:
-        module = tower(2)(transport, state(), grad_sync=BucketSync(bucket=400))
+        module = bucketed(tower(2)(transport, state()), 400)
         x = shares(2)[transport.rank]
         for _ in range(2):
             for parameter in module.parameters():
@@ -106,7 +111,7 @@ def test_two_forwards_in_one_backward() -> None:
 
 def both(transport: ProcessTransport, payload: None) -> Gradients:
     """First one forward per backward, so that arrivals are counted, then two."""
-    module = tower(2)(transport, state(), grad_sync=BucketSync(bucket=400))
+    module = bucketed(tower(2)(transport, state()), 400)
     x = shares(2)[transport.rank]
     module(x).backward()
     (module(x) + module(x)).backward()

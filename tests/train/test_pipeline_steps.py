@@ -23,7 +23,7 @@ from weft.runtime.random import Stream
 from weft.runtime.training.microbatches import split_arguments
 from weft.runtime.training.reduction import Reduction
 from weft.train.opened import open_rank
-from weft.train.programs import Once, Programs
+from weft.train.programs import Programs
 from weft.verify.draw_mode import DrawMode
 
 PLAN = "pp=2,microbatches=4"
@@ -207,9 +207,8 @@ class Fed:
     reduction: Reduction
 
     def train(self, module: nn.Module, steps: list[list[dict[str, Tensor] | None]]) -> list[tuple[list[float], Any]]:
-        programs = Once(
-            Programs(lambda _: Subject(copy.deepcopy(module), batch(8)), self.plan, None, cache=None, outputs="any")
-        )
+        about = Subject(copy.deepcopy(module), batch(8))
+        programs = Programs(lambda _: about, self.plan, None, cache=None, outputs="any")
         files = compile_program(copy.deepcopy(module), batch(8), self.plan).files
 
         def body(transport: Transport) -> tuple[list[float], Any]:

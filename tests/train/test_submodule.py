@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
-from weft.capture.door import capture
+from weft.capture.api import capture
 from weft.errors import CaptureError, CheckError, RunError
 from weft.ir.program import Program, Reshard
 from weft.lower import lower

@@ -16,7 +16,7 @@ from weft.errors import RunError
 from weft.runtime.layout.execute import take
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.replicas import Replica
-from weft.runtime.start.initialise import begin, build, stored_parts
+from weft.runtime.start.initialise import begin, build, part_of
 from weft.runtime.start.replaying import replay
 from weft.train.opened import open_flow
 from weft.train.weights import fill_all, sample_hash
@@ -98,7 +98,7 @@ def test_one_of_two_tied_names_is_enough(cut) -> None:
 
 def test_parts_keep_nothing_of_the_whole() -> None:
     whole = torch.arange(12).reshape(3, 4)
-    part = stored_parts({"w": whole}, {"w": (((0, 2),), ((0, 4),))})["w"]
+    part = part_of(whole, (((0, 2),), ((0, 4),)))
     assert part.untyped_storage().nbytes() == part.nbytes
 
 
@@ -110,7 +110,7 @@ def test_modules_of_different_seeds_have_different_samples() -> None:
 def test_intervals_in_any_order() -> None:
     whole = torch.arange(12).reshape(3, 4)
     index = (((2, 3), (0, 1)), ((1, 3),))
-    assert stored_parts({"w": whole}, {"w": index})["w"].tolist() == [[9, 10], [1, 2]]
+    assert part_of(whole, index).tolist() == [[9, 10], [1, 2]]
 
 
 def test_replay_gives_what_the_seed_would() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from weft.ops.precision import Float64Mode, widen_dtype
 from weft.verify import verify
-from weft.verify.precision import Float64Mode, precision_of, widen_dtype
+from weft.verify.precision import precision_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

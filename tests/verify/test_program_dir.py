@@ -10,7 +10,7 @@ import torch
 
 from weft.cli import main
 from weft.errors import PlanError, RunError
-from weft.runtime.program.files import CONSTANTS, META, PARTS, changes
+from weft.runtime.program.files import CONSTANTS, PARTS, PROGRAM, changes
 from weft.verify import verify_program
 from weft.verify.program_dir import open_directory
 
@@ -154,7 +154,7 @@ def test_a_missing_file(place, name: str) -> None:
         open_directory(folder)
 
 
-@pytest.mark.parametrize("name", ["program.py", PARTS, META])
+@pytest.mark.parametrize("name", ["program.py", PARTS, PROGRAM])
 def test_a_truncated_file(place, name: str) -> None:
     folder = place()
     content = (folder / name).read_bytes()
@@ -176,7 +176,7 @@ def test_strangers(tmp_path: Path) -> None:
         open_directory(tmp_path / "none")
     with pytest.raises(RunError, match="no program of weft's"):
         open_directory(tmp_path)
-    (tmp_path / META).write_text("[]")
+    (tmp_path / PROGRAM).write_text("[]")
     with pytest.raises(RunError, match="no program of weft's"):
         open_directory(tmp_path)
 
@@ -211,9 +211,9 @@ def test_another_batch_is_refused(place, tmp_path: Path) -> None:
 
 def test_made_by_another_torch(place) -> None:
     folder = place()
-    meta = json.loads((folder / META).read_text())
+    meta = json.loads((folder / PROGRAM).read_text())
     meta["made_from"]["torch"] = "1.0"
-    (folder / META).write_text(json.dumps(meta))
+    (folder / PROGRAM).write_text(json.dumps(meta))
     told: list[str] = []
     assert verify_program(EXAMPLE, program=folder, tell=told.append).equal
     assert told[0].endswith("stale: made from torch 1.0") and torch.__version__ != "1.0"

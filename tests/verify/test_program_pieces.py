@@ -15,7 +15,7 @@ from weft.cli import main
 from weft.compile.model_file import adamw, load_model_file
 from weft.compile.subject import capture_subject
 from weft.errors import PlanError, RunError
-from weft.runtime.program.files import PIPELINE, changes
+from weft.runtime.program.files import PROGRAM, changes
 from weft.verify import verify, verify_program
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated
@@ -83,18 +83,18 @@ def test_an_error_while_it_runs_is_told_with_its_line(place) -> None:
 
 def edit_events(folder: Path, device: str, first: int, second: int) -> None:
     """Exchange two events of a device."""
-    told: dict[str, Any] = json.loads((folder / PIPELINE).read_text())
+    told: dict[str, Any] = json.loads((folder / PROGRAM).read_text())
     row = told["events"][device]
     row[first], row[second] = row[second], row[first]
-    (folder / PIPELINE).write_text(json.dumps(told))
+    (folder / PROGRAM).write_text(json.dumps(told))
 
 
 def test_another_order_is_an_edit_and_verified(place) -> None:
     folder = place()
-    _, schedule = order_of(json.loads((folder / PIPELINE).read_text()))
+    _, schedule = order_of(json.loads((folder / PROGRAM).read_text()))
     assert str(schedule).startswith("0: F0 F1 B0 F2")
     edit_events(folder, "0", 2, 3)
-    assert changes(folder) == {PIPELINE: "edited"}
+    assert changes(folder) == {PROGRAM: "edited"}
     found = verify_program(EXAMPLE, program=folder)
     assert found.equal and found.summary["schedule"]["0"].startswith("F0 F1 F2 B0")
 
@@ -136,7 +136,7 @@ def test_a_missing_file(place, name: str) -> None:
         verify_program(EXAMPLE, program=folder)
 
 
-@pytest.mark.parametrize("name", [PIPELINE, "piece1/meta.json", "piece1/parts.json"])
+@pytest.mark.parametrize("name", [PROGRAM, "piece1/parts.json"])
 def test_a_truncated_file(place, name: str) -> None:
     folder = place()
     content = (folder / name).read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.ir.layout import COPY, PARTIAL, Axis, Grid, even, split
+from weft.ir.schedule import Segment
 from weft.verify.locate import gather
 from weft.verify.ranks import join, same_bits
 
@@ -37,5 +38,5 @@ def test_gather_adds_addends_and_yields_every_copy() -> None:
     grid = Grid((Axis("copy", 2), Axis("sum", 2), Axis("cut", 2)), tuple(range(8)))
     layout = even((4,), grid, (COPY, PARTIAL, split(0)))
     records = [{("piece", 1, "op", 0, 0): torch.full((2,), float(device))} for device in range(8)]
-    first, second = gather(layout, "piece", range(8), records, (1, "op", 0))
+    first, second = gather(layout, Segment("piece", tuple(range(8))), records, (1, "op", 0))
     assert first.tolist() == [2, 2, 4, 4] and second.tolist() == [10, 10, 12, 12]

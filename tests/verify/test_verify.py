@@ -16,6 +16,7 @@ from tests.pieces import compile_pieces
 from weft.cli import main
 from weft.codegen import generate
 from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces
 from weft.compile.subject import capture_subject, make_plan, make_subject
 from weft.errors import ModelFileError, PlanError, RunError
 from weft.ir.program import Program, Reshard, Step, Sync
@@ -25,7 +26,6 @@ from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
 from weft.verify import judged
 from weft.verify.compare import Result
-from weft.verify.locate import Traceable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -64,8 +64,8 @@ def program_of(subject: Subject, plan: str) -> Program:
 
 
 def judge(program: Program, subject: Subject) -> Result:
-    traceable = Traceable.of_program(program)
-    return judged.judge(generate(program), program.graph, subject, seed=0, tolerance=1e-9, traceable=traceable)
+    pieces = InPieces.of(Plan(program.graph, program.devices), program)
+    return judged.judge(generate(program), program.graph, subject, seed=0, tolerance=1e-9, pieces=pieces)
 
 
 def change(program: Program, edit: Callable[[Step], Step]) -> Program:
@@ -162,7 +162,7 @@ def test_layers_in_a_list_under_a_name_of_the_runtime(name: str) -> None:
 
 def test_the_first_difference_in_a_pipeline(mlp: Subject) -> None:
     graph, make = capture_subject(mlp), lambda other: make_plan("pp=2,microbatches=2", other, mlp, None)
-    made = compile_pieces(mlp, make(graph), capture_subject, make)
+    made = compile_pieces(mlp, make(graph), make)
     first, *others = made.sizes[0].parts
     wrong = tuple(
         replace(op, kwargs=(("approximate", "tanh"),)) if op.kind == "gelu" else op for op in first.program.graph.ops
@@ -170,7 +170,7 @@ def test_the_first_difference_in_a_pipeline(mlp: Subject) -> None:
     assert wrong != first.program.graph.ops
     part = replace(first, program=replace(first.program, graph=replace(first.program.graph, ops=wrong)))
     bad = replace(made, sizes=(replace(made.sizes[0], parts=(part, *others)),))
-    result = judged.judge(bad.files(), graph, mlp, seed=0, tolerance=1e-9, traceable=Traceable.of_pieces(bad))
+    result = judged.judge(bad.files(), graph, mlp, seed=0, tolerance=1e-9, pieces=bad)
     assert not result.equal and result.first_difference is not None
     assert result.first_difference.op.startswith("gelu") and "mlp.py:" in result.first_difference.source
 

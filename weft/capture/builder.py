@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from weft.capture.sizes import Sizes
 from weft.errors import CaptureError
 from weft.ir.graph import NOWHERE, Autocast, Op, Ref, Source, Tensor
+from weft.ops.arguments import bound
 from weft.ops.trial import FAILURES
 
 GROUPED = torch.ops.aten._grouped_mm.default
@@ -231,19 +232,6 @@ def name_of(target: OpOverload) -> str:
     """`dropout` of `aten.dropout.default`, `add_` of `aten.add_.Tensor`; `my::op` of a library of the user's."""
     library, name, _ = str(target).split(".")
     return name if library == "aten" else f"{library}::{name}"
-
-
-def bound(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of the schema, defaults filled in."""
-    found: dict[str, Any] = {}
-    for position, argument in enumerate(target._schema.arguments):
-        if position < len(args) and not argument.kwarg_only:
-            found[argument.name] = args[position]
-        elif argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
-        else:
-            found[argument.name] = argument.default_value if argument.has_default_value() else None
-    return found
 
 
 def may_alias(target: OpOverload) -> bool:

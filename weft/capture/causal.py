@@ -19,12 +19,10 @@ from torch.utils import _pytree as pytree
 
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ops.arguments import overload
-from weft.ops.rules.pointwise import is_pointwise
+from weft.ops.rules.pointwise import BY_EXAMPLE, is_pointwise
 from weft.ops.trial import FAILURES
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-BY_EXAMPLE = ("aten.to.other", "aten.type_as.default")
-"""Operators whose second operand need not broadcast."""
 LARGEST = 1 << 28
 """Bytes that an op may make here."""
 SMALL = 1 << 22

@@ -22,10 +22,10 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft.capture.example import Example, forward_place
-from weft.capture.source import is_users, relative
+from weft.capture.source import is_users, place_of
 from weft.capture.tracing.refuse import FIXED_REMEDY
 from weft.errors import CaptureError
-from weft.ir.graph import Dim, Graph, Size, Source
+from weft.ir.graph import Dim, Graph, Size
 from weft.runtime.program.sizes import evaluate
 
 STRIDES = ("_prims_common", "_refs")
@@ -139,10 +139,7 @@ def _decisions(env: Any) -> Iterator[tuple[Any, str]]:
         file, name = getattr(where, "filename", str(where)), getattr(where, "name", "")
         if any(f"/{part}/" in file or f"{part}/" in file for part in STRIDES) and name not in SHAPES:
             continue
-        place = ""
-        if isinstance(where, FrameSummary) and where.lineno is not None and is_users(where.filename):
-            place = str(Source(relative(where.filename), where.lineno, (where.line or "").strip()))
-        yield guard.expr, place
+        yield guard.expr, place_of(where) if isinstance(where, FrameSummary) and is_users(where.filename) else ""
 
 
 def _refuse_unknown(text: str, known: dict[str, int], place: str) -> None:

@@ -14,7 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
 
@@ -69,35 +69,25 @@ def source_of_trace(stack_trace: str | None) -> Source:
     return Source(relative(frame["file"]), int(frame["line"]), text.strip())
 
 
-def source_of_error(trace: TracebackType | None) -> Source:
-    """The line where an exception was raised."""
-    return _source(users_frame(traceback.extract_tb(trace)))
-
-
-def place_of_frame(frame: FrameType) -> str:
-    file = frame.f_code.co_filename
-    text = linecache.getline(file, frame.f_lineno).strip()
-    return str(Source(relative(file), frame.f_lineno, text))
+def place_of_error(trace: TracebackType | None) -> str:
+    """The line where an exception was raised; "" if none of the user's did."""
+    return place_of(users_frame(traceback.extract_tb(trace)))
 
 
 def place_here() -> str:
     """The line that is running now."""
-    return _place(users_frame(traceback.extract_stack()))
+    return place_of(users_frame(traceback.extract_stack()))
 
 
 def place_of_call() -> str:
     """The line of the user's that called into Weft: the innermost of their own files, else of a package's."""
     frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     own = [frame for frame in frames if not package_of(frame.filename)] or frames
-    return _place(own[-1] if own else None)
+    return place_of(own[-1] if own else None)
 
 
-def _place(frame: traceback.FrameSummary | None) -> str:
-    source = _source(frame)
-    return str(source) if source.line else ""
-
-
-def _source(frame: traceback.FrameSummary | None) -> Source:
-    if frame is None or frame.lineno is None:
-        return NOWHERE
-    return Source(relative(frame.filename), frame.lineno, (frame.line or "").strip())
+def place_of(frame: traceback.FrameSummary | None) -> str:
+    """A frame's line; "" if there is none."""
+    if frame is None or not frame.lineno:
+        return ""
+    return str(Source(relative(frame.filename), frame.lineno, (frame.line or "").strip()))

@@ -12,15 +12,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.capture.builder import known_shapes
 from weft.errors import CaptureError
-from weft.ir.graph import Graph, Op, Ref, Size, Tensor
-from weft.ops.arguments import overload
-from weft.runtime.operators.calls import FUNCTIONS
+from weft.ir.graph import Graph, Op, Ref, Size, Tensor, map_refs
+from weft.ops.trial import callable_of
+from weft.runtime.program.sizes import evaluate
 
 
 def specialise(graph: Graph, sizes: Mapping[str, int]) -> Graph:
@@ -58,22 +57,20 @@ def at_example(graph: Graph) -> Graph:
     return specialise(graph, hints(graph)) if graph.symbols else graph
 
 
-def evaluate(arg: Any, sizes: Mapping[str, int]) -> Any:
+def worked_out(arg: Any, sizes: Mapping[str, int]) -> Any:
     """An argument with its Sizes worked out."""
     if isinstance(arg, Size):
-        return int(sympy.sympify(arg.expr, locals={name: sympy.Integer(size) for name, size in sizes.items()}))
-    if isinstance(arg, tuple):
-        return tuple(evaluate(item, sizes) for item in arg)
-    return arg
+        return int(evaluate(arg.expr, sizes))
+    return tuple(worked_out(item, sizes) for item in arg) if isinstance(arg, tuple) else arg
 
 
 def fixed_tensor(tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
-    return replace(tensor, shape=evaluate(tensor.shape, sizes))
+    return replace(tensor, shape=worked_out(tensor.shape, sizes))
 
 
 def fixed_op(op: Op, sizes: Mapping[str, int]) -> Op:
-    kwargs = tuple((key, evaluate(value, sizes)) for key, value in op.kwargs)
-    return replace(op, args=evaluate(op.args, sizes), kwargs=kwargs)
+    kwargs = tuple((key, worked_out(value, sizes)) for key, value in op.kwargs)
+    return replace(op, args=worked_out(op.args, sizes), kwargs=kwargs)
 
 
 def try_ops(graph: Graph) -> None:
@@ -93,14 +90,12 @@ def try_ops(graph: Graph) -> None:
 def try_op(op: Op, graph: Graph) -> list[torch.Tensor]:
     """The outputs of an op on fake tensors of its inputs' shapes."""
 
-    def live(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            tensor = graph.tensors[arg.name]
-            return torch.empty(tensor.sizes, dtype=tensor.dtype)
-        return [live(item) for item in arg] if isinstance(arg, tuple) else arg
+    def live(ref: Ref) -> torch.Tensor:
+        tensor = graph.tensors[ref.name]
+        return torch.empty(tensor.sizes, dtype=tensor.dtype)
 
-    call: Any = op.function or FUNCTIONS.get(op.target.removeprefix("weft.")) or overload(op.target)
-    args, kwargs = [live(arg) for arg in op.args], {key: live(value) for key, value in op.kwargs}
+    call = callable_of(op)
+    args, kwargs = map_refs(op.args, live), {key: map_refs(value, live) for key, value in op.kwargs}
     with op.autocast.around() if op.autocast else nullcontext():
         try:
             result = call(*args, **kwargs)

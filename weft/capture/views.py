@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from weft.capture.builder import Builder, Context, bound, name_of
+from weft.capture.builder import Builder, Context, name_of
 from weft.errors import CaptureError
 from weft.ir.graph import Ref
+from weft.ops.arguments import bound
+from weft.ops.rules.views import RESHAPES, order_of
 
 aten = torch.ops.aten
 
@@ -66,6 +68,10 @@ class Written:
         values = bound(self.step.target, (None, *self.step.args), self.step.kwargs)
         return tuple(values[name] for name in names)
 
+    def put(self, target: OpOverload, *where: Any) -> Undone:
+        """The new value, put into the viewed tensor by an operator that is told where."""
+        return target, (Ref(self.base), Ref(self.value), *where)
+
 
 Undone = tuple[OpOverload | None, tuple[Any, ...]] | None
 """Operator and arguments that give the viewed tensor; no operator if it is the value itself; None: impossible."""
@@ -83,31 +89,23 @@ def same_order(view: Written) -> Undone:
 
 def reordered(view: Written) -> Undone:
     """Views that permute dims: the inverse permutation, found by trying."""
-    marks = torch.empty(tuple(range(2, 2 + view.builder.fakes[view.base].dim())), device="meta")
-    order = [int(size) - 2 for size in view.step.target(marks, *view.step.args, **view.step.kwargs).shape]
+    step = view.step
+    order = order_of(lambda x: step.target(x, *step.args, **step.kwargs), view.builder.fakes[view.base].dim())
     return aten.permute.default, (Ref(view.value), [order.index(dim) for dim in range(len(order))])
 
 
-def selected(view: Written) -> Undone:
-    return aten.select_scatter.default, (Ref(view.base), Ref(view.value), *view.given("dim", "index"))
+def scattered(target: OpOverload, *names: str) -> Callable[[Written], Undone]:
+    """Views that an operator writes back, told where by the same arguments."""
+    return lambda view: view.put(target, *view.given(*names))
 
 
 def unbound(view: Written) -> Undone:
-    return aten.select_scatter.default, (Ref(view.base), Ref(view.value), *view.given("dim"), view.step.index)
-
-
-def sliced(view: Written) -> Undone:
-    bounds = view.given("dim", "start", "end", "step")
-    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), *bounds)
+    return view.put(aten.select_scatter.default, *view.given("dim"), view.step.index)
 
 
 def narrowed(view: Written) -> Undone:
     dim, start, length = view.given("dim", "start", "length")
-    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), dim, start, start + length)
-
-
-def diagonal(view: Written) -> Undone:
-    return aten.diagonal_scatter.default, (Ref(view.base), Ref(view.value), *view.given("offset", "dim1", "dim2"))
+    return view.put(aten.slice_scatter.default, dim, start, start + length)
 
 
 def piece(view: Written) -> Undone:
@@ -119,21 +117,11 @@ def piece(view: Written) -> Undone:
     (dim,) = view.given("dim")
     start = sum((other.shape[dim] for other in pieces[: step.index]), 0)
     end = start + pieces[step.index].shape[dim]
-    return aten.slice_scatter.default, (Ref(view.base), Ref(view.value), dim, start, end)
+    return view.put(aten.slice_scatter.default, dim, start, end)
 
 
 SAME_ORDER = (
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "_reshape_alias",
-    "view_as",
-    "reshape_as",
-    "flatten",
-    "unflatten",
-    "ravel",
-    "squeeze",
-    "unsqueeze",
+    *RESHAPES.split(),
     "expand",
     "expand_as",
     "contiguous",
@@ -147,9 +135,9 @@ UNDO: Mapping[str, Callable[[Written], Undone]] = {
     **dict.fromkeys(SAME_ORDER, same_order),
     **dict.fromkeys(REORDERED, reordered),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), piece),
-    "select": selected,
+    "select": scattered(aten.select_scatter.default, "dim", "index"),
     "unbind": unbound,
-    "slice": sliced,
+    "slice": scattered(aten.slice_scatter.default, "dim", "start", "end", "step"),
     "narrow": narrowed,
-    "diagonal": diagonal,
+    "diagonal": scattered(aten.diagonal_scatter.default, "offset", "dim1", "dim2"),
 }

@@ -1,5 +1,5 @@
 """Program -> readable PyTorch: `generate` gives the files that `weft.runtime.program.load.load_program` runs."""
 
-from weft.codegen.emit import generate
+from weft.codegen.pipeline import generate
 
 __all__ = ["generate"]

@@ -1,41 +1,33 @@
-"""Program -> files: the door of code generation.
+"""Program -> the files of one piece, and what is written about them.
 
-In: a Program. Out: its files by name, and their hash among them. A pure function of the Program: the same
-Program gives the same bytes.
+In: a Program. Out: its files by name, and an entry for the description of the program that it is a piece of
+(`pipeline.py`). A pure function of the Program: the same Program gives the same bytes.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from weft.codegen.form import form_of
 from weft.codegen.moves import MoveWords
 from weft.codegen.program import class_name, file_text
 from weft.codegen.sheet import Sheet, input_names
-from weft.codegen.spread import Spreads, Team, main_grid, teams
+from weft.codegen.spread import Spreads, main_grid, teams
 from weft.codegen.tables import Tables, tables_text
 from weft.ir.program import Program
 from weft.lower.shared_heads import with_shared_heads
 from weft.lower.transfer import Transfers
 from weft.ops.book import RuleBook
-from weft.runtime.program.files import CONSTANTS, META, PARTS, content_hash, file_hash
+from weft.runtime.program.files import CONSTANTS, PARTS
 
 
-def generate(
-    program: Program,
-    *,
-    title: str = "",
-    about: dict[str, Any] | None = None,
-    inputs: Mapping[str, str] | None = None,
-    traced: bool = False,
-) -> dict[str, bytes]:
-    """The files by name.
+def emit_piece(
+    program: Program, *, title: str = "", inputs: Mapping[str, str] | None = None, traced: bool = False
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The files by name; their class, and which file each rank runs.
 
     Args:
         inputs: what arguments of forward are to be called, by input tensor; after the tensor if not given.
@@ -54,7 +46,7 @@ def generate(
         name = "program.py" if len(groups) == 1 else f"program_{number}.py"
         sheet = Sheet(program, team, spreads, tables, book, words, called, traced=traced)
         texts[name] = file_text(sheet, title or _title(program, team)).encode()
-        for rank in team.ranks:
+        for rank in team:
             ranks[rank] = number
     parts = {
         PARTS: tables_text(
@@ -63,25 +55,11 @@ def generate(
     }
     if program.graph.constants:
         parts[CONSTANTS] = _saved(program)
-    meta = {
-        "batch": form_of(program.graph).to_json(),
-        "class": class_name(program),
-        "devices": program.devices,
-        "files": list(texts),
-        "hash": content_hash({**texts, **parts}),
-        "hashes": {name: file_hash(content) for name, content in {**texts, **parts}.items()},
-        "inputs": [
-            {"name": called[one.tensor], "where": one.where, "index": one.index} for one in program.graph.inputs
-        ],
-        "ranks": 0 if len(groups) == 1 else ranks,
-        "versions": {"python": ".".join(map(str, sys.version_info[:2])), "torch": torch.__version__.split("+")[0]},
-        **(about or {}),
-    }
-    return {**texts, **parts, META: (json.dumps(meta, indent=1) + "\n").encode()}
+    return {**texts, **parts}, {"class": class_name(program), "files": list(texts), "ranks": ranks}
 
 
-def _title(program: Program, team: Team) -> str:
-    where = "" if len(team.ranks) == program.devices else f", for {len(team.ranks)} of them"
+def _title(program: Program, team: tuple[int, ...]) -> str:
+    where = "" if len(team) == program.devices else f", for {len(team)} of them"
     devices = "one device" if program.devices == 1 else f"{program.devices} devices"
     return f"{class_name(program)} for {devices}{where}. Made by weft; edit freely, then verify it again."
 

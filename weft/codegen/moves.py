@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from weft.codegen.spread import Spread, Spreads
-from weft.codegen.text import literal
 from weft.ir import program as ir
 from weft.ir.layout import Layout
 from weft.ir.ranges import count, select
 from weft.lower.transfer import Transfers
 from weft.runtime.layout import moves as rt
-from weft.runtime.layout.cuts import Cut, as_axes, whole
+from weft.runtime.layout.cuts import Cut, whole
 from weft.runtime.layout.transfer import Transfer
 
 FEW = 64
@@ -29,7 +29,7 @@ class MoveWords:
 
     def __init__(self, spreads: Spreads, transfers: Transfers) -> None:
         self._spreads, self.transfers = spreads, transfers
-        self._known: dict[ir.Move, tuple[rt.Move, ...] | None] = {}
+        self._one = cache(self._say)
 
     def all(self, moves: Iterable[ir.Move], start: Layout | None) -> tuple[rt.Move, ...] | None:
         """Moves one after the other; None if one of them does not follow the axes, or is not about what is there.
@@ -39,17 +39,12 @@ class MoveWords:
         """
         out: list[rt.Move] = []
         for move in moves:
-            found = self.one(move)
+            found = self._one(move)
             if found is None or (start is not None and not _same_shapes(start, move.source)):
                 return None
             out.extend(found)
             start = move.target
         return tuple(out)
-
-    def one(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
-        if move not in self._known:
-            self._known[move] = self._say(move)
-        return self._known[move]
 
     def _say(self, move: ir.Move) -> tuple[rt.Move, ...] | None:
         source, target = self._spreads.of(move.source), self._spreads.of(move.target)
@@ -65,10 +60,10 @@ class MoveWords:
         gained = tuple(axis for axis in target.partial if axis not in source.partial)
         less, more = _changes(source, target)
         if lost and not gained and not less and not more:
-            yield (rt.all_reduce(_short(lost)),)
+            yield (rt.all_reduce(lost),)
         if not lost and not less:
             slices = [rt.slice_to(dim, self._cut(move.target, dim, source, target)) for dim in more]
-            yield (*slices, *([rt.first(_short(gained))] if gained else []))
+            yield (*slices, *([rt.first(gained)] if gained else []))
         if not lost and not gained and len(less) == 1 and not more:
             (dim,) = less
             cut = self._cut(move.source, dim, target, source)
@@ -79,8 +74,8 @@ class MoveWords:
         if not lost and not gained and len(less) == 1 and list(less.values()) == list(more.values()):
             (joined,), (dim,) = less, more
             cut, by = self._cut(move.target, dim, source, target), self._cut(move.source, joined, target, source)
-            plain = None if by == Cut(_short(less[joined])) or by == Cut(less[joined]) else by
-            yield (rt.all_to_all(dim, _bare(cut), joined=joined, by=plain, of=_uneven(move.source, joined)),)
+            plain = None if by == Cut(_short(less[joined])) else by
+            yield (rt.all_to_all(dim, cut, joined=joined, by=plain, of=_uneven(move.source, joined)),)
 
     def _cut(self, layout: Layout, dim: int, before: Spread, after: Spread) -> Cut:
         """How the axes that `after` has more than `before` cut the dim."""
@@ -163,55 +158,3 @@ def same_transfer(ours: Transfer, truth: Transfer) -> bool:
 
 def _short(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
-
-
-def _bare(cut: Cut) -> Cut | str | tuple[str, ...]:
-    return cut.axes if cut == Cut(cut.axes) else cut
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    """One axis by its name, several as a tuple."""
-    return literal(_short(as_axes(axes)))
-
-
-def cut_text(cut: Cut) -> str:
-    """A cut as it stands in the text: the axes alone if it is plain."""
-    bare = _bare(cut)
-    if not isinstance(bare, Cut):
-        return literal(_short(as_axes(bare)))
-    words = [axes_text(as_axes(cut.axes))]
-    words += [f"groups={literal(cut.groups)}"] if cut.groups != 1 else []
-    words += [f"units={cut.units}"] if cut.units is not None else []
-    words += [f"sizes={literal(cut.sizes)}"] if cut.sizes is not None else []
-    return f"Cut({', '.join(words)})"
-
-
-def move_text(move: rt.Move) -> str:
-    """A move as it stands in the text."""
-    of = f", of={move.of}" if move.of is not None else ""
-    match move.kind:
-        case "all_gather":
-            return f"all_gather({move.joined_dim}, {cut_text(move.joined)}{of})"
-        case "reduce_scatter":
-            return f"reduce_scatter({move.cut_dim}, {cut_text(move.cut)})"
-        case "slice":
-            return f"slice_to({move.cut_dim}, {cut_text(move.cut)})"
-        case "all_to_all":
-            plain = move.joined == Cut(move.axes)
-            by = "" if plain else f", by={cut_text(move.joined)}"
-            return f"all_to_all({move.cut_dim}, {cut_text(move.cut)}, joined={move.joined_dim}{by}{of})"
-        case _:
-            return f"{move.kind}({axes_text(move.axes)})"
-
-
-def moves_text(moves: Iterable[rt.Move]) -> str:
-    """Several moves as a list."""
-    return f"[{', '.join(map(move_text, moves))}]"
-
-
-def functions_of(moves: Iterable[rt.Move]) -> set[str]:
-    """Names that the text of the moves needs."""
-    names: set[str] = set()
-    for move in moves:
-        names.add("slice_to" if move.kind == "slice" else move.kind)
-    return names

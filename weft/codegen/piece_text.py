@@ -14,13 +14,13 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from string import ascii_lowercase
 
 from weft.codegen.names import legal, targets_in
 from weft.codegen.text import WIDTH
 from weft.ir.graph import Graph, Op
 from weft.ir.schedule import Event, Schedule
 from weft.lower.pipeline import Part, Pipelined
+from weft.order.draw import letters_of
 
 PHASES = {"f": "F forward", "b": "B backward", "w": "W weight gradients"}
 MOST_NAMES = 4
@@ -121,8 +121,7 @@ def _letters(order: Sequence[str], events: Sequence[Event]) -> dict[str, str]:
     """A letter for each piece among the events, in the order of the pipeline; none if there is one piece."""
     held = {event.segment for event in events}
     names = [name for name in order if name in held]
-    codes = [*ascii_lowercase, *(a + b for a in ascii_lowercase for b in ascii_lowercase)]
-    return dict(zip(names, codes, strict=False)) if len(names) > 1 else {}
+    return letters_of(names) if len(names) > 1 else {}
 
 
 def _wrapped(text: str, width: int = WIDTH) -> list[str]:

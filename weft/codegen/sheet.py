@@ -1,6 +1,6 @@
 """Sheet: all that the functions of one file share: names, tables, imports, methods, words for moves.
 
-In: a Program and the team whose text this is. `Body` asks it for everything that is not local to one function.
+In: a Program and the ranks whose text this is. `Body` asks it for everything that is not local to one function.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weft.codegen.irregular import move_entry
 from weft.codegen.moves import MoveWords
 from weft.codegen.names import RESERVED, base_names, free_name, legal
 from weft.codegen.sources import Sources
-from weft.codegen.spread import Spreads, Team
+from weft.codegen.spread import Spreads
 from weft.codegen.statements.operators import PRODUCTS
-from weft.codegen.statements.reads import INPUT, reads_of
+from weft.codegen.statements.reads import INPUT
 from weft.codegen.statements.spent import spent_values
 from weft.codegen.tables import Tables
 from weft.codegen.text import literal, statement
@@ -45,12 +45,12 @@ from weft.ir.ranges import count
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.runtime.layout import moves as rt_moves
+from weft.runtime.layout.cuts import Cut
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.operators.calls import FUNCTIONS
 from weft.runtime.program.module import Container, ParallelModule
 
 _CONTAINER = Container()
-MOVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice_to", "first"})
 BodyLines = Callable[..., tuple[list[str], list[str], Mapping[str, str]]]
 
 
@@ -75,7 +75,7 @@ class Sheet:
     def __init__(
         self,
         program: Program,
-        team: Team,
+        ranks: tuple[int, ...],
         spreads: Spreads,
         tables: Tables,
         book: RuleBook,
@@ -86,7 +86,7 @@ class Sheet:
     ) -> None:
         self.traced = traced
         """Every op tells what it made."""
-        self.program, self.team, self.spreads, self.tables, self.words = program, team, spreads, tables, words
+        self.program, self.ranks, self.spreads, self.tables, self.words = program, ranks, spreads, tables, words
         self.cells, self._book = Cells(book), book
         self.graph = program.graph
         self.imports: dict[str, set[str]] = {}
@@ -104,12 +104,9 @@ class Sheet:
         self._dotted = {one.tensor: one.names[0] for one in self.named}
         self._constants = _equal_constants(self.graph)
         self.inputs = inputs
-        self.reserved = {*MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
+        self.reserved = {*rt_moves.MOVES, "Cut", "Part", "Table", "Given", "ParallelModule", "Container"}
         self.reserved |= {function.__name__ for function in FUNCTIONS.values()}
         self.reserved |= {template.partition("(")[0] for template in PRODUCTS.values()}
-        self._reads = Counter(name for step in program.steps for name in reads_of(step, program))
-        self._reads.update([*program.outputs.values(), *program.updates.values()])
-        self._reads.update([program.loss] if program.loss else [])
         self.body: BodyLines | None = None
         self._direct, self.spent = _direct(program), spent_values(program)
         self.requiring = _requiring(self.graph)
@@ -123,10 +120,19 @@ class Sheet:
         if found := set(names):
             self.imports.setdefault(module, set()).update(found)
 
-    def need_cut(self, text: str) -> None:
-        """Import Cut if a text says one."""
-        if "Cut(" in text:
+    def need_cut(self, cut: Cut) -> str:
+        """A cut as text; what it needs is imported."""
+        if "Cut(" in str(cut):
             self.need("weft.runtime.layout.cuts", {"Cut"})
+        return str(cut)
+
+    def need_moves(self, words: Sequence[rt_moves.Move]) -> str:
+        """Moves as text, a list; what they need is imported."""
+        for one in words:
+            self.need("weft.runtime.layout.moves", {one.kind})
+            self.need_cut(one.cut)
+            self.need_cut(one.joined)
+        return f"[{', '.join(map(str, words))}]"
 
     # Names.
 
@@ -142,10 +148,10 @@ class Sheet:
         return legal("_".join(word for word in tensor.split(".")[-2:] if not word.isdigit()))
 
     def is_read(self, value: str) -> bool:
-        return self._reads[value] > 0
+        return self.program.reads[value] > 0
 
     def read_once(self, value: str) -> bool:
-        return self._reads[value] == 1
+        return self.program.reads[value] == 1
 
     def stored(self, value: str, layer: Layer | None) -> tuple[str, bool]:
         """A tensor that is used as it is stored, and whether it is the layer's own."""
@@ -205,7 +211,7 @@ class Sheet:
 
     def stores(self, tensor: str) -> bool:
         """True if the team's ranks store a part of a tensor."""
-        return self.team.ranks[0] in self.program.stored[tensor].grid.cells_on
+        return self.ranks[0] in self.program.stored[tensor].grid.cells_on
 
     def num_layers(self, stack: str) -> int:
         """How many numbered children a container has."""
@@ -226,7 +232,7 @@ class Sheet:
 
     def takes_part(self, moves: Iterable[Move], *layouts: Layout) -> bool:
         """True if the team's ranks hold something of it."""
-        rank = self.team.ranks[0]
+        rank = self.ranks[0]
         every = [*layouts, *(one for move in moves for one in (move.source, move.target))]
         return any(rank in layout.grid.cells_on for layout in every)
 
@@ -234,7 +240,7 @@ class Sheet:
         """True if the team's ranks take part in a step."""
         match step:
             case Compute():
-                return self.team.ranks[0] in step.layout.grid.cells_on
+                return self.ranks[0] in step.layout.grid.cells_on
             case Reshard():
                 ends = (self.program.values[name].layout for name in (step.source, step.target))
                 return self.takes_part((*step.forward, *(step.backward or ())), *ends)
@@ -246,8 +252,8 @@ class Sheet:
     def leaving(self, step: Recompute) -> tuple[str, ...]:
         """Values made inside a region that are read outside of it."""
         made = {name for inner in step.body for name in outputs_of(inner)}
-        inside = Counter(name for inner in step.body for name in reads_of(inner, self.program))
-        return tuple(sorted(name for name in made if self._reads[name] > inside[name]))
+        inside = Counter(values_read(step))
+        return tuple(sorted(name for name in made if self.program.reads[name] > inside[name]))
 
     def move_key(
         self, value: str, forward: Iterable[Move], backward: Iterable[Move] | None, tensor: str, source: str | None
@@ -255,7 +261,7 @@ class Sheet:
         """The key under which an irregular change of layout stands in the tables."""
         entries = {
             rank: move_entry(self.program, self.words.transfers, rank, value, forward, backward, tensor, source)
-            for rank in self.team.ranks
+            for rank in self.ranks
         }
         return self.tables.key("moves", self.base(value), entries)
 
@@ -302,7 +308,7 @@ class Sheet:
     def _type(self, value: str) -> str:
         if value.startswith(INPUT):
             return "Tensor"
-        parts = len(self.program.values[value].layout.grid.cells_on.get(self.team.ranks[0], ()))
+        parts = len(self.program.values[value].layout.grid.cells_on.get(self.ranks[0], ()))
         return "tuple[Tensor, ...]" if parts > 1 else "Tensor"
 
     def _path(self, steps: Sequence[Step]) -> str:
@@ -362,7 +368,7 @@ def input_names(program: Program, wanted: Mapping[str, str] | None = None) -> di
     found: dict[str, str] = {}
     for one in program.graph.inputs:
         base = legal((wanted or {}).get(one.tensor, one.tensor))
-        taken = {*found.values(), *RESERVED, *MOVES}
+        taken = {*found.values(), *RESERVED, *rt_moves.MOVES}
         found[one.tensor] = free_name(base, lambda name, taken=taken: name not in taken)  # type: ignore[misc]
     return found
 

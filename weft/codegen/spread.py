@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from weft.ir.layout import PARTIAL, Grid, Layout
 from weft.ir.program import Compute, Program, walk
@@ -28,13 +29,6 @@ class Spread:
     dims: tuple[tuple[str, ...], ...]
     """For each dim the axes that cut it, outer first."""
     partial: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Team:
-    """Ranks that run the same text."""
-
-    ranks: tuple[int, ...]
 
 
 def main_grid(program: Program) -> GridOf:
@@ -64,7 +58,7 @@ def _finest(grid: GridOf, program: Program) -> GridOf:
     return votes.most_common(1)[0][0] if votes else grid
 
 
-def teams(program: Program) -> tuple[Team, ...]:
+def teams(program: Program) -> list[tuple[int, ...]]:
     """Ranks grouped by how many cells they have in each grid of the program: they take part in the same steps."""
     grids: dict[Grid, None] = {}
     for value in program.values.values():
@@ -78,7 +72,7 @@ def teams(program: Program) -> tuple[Team, ...]:
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(program.devices):
         found.setdefault(tuple(one.get(rank, 0) for one in counts), []).append(rank)
-    return tuple(Team(tuple(ranks)) for ranks in found.values())
+    return list(map(tuple, found.values()))
 
 
 class Spreads:
@@ -87,14 +81,10 @@ class Spreads:
     def __init__(self, grid: GridOf, devices: int) -> None:
         self.grid, self.devices = grid, devices
         self.places = [Place(grid, rank) for rank in range(devices)]
-        self._axes: dict[Grid, tuple[tuple[str, ...] | None, ...] | None] = {}
-        self._found: dict[Layout, Spread | None] = {}
-
-    def of(self, layout: Layout) -> Spread | None:
+        self.of = cache(self._spread)
         """The layout over the main grid's axes; None if it does not follow them."""
-        if layout not in self._found:
-            self._found[layout] = self._spread(layout)
-        return self._found[layout]
+        self.axes = cache(self._match)
+        """For each axis of a grid the main grid's axes that are the same; None for the whole if devices differ."""
 
     def _spread(self, layout: Layout) -> Spread | None:
         axes = self.axes(layout.grid)
@@ -106,12 +96,6 @@ class Spreads:
         dims = tuple(tuple(name for i in cutting if i in used for name in axes[i] or ()) for cutting in layout.axes_of)
         partial = tuple(name for i in used if layout.roles[i] == PARTIAL for name in axes[i] or ())
         return Spread(dims, partial)
-
-    def axes(self, grid: Grid) -> tuple[tuple[str, ...] | None, ...] | None:
-        """For each axis of a grid the main grid's axes that are the same; None for the whole if devices differ."""
-        if grid not in self._axes:
-            self._axes[grid] = self._match(grid)
-        return self._axes[grid]
 
     def _match(self, grid: Grid) -> tuple[tuple[str, ...] | None, ...] | None:
         if grid.repeats or len(grid.devices) != self.devices:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from weft.codegen.irregular import move_entry
-from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.sheet import Sheet
-from weft.codegen.text import literal
+from weft.codegen.text import literal, statement, top_level
 from weft.ir.graph import Buffer, Parameter
 from weft.ir.layout import Layout
+from weft.runtime.layout.cuts import axes_text
 
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.*)$")
 
@@ -71,8 +71,7 @@ def _cuts(sheet: Sheet, layout: Layout, name: str) -> str:
             cut = sheet.spreads.describe(table, layout.shape[dim], axes)
             if cut is None:
                 break
-            words.append(f"{dim}: {cut_text(cut)}")
-            sheet.need_cut(words[-1])
+            words.append(f"{dim}: {sheet.need_cut(cut)}")
         else:
             return f"{{{', '.join(words)}}}" if words else ""
     entries = {
@@ -90,9 +89,7 @@ def _use(sheet: Sheet, one: Parameter) -> list[str]:
     found = [] if reads == 1 else [f"reads={reads}"]
     if len(ways) == 1:
         (words,) = ways
-        sheet.need("weft.runtime.layout.moves", functions_of(words))
-        sheet.need_cut(moves_text(words))
-        found.append(f"use={moves_text(words)}")
+        found.append(f"use={sheet.need_moves(words)}")
     return found
 
 
@@ -109,14 +106,13 @@ def _sync(sheet: Sheet, one: Parameter) -> list[str]:
             if words is None:
                 entries = {
                     rank: move_entry(sheet.program, sheet.words.transfers, rank, source, moves, None, one.tensor, None)
-                    for rank in sheet.team.ranks
+                    for rank in sheet.ranks
                 }
                 sheet.need("weft.runtime.program.module", {"Table"})
                 return [f'sync=Table("{sheet.tables.key("moves", "sync", entries)}")']
             if len(words) == 1 and words[0].kind == "all_reduce":
                 return [f"sync={axes_text(words[0].axes)}"]
-            sheet.need("weft.runtime.layout.moves", functions_of(words))
-            return [f"sync={moves_text(words)}"]
+            return [f"sync={sheet.need_moves(words)}"]
     return ["sync=None"]
 
 
@@ -172,14 +168,6 @@ def table_lines(name: str, entries: Sequence[Entry]) -> list[str]:
     """The table as text."""
     lines = [f"{name}: dict[str, Part] = {{"]
     for entry in entries:
-        lines += wrapped(entry)
+        arguments = top_level(entry.text.removeprefix("Part(").removesuffix(")"))
+        lines += statement(f'"{entry.name}": Part(', arguments, "),", 1)
     return [*lines, "}"] if entries else [f"{name}: dict[str, Part] = {{}}"]
-
-
-def wrapped(entry: Entry) -> list[str]:
-    """One entry, broken if it does not fit."""
-    line = f'    "{entry.name}": {entry.text},'
-    if len(line) <= 120:
-        return [line]
-    inside = entry.text.removeprefix("Part(").removesuffix(")")
-    return [f'    "{entry.name}": Part(', f"        {inside}", "    ),"]

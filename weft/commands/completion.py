@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 BASH = """\
 _weft() {{
@@ -32,16 +31,6 @@ complete -o filenames -F _weft weft
 """
 
 
-@dataclass(frozen=True)
-class Option:
-    """What can be typed after a command: its names, what it is for, which values it takes."""
-
-    names: tuple[str, ...]
-    help: str
-    values: tuple[str, ...]
-    takes_value: bool
-
-
 def run(options: argparse.Namespace) -> int:
     """The command."""
     text = script(options.shell, options.parser)
@@ -58,48 +47,45 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
     return text if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{text}"
 
 
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[Option]]]:
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[argparse.Action]]]:
     """Each command with its help and its options."""
     (found,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {action.dest: action.help or "" for action in found._choices_actions}
-    return {name: (helps.get(name, ""), _options(command)) for name, command in found.choices.items()}
+    return {name: (helps.get(name, ""), command._actions) for name, command in found.choices.items()}
 
 
-def _options(command: argparse.ArgumentParser) -> list[Option]:
-    return [
-        Option(
-            tuple(action.option_strings), action.help or "", tuple(map(str, action.choices or ())), action.nargs != 0
-        )
-        for action in command._actions
-    ]
-
-
-def _bash(commands: Mapping[str, tuple[str, list[Option]]]) -> str:
+def _bash(commands: Mapping[str, tuple[str, list[argparse.Action]]]) -> str:
     options, choices = [], []
     for name, (_, found) in commands.items():
-        plain = [value for one in found if not one.names for value in one.values]
-        words = [each for one in found for each in one.names if each.startswith("--")]
+        plain = [_values(one) for one in found if not one.option_strings and one.choices]
+        words = [each for one in found for each in one.option_strings if each.startswith("--")]
         options.append(f'            {name}) words="{" ".join((*words, *plain))}" ;;')
         for one in found:
-            if one.names and one.values:
-                keys = "|".join(f"{name}:{each}" for each in one.names)
-                choices.append(f'        {keys}) words="{" ".join(one.values)}" ;;')
+            if one.option_strings and one.choices:
+                keys = "|".join(f"{name}:{each}" for each in one.option_strings)
+                choices.append(f'        {keys}) words="{_values(one)}" ;;')
     return BASH.format(commands=" ".join(commands), options="\n".join(options), choices="\n".join(choices))
 
 
-def _fish(commands: Mapping[str, tuple[str, list[Option]]]) -> str:
+def _fish(commands: Mapping[str, tuple[str, list[argparse.Action]]]) -> str:
     lines = []
     for name, (help_, found) in commands.items():
         lines.append(f"complete -c weft -n __fish_use_subcommand -f -a {name} -d {_quoted(help_)}")
         for one in found:
             here = f"complete -c weft -n '__fish_seen_subcommand_from {name}'"
-            names = " ".join(f"-l {each[2:]}" if each.startswith("--") else f"-s {each[1:]}" for each in one.names)
-            values = f" -f -a {_quoted(' '.join(one.values))}" if one.values else ""
+            names = " ".join(
+                f"-l {each[2:]}" if each.startswith("--") else f"-s {each[1:]}" for each in one.option_strings
+            )
+            values = f" -f -a {_quoted(_values(one))}" if one.choices else ""
             if names:
-                lines.append(f"{here} {names}{' -r' if one.takes_value else ''}{values} -d {_quoted(one.help)}")
+                lines.append(f"{here} {names}{' -r' if one.nargs != 0 else ''}{values} -d {_quoted(one.help or '')}")
             elif values:
                 lines.append(f"{here}{values}")
     return "\n".join(lines) + "\n"
+
+
+def _values(option: argparse.Action) -> str:
+    return " ".join(map(str, option.choices or ()))
 
 
 def _quoted(text: str) -> str:

@@ -14,27 +14,18 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
 from weft.runtime.checks.ledger import KINDS, Bytes
-from weft.train.memory.expected import Unforeseen, alike_ranks, expect_rank
-from weft.train.memory.limit import available
+from weft.train.memory.expected import Unforeseen, alike_ranks, expect_memory
+from weft.train.memory.limit import NAMES, available
 from weft.train.memory.measured import measure
 
 Say = Callable[[str], None]
 
-HEADS = {
-    "parameters": "parameters",
-    "kept": "kept weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "saved activations",
-    "messages": "messages",
-    "buffers": "buffers",
-    "peak": "peak of a step",
-}
+HEADS = {**{kind: NAMES.get(kind, kind) for kind in KINDS}, "peak": "peak of a step"}
 FAR = 0.02
 """A measured number that is further from the expected one is marked."""
 
@@ -73,7 +64,7 @@ def memory_of(compiled: Compiled, subject: Subject, *, say: Say = lambda text: N
     expected: list[Bytes | None] = [None] * len(groups)
     say("memory: foreseeing")
     try:
-        expected = [expect_rank(compiled.files, subject, group[0]) for group in groups]
+        expected = [one.bytes for one in expect_memory(compiled.files, subject, groups)]
     except Unforeseen as error:
         notes.append(error.message)
     needed = _needed(groups, expected, subject)
@@ -104,7 +95,8 @@ def show_memory(memory: Memory, title: str) -> None:
     """The table, for people."""
     console = wide_console()
     console.print(f"{title}: bytes of a rank", soft_wrap=True)
-    kinds = [kind for kind in (*KINDS, "peak") if any(_size(one, kind) for row in memory.rows for one in _both(row))]
+    known = [one for row in memory.rows for one in (row.expected, row.measured) if one is not None]
+    kinds = [kind for kind in HEADS if any(getattr(one, kind) for one in known)]
     heads = [HEADS[kind] for kind in kinds]
     table = headed(("rank", "", *heads), right=heads)
     for row in memory.rows:
@@ -118,15 +110,8 @@ def show_memory(memory: Memory, title: str) -> None:
     console.print("tensors only: the interpreter, torch and its threads come on top of them in every process")
 
 
-def _both(row: Row) -> list[Bytes]:
-    return [one for one in (row.expected, row.measured) if one is not None]
-
-
-def _size(one: Bytes, kind: str) -> int:
-    return one.as_json()[kind]
-
-
 def _cell(one: Bytes, kind: str, other: Bytes | None) -> Text:
-    size = _size(one, kind)
-    far = other is not None and abs(size - _size(other, kind)) > FAR * max(size, _size(other, kind))
+    size = getattr(one, kind)
+    known = size if other is None else getattr(other, kind)
+    far = abs(size - known) > FAR * max(size, known)
     return Text(show_bytes(size) or "0", style="yellow" if far else "")

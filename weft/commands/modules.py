@@ -11,17 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
-from weft.codegen.cells import Cells
 from weft.cost.reshard import measure
+from weft.ir.layout import Axis
 from weft.ir.oplayout import Cut
 from weft.ir.program import Chunks, Compute, Move, Program, Recompute, Reshard, Step, Sync, Use, walk
 from weft.ir.routes import Routing
 from weft.ops.book import RuleBook
-from weft.ops.rule import Group
 from weft.plan.select import fold
 from weft.train.memory.amounts import shown
+from weft.verify.summary import axes_of
 
 INPUTS, MODEL = "(inputs)", "(model)"
 SOME = 3
@@ -51,14 +52,8 @@ class Row:
         return {**asdict(self), "collectives": dict(self.collectives), "moved": round(self.moved)}
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Moves of one module: of a step, how often they run."""
-
-    path: str
-    moves: tuple[Move, ...]
-    tensor: str
-    times: int
+Sent = tuple[str, tuple[Move, ...], int]
+"""A tensor, moves of it, and how often they run in a step."""
 
 
 def module_rows(program: Program) -> list[Row]:
@@ -80,15 +75,14 @@ def module_rows(program: Program) -> list[Row]:
         _add_cuts(found, step, main=any(name in program.graph.parameter_tensors for name in op.inputs))
         devices = devices_text(step.layout.grid.devices)
         found.devices += [devices] if devices not in found.devices else []
-    loads: dict[tuple[Move, int], float] = {}
-    for sent in _sent(program, program.steps, 1):
-        itemsize = program.graph.tensors[sent.tensor].dtype.itemsize
-        for move in sent.moves:
+    load = cache(_bytes)
+    for tensor, moves, times in _sent(program, program.steps, 1):
+        itemsize = program.graph.tensors[tensor].dtype.itemsize
+        for move in moves:
             if move.kind != "local":
-                bytes_ = loads.setdefault((move, itemsize), _bytes(move, itemsize))
-                found = row(sent.path)
-                found.collectives[move.kind] += sent.times
-                found.moved += sent.times * bytes_
+                found = row(_owner(program, tensor))
+                found.collectives[move.kind] += times
+                found.moved += times * load(move, itemsize)
     for folded, found in rows.items():
         found.layers = len(layers[folded])
         found.collectives = Counter({kind: count for kind, count in found.collectives.items() if count})
@@ -97,12 +91,18 @@ def module_rows(program: Program) -> list[Row]:
 
 def _add_cuts(row: Row, step: Compute, *, main: bool) -> None:
     """Operators with parameters say what is cut; the others follow them, under names of their own."""
+    for axis, use in _cut_axes(step):
+        names = row.cuts.setdefault(axis.name, [])
+        text = str(use).removeprefix("cut ")
+        if text not in names:
+            names.insert(0, text) if main else names.append(text)
+
+
+def _cut_axes(step: Compute) -> Iterator[tuple[Axis, Cut]]:
+    """The axes that divide an operator, and how."""
     for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True):
         if isinstance(use, Cut) and axis.size > 1:
-            names = row.cuts.setdefault(axis.name, [])
-            text = str(use).removeprefix("cut ")
-            if text not in names:
-                names.insert(0, text) if main else names.append(text)
+            yield axis, use
 
 
 def devices_text(devices: Sequence[int]) -> str:
@@ -126,15 +126,14 @@ def _sent(program: Program, steps: Sequence[Step], times: int) -> Iterator[Sent]
     for step in steps:
         match step:
             case Use(value, moves):
-                tensor = program.values[value].tensor
-                yield Sent(_owner(program, tensor), moves, tensor, times)
+                yield program.values[value].tensor, moves, times
             case Reshard(source, _, forward, backward):
                 tensor = program.values[source].tensor
-                yield Sent(_owner(program, tensor), forward, tensor, times)
-                yield Sent(_owner(program, tensor), backward or (), tensor, 1)
+                yield tensor, forward, times
+                yield tensor, backward or (), 1
             case Sync(parameter, _, paths):
                 for path in paths:
-                    yield Sent(_owner(program, parameter), path, parameter, 1)
+                    yield parameter, path, 1
             case Chunks(_, body, again):
                 yield from _sent(program, body, times * (2 if again else 1))
             case Recompute(body):
@@ -161,23 +160,14 @@ def _bytes(move: Move, itemsize: int) -> float:
 
 
 def _ops_that_talk(program: Program) -> set[str]:
-    """Operators whose parts talk to each other on rank 0."""
-    cells, found = Cells(RuleBook(program.graph)), set()
-    for step in _computes(program.steps):
-        layout, here = step.layout, step.layout.grid.cells_on.get(0, ())
-        calls = cells.patterns(program.graph.by_name[step.op], step, [(0, slot) for slot in range(len(here))])
-        groups = {one.name for call in calls for one in _groups((call.args, call.kwargs))}
-        if any(len(layout.peers(name, cell)) > 1 for name in groups for cell in here):
-            found.add(step.op)
-    return found
+    """Operators that an algorithm cuts whose parts exchange something."""
+    book = RuleBook(program.graph)
 
+    def talks(step: Compute) -> bool:
+        rule = book.rule(program.graph.by_name[step.op], step.layout.algorithm)
+        return any(use.name in rule.algorithms for _, use in _cut_axes(step))
 
-def _groups(argument: object) -> Iterator[Group]:
-    if isinstance(argument, Group):
-        yield argument
-    elif isinstance(argument, tuple | list):
-        for one in argument:
-            yield from _groups(one)
+    return {step.op for step in _computes(program.steps) if talks(step)}
 
 
 def show_bytes(count: float) -> str:
@@ -191,9 +181,4 @@ def show_bytes(count: float) -> str:
 
 def axis_sizes(program: Program) -> dict[str, int]:
     """Axes that cut something, and their sizes."""
-    return {
-        axis.name: axis.size
-        for step in _computes(program.steps)
-        for axis, use in zip(step.layout.grid.axes, step.layout.uses, strict=True)
-        if isinstance(use, Cut)
-    }
+    return {name: axis["size"] for name, axis in axes_of(program).items() if axis["cut"]}

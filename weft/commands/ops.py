@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.capture.specialise import at_example
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.subject import capture_subject, make_plan
 from weft.errors import PlanError
@@ -28,26 +28,26 @@ from weft.plan.load import SUFFIXES
 from weft.plan.recipes.text import parse_recipe
 
 HEADS = ("operator", "count", "flops", "bytes", "rule", "from", "means")
+NOTHING = Divided(devices=1, flops_share=0.0, bytes_share=0.0, rest=())
 MAX_REST = 8
 """So many rows of what is not divided are shown to people."""
 
 
 @dataclass(frozen=True)
 class Under:
-    """What a plan divides, or why there is no such plan."""
+    """What a plan divides: nothing if there is no such plan, and why."""
 
     plan: str
-    found: Divided | None
+    found: Divided
     reason: str = ""
 
     def as_json(self) -> dict[str, object]:
-        if self.found is None:
-            return {"plan": self.plan, "flops_share": 0.0, "bytes_share": 0.0, "rest": [], "error": self.reason}
         return {
             "plan": self.plan,
             "flops_share": self.found.flops_share,
             "bytes_share": self.found.bytes_share,
             "rest": [one.as_json() for one in self.found.rest],
+            **({"error": self.reason} if self.reason else {}),
         }
 
 
@@ -71,14 +71,16 @@ def run(options: argparse.Namespace) -> int:
 
 def divide(plan: str, graph: Graph, subject: Subject) -> Under:
     """What the plan divides of a model."""
-    if plan.endswith(SUFFIXES) or ".py" in plan:
-        return Under(plan, divided(make_plan(plan, graph, subject, None)))
-    # what is misspelt is an error; what finds nothing to cut is an answer
-    parse_recipe(plan)
+    is_recipe = not (plan.endswith(SUFFIXES) or ".py" in plan)
+    if is_recipe:
+        parse_recipe(plan)
     try:
         return Under(plan, divided(make_plan(plan, graph, subject, None)))
     except PlanError as error:
-        return Under(plan, None, error.message)
+        # of a recipe what is misspelt is an error; what finds nothing to cut is an answer
+        if not is_recipe:
+            raise
+        return Under(plan, NOTHING, error.message)
 
 
 def as_json(found: Coverage, under: Under, file: str) -> dict[str, object]:
@@ -117,7 +119,7 @@ def show(found: Coverage, under: Under, title: str) -> None:
 
 def _divided_lines(under: Under) -> list[str]:
     """One line of shares, then what is left over, repeated layers in one row."""
-    if under.found is None:
+    if under.reason:
         return [f"under {under.plan}: no such plan: {under.reason}"]
     if under.found.devices == 1:
         return [f"under {under.plan}: one device does all of the work"]

@@ -13,14 +13,13 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.commands.aside import headed, wide_console
+from weft.commands.console import headed, wide_console
 from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces
 from weft.lower.pipeline import Part, Pipelined
-from weft.lower.spans import spans_of
 from weft.ops.work import work_of
-from weft.order import Timeline, draw, simulate
+from weft.order import draw, simulate
 from weft.plan.plan import Plan
 
 HEADS = ("piece", "modules", "devices", "ops", "time", "weights", "gives, per micro-batch")
@@ -57,7 +56,7 @@ def piece_rows(made: InPieces) -> list[PieceRow]:
     first = made.sizes[0]
     flops = [_flops(part, made.plan) for part in first.parts]
     total = sum(flops) or 1
-    times = {name: span.f + span.b + span.w for name, span in spans_of(first).items()}
+    times = {name: span.f + span.b + span.w for name, span in made.spans.items()}
     step = sum(times.values()) or 1
     return [
         PieceRow(
@@ -116,15 +115,10 @@ def _gives(name: str, pipelined: Pipelined) -> dict[str, int]:
     return found
 
 
-def timeline_of(made: InPieces) -> Timeline:
-    """The step, if a backward takes twice as long as a forward."""
-    return simulate(made.pipeline, made.schedule)
-
-
 def idle_shares(made: InPieces) -> dict[str, float]:
     """By unit times, and by estimated ones."""
-    estimated = simulate(made.pipeline, made.schedule, spans_of(made.sizes[0]))
-    return {"idle": timeline_of(made).idle, "idle_estimated": estimated.idle}
+    estimated = simulate(made.pipeline, made.schedule, made.spans)
+    return {"idle": simulate(made.pipeline, made.schedule).idle, "idle_estimated": estimated.idle}
 
 
 def as_json(made: InPieces) -> dict[str, Any]:
@@ -162,10 +156,12 @@ def show_schedule(made: InPieces, title: str) -> None:
     """The time table, coloured by micro-batch."""
     console = wide_console()
     console.print(f"{title}: {_counts(made)}", soft_wrap=True)
-    console.print(draw(made.pipeline, timeline_of(made), width=console.width - len(" ...")), soft_wrap=True)
+    console.print(
+        draw(made.pipeline, simulate(made.pipeline, made.schedule), width=console.width - len(" ...")), soft_wrap=True
+    )
     divided = any(event.phase == "w" for event in made.schedule.every())
     console.print(DIVIDED if divided else WHOLE)
-    console.print(f"{idle_words(idle_shares(made))}")
+    console.print(idle_words(idle_shares(made)))
 
 
 def _counts(made: InPieces) -> str:

@@ -11,7 +11,7 @@ import json
 from rich.console import Console
 from rich.progress import Progress
 
-from weft.commands.aside import plain_console, table
+from weft.commands.console import plain_console, table
 from weft.cost.measure import measure_links
 
 

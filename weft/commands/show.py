@@ -20,8 +20,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from weft.commands import pieces
-from weft.commands.aside import headed, plain_console, wide_console
-from weft.commands.memory import Memory, memory_of, show_memory
+from weft.commands.console import headed, plain_console, wide_console
+from weft.commands.memory import memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject
 from weft.compile.model_file import load_model_file
@@ -31,7 +31,6 @@ from weft.cost.links import load as load_links
 from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
-from weft.runtime.program.files import changes, files_of
 
 HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
 
@@ -56,57 +55,37 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         plain_console(stderr=True).print(f"written to {options.out}")
-    if memory is not None:
-        return tell_memory(memory, compiled, options)
-    if compiled.pieces is not None:
-        return show_pieces(compiled, compiled.pieces, options)
-    if options.schedule:
+    title, made, program = f"{options.file} under {options.plan}", compiled.pieces, compiled.program
+    assert made is not None, "nothing was looked up in a cache"
+    if options.schedule and program is not None:
         raise PlanError(
             "--schedule draws stages or micro-batches, and this plan has none",
             place=str(options.plan),
             remedy="pp=2,microbatches=4",
         )
-    program = compiled.program
-    assert program is not None, "nothing was looked up in a cache"
-    if options.code:
-        show_code(compiled.files)
-    elif options.program:
-        print(show_program(program))
-    elif options.json:
-        print(json.dumps(as_json(compiled, program, options)))
-    else:
-        show_table(compiled, program, f"{options.file} under {options.plan}")
-    return 0
-
-
-def tell_memory(memory: Memory, compiled: Compiled, options: argparse.Namespace) -> int:
-    """The bytes of each rank."""
     if options.json:
-        print(json.dumps({**_asked(compiled, options), **memory.as_json()}))
-    else:
-        show_memory(memory, f"{options.file} under {options.plan}")
-    return 0
-
-
-def show_pieces(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> int:
-    """The same for a plan in pieces."""
-    title = f"{options.file} under {options.plan}"
-    if options.code:
+        shown = as_json(compiled, made, options) if memory is None else memory.as_json()
+        asked = {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
+        print(json.dumps({**asked, **shown}))
+    elif memory is not None:
+        show_memory(memory, title)
+    elif options.code:
         show_code(compiled.files)
     elif options.program:
-        print("\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in made.sizes[0].parts))
-    elif options.json:
-        shown = {**pieces.as_json(made), "code": code_of(compiled.files), "out": options.out}
-        print(json.dumps(_asked(compiled, options) | shown))
-    elif options.schedule:
-        pieces.show_schedule(made, title)
+        print(program_text(made))
+    elif program is not None:
+        show_table(compiled, program, title)
     else:
-        pieces.show_pieces(made, title)
+        (pieces.show_schedule if options.schedule else pieces.show_pieces)(made, title)
     return 0
 
 
-def _asked(compiled: Compiled, options: argparse.Namespace) -> dict[str, Any]:
-    return {"file": str(options.file), "plan": str(options.plan), "devices": compiled.devices}
+def program_text(made: InPieces) -> str:
+    """The Program, or that of each piece."""
+    if made.program is not None:
+        return show_program(made.program)
+    parts = made.sizes[0].parts
+    return "\n\n".join(f"# {part.piece.segment.name}\n{show_program(part.program)}" for part in parts)
 
 
 def code_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -126,17 +105,18 @@ def show_code(files: Mapping[str, bytes]) -> None:
             sys.stdout.write("\n\n" * bool(number) + head + text)
 
 
-def as_json(compiled: Compiled, program: Program, options: argparse.Namespace) -> dict[str, Any]:
+def as_json(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> dict[str, Any]:
     """All that there is to show, as plain values."""
-    return {
-        **_asked(compiled, options),
-        "axes": axis_sizes(program),
-        "modules": [row.as_json() for row in module_rows(program)],
-        "proven": str(compiled.report),
-        "program": show_program(program),
-        "code": code_of(compiled.files),
-        "out": options.out,
-    }
+    if compiled.program is None:
+        found = pieces.as_json(made)
+    else:
+        found = {
+            "axes": axis_sizes(compiled.program),
+            "modules": [row.as_json() for row in module_rows(compiled.program)],
+            "proven": str(compiled.report),
+            "program": show_program(compiled.program),
+        }
+    return {**found, "code": code_of(compiled.files), "out": options.out}
 
 
 def show_table(compiled: Compiled, program: Program, title: str) -> None:
@@ -167,30 +147,19 @@ def _cuts(row: Row) -> str:
 
 
 def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
-    """Write a program's files, over an older program if nobody has edited it."""
+    """Write a program's files, over an older program if nobody has edited it, and never over something else."""
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory} is a file", remedy="give a directory")
     if directory.is_dir() and any(directory.iterdir()):
-        edited = _edited(directory)
+        found = cache.read_program(directory, "give a directory that is empty or not there")
+        edited = [name for name, what in found.edited.items() if what == "edited"]
         if edited and not force:
             raise RunError(
                 f"the program in {directory} was edited: {', '.join(edited)}",
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        for name in set(files_of(directory)) - set(files):
+        for name in set(found.files) - set(files):
             (directory / name).unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
-
-
-def _edited(directory: Path) -> list[str]:
-    """Files of the program there that were edited; a directory that holds something else is refused, forced or not."""
-    try:
-        return [name for name, what in changes(directory).items() if what == "edited"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(
-            f"{directory} holds something else than a program of weft's",
-            place=str(directory),
-            remedy="give a directory that is empty or not there",
-        ) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.commands.aside import aside, plain_console, table
+from weft.commands.console import plain_console, table, user_output
 from weft.errors import WeftError
 from weft.verify import Result, verify, verify_program
 from weft.verify.compare import Processes, shortened, show
@@ -29,29 +29,13 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.program is not None and options.links is not None:
         raise WeftError("--links says how to make a program, and --program DIR is made", remedy="leave out --links")
-    with aside(options), Console(stderr=True).status("starting") as status:
+    shared = {name: getattr(options, name) for name in ("devices", "seed", "processes", "precision")}
+    with user_output(options), Console(stderr=True).status("starting") as status:
         if options.program is None:
-            result = verify(
-                options.file,
-                plan=options.plan,
-                devices=options.devices,
-                links=options.links,
-                seed=options.seed,
-                processes=options.processes,
-                precision=options.precision,
-                say=status.update,
-            )
+            result = verify(options.file, plan=options.plan, links=options.links, say=status.update, **shared)
         else:
-            result = verify_program(
-                options.file,
-                program=options.program,
-                devices=options.devices,
-                seed=options.seed,
-                processes=options.processes,
-                precision=options.precision,
-                say=status.update,
-                tell=plain_console().print,
-            )
+            tell = plain_console().print
+            result = verify_program(options.file, program=options.program, say=status.update, tell=tell, **shared)
     under = options.plan if options.program is None else f"the program in {options.program}"
     show_result(result, title=f"{options.file} under {under}")
     if options.json:
@@ -75,7 +59,7 @@ def show_result(result: Result, *, title: str) -> None:
         _show_whole(console, result)
     if proven := summary.get("proven"):
         console.print(f"proven before running: {proven}")
-    rows = [(found.kind, _number(found.value), found.tensor) for found in result.differences]
+    rows = [(found.kind, show(found.value), found.tensor) for found in result.differences]
     console.print(table(("compared", "largest difference", "in"), rows))
     for one in result.sizes:
         console.print(f"the same program {one}")
@@ -85,7 +69,7 @@ def show_result(result: Result, *, title: str) -> None:
     if result.rounded is not None:
         console.print(str(result.rounded))
     elif result.rounding:
-        rounding = ", ".join(f"{found.kind} {_number(found.value, 0)}" for found in result.rounding)
+        rounding = ", ".join(f"{found.kind} {show(found.value, 0)}" for found in result.rounding)
         console.print(f"rounding in the model's own precision, not judged: {rounding}")
     if result.processes is not None:
         console.print(_compared_with_emulator(result.processes))
@@ -158,28 +142,19 @@ def _compared_with_emulator(found: Processes) -> str:
     text = f"on {found.backend} processes: "
     if found.equal_bits:
         return text + "equal to the emulator bit for bit"
-    return text + f"{_number(found.difference)} from the emulator in {found.tensor} ({found.why})"
-
-
-def _number(value: float, digits: int = 1) -> str:
-    return show(value, digits)
+    return text + f"{show(found.difference)} from the emulator in {found.tensor} ({found.why})"
 
 
 def _show_verdict(console: Console, result: Result) -> None:
     if result.equal:
         console.print(f"equal to one device (every difference below {result.tolerance:.0e})", style="green")
         return
-    console.print(f"different from one device: {_number(result.largest_difference)}", style="red")
+    console.print(f"different from one device: {show(result.largest_difference)}", style="red")
     for text in shortened(result.disagreements):
         console.print(f"  copies differ: {text}")
     first = result.first_difference
     if first is not None:
-        console.print(f"  first difference: {_number(first.difference)} in {first.tensor}")
-        if first.op:
-            console.print(f"  operator: {first.op}")
-        if first.source:
-            console.print(f"  at: {first.source}")
-        if first.note:
-            console.print(f"  {first.note}")
-        if first.remedy:
-            console.print(f"  try: {first.remedy}")
+        console.print(f"  first difference: {show(first.difference)} in {first.tensor}")
+        for head, text in (("operator: ", first.op), ("at: ", first.source), ("", first.note), ("try: ", first.remedy)):
+            if text:
+                console.print(f"  {head}{text}")

@@ -1,10 +1,10 @@
 """The cache of emitted programs: a directory each, named by a hash of all that it was made from.
 
-In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `meta.json` among them, or the
-`pipeline.json` of a program in pieces, tells the key and the hash of the files. Promised: what is found under a key was
-made from the same graph, plan, rules of the user's, torch and weft, sources included (of a program in pieces: at every
-size of micro-batches); a program that somebody has edited, or that is incomplete, is recognised as such and neither
-replaced nor used without a word; a directory appears whole or not at all, whatever else is writing there.
+In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `program.json` among them tells the
+key and the hashes of the files. Promised: what is found under a key was made from the same graph, plan, rules of the
+user's, torch and weft, sources included (of a program in pieces: at every size of micro-batches); a program that
+somebody has edited, or that is incomplete, is recognised as such and neither replaced nor used without a word; a
+directory appears whole or not at all, whatever else is writing there.
 """
 
 from __future__ import annotations
@@ -27,36 +27,56 @@ from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
 from weft.plan.lines import ScheduleLine
 from weft.plan.plan import Plan
-from weft.runtime.program.files import ProgramFiles, changes, files_of
+from weft.runtime.program.files import PROGRAM, ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")
 """Where programs are kept unless the user says otherwise: in the working directory."""
 
 
+ANEW = "move the directory away, and the program is made anew"
+
+
 @dataclass(frozen=True)
 class Found:
-    """A program in the cache. `edited`: its files are no longer what was emitted."""
+    """A program in a directory.
+
+    Args:
+        edited: what became of files that are not as they were emitted, by name: `edited` or `missing`.
+    """
 
     directory: Path
-    edited: bool = False
+    files: ProgramFiles
+    edited: Mapping[str, str]
 
-    def files(self) -> ProgramFiles:
+    def complete(self, remedy: str = ANEW) -> ProgramFiles:
         """All of its files, as they were left."""
-        found = files_of(self.directory)
-        missing = [name for name, what in changes(found).items() if what == "missing"]
+        missing = [name for name, what in self.edited.items() if what == "missing"]
         if missing:
             raise RunError(
-                f"the program in {self.directory} lacks {', '.join(missing)}",
-                place=str(self.directory),
-                remedy="move the directory away, and the program is made anew",
+                f"the program in {self.directory} lacks {', '.join(missing)}", place=str(self.directory), remedy=remedy
             )
-        return found
+        return self.files
 
 
-def program_key(graph: Graph, plan: Plan, more: str = "") -> str:
-    """A hash of all that the emitted text depends on."""
+def read_program(directory: Path, remedy: str = ANEW) -> Found:
+    """The program in a directory, of which nothing is run; refuses what is none."""
+    try:
+        files = files_of(directory)
+        for one in files.pieces.values():
+            _ = files.devices, files.is_whole, one.about["class"], one.about["ranks"]
+        return Found(directory, files, changes(files))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{directory} is no program of weft's: its {PROGRAM} cannot be read ({type(error).__name__}: {error})",
+            place=str(directory),
+            remedy=remedy,
+        ) from None
+
+
+def program_key(graph: Graph, plan: Plan, more: str = "", others: Sequence[Plan] = ()) -> str:
+    """A hash of all that the emitted text depends on; `others`: plans that it is made from too."""
     digest = hashlib.sha256()
-    for text in (*_ingredients(graph, plan), more):
+    for text in (*_ingredients(graph, plan), *(program_key(one.graph, one) for one in others), more):
         digest.update(f"{len(text)}:{text}".encode())
     return digest.hexdigest()
 
@@ -69,12 +89,6 @@ def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
     for line in plan.lines:
         # a function that orders a step is no content: what it makes is told apart from the plan
         yield f"order by {line.text}" if isinstance(line, ScheduleLine) and callable(line.schedule) else repr(line)
-
-
-def pieces_key(whole: Plan, sizes: Sequence[Plan], more: str = "") -> str:
-    """The same for a program in pieces: of the whole batch, and of micro-batches of each size."""
-    parts = [program_key(plan.graph, plan) for plan in sizes]
-    return program_key(whole.graph, whole, " ".join([*parts, more]))
 
 
 def _told_of(graph: Graph) -> Iterator[str]:
@@ -90,7 +104,7 @@ def graph_key(graph: Graph) -> str:
 
 
 def origin(graph: Graph) -> dict[str, str]:
-    """What a program was made from and by, for its meta.json: compared when the program is used again."""
+    """What a program was made from and by, for its description: compared when the program is used again."""
     return {"graph": graph_key(graph), "weft": source_hash(), "torch": torch.__version__}
 
 
@@ -120,22 +134,14 @@ def look_up(directory: Path, key: str) -> Found | None:
     """The program made under this key, if there is one."""
     if not directory.exists():
         return None
-    try:
-        files = files_of(directory)
-        made, found = str(files.about["key"]), changes(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{directory} is no program of weft's: what is written about it cannot be read ({type(error).__name__})",
-            place=str(directory),
-            remedy="move the directory away, and the program is made anew",
-        ) from None
-    if made != key:
+    found = read_program(directory)
+    if found.files.about.get("key") != key:
         raise RunError(
             f"the program in {directory} was made from another model, plan or version of weft",
             place=str(directory),
             remedy="move it away or delete it, and it is made anew",
         )
-    return Found(directory, edited=bool(found))
+    return found
 
 
 def write(directory: Path, key: str, files: Mapping[str, bytes]) -> Found:

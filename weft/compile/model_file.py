@@ -107,18 +107,12 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         model = start.module
         with inside(path, "example()"), _seeded(None if hollow is None or start.record is None else hollow + 1):
             example = make_example()
-        batch_dims = None
-        if hasattr(module, "batch_dims"):
-            with inside(path, "batch_dims()"):
-                batch_dims = _function(module, path, "batch_dims")()
+        batch_dims, precision = (_called(module, path, name) for name in ("batch_dims", "precision"))
         optimizer = _optimizer(module, path)
         data, eval_data = (
             _function(module, path, name) if hasattr(module, name) else None for name in ("data", "eval_data")
         )
-        reduction, precision = _reduction(module, path), None
-        if hasattr(module, "precision"):
-            with inside(path, "precision()"):
-                precision = _function(module, path, "precision")()
+        reduction = _reduction(module, path)
     _check_kinds(path, model, example, batch_dims)
     return Subject(
         model=model,
@@ -210,6 +204,14 @@ def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ModelFileError(f"{name} in {path} is {_a(found)}, not a function", remedy=f"define {name}() there")
     return found  # type: ignore[no-any-return]
+
+
+def _called(module: ModuleType, path: Path, name: str) -> Any:
+    """What a function of the file gives; None if the file has none of that name."""
+    if not hasattr(module, name):
+        return None
+    with inside(path, f"{name}()"):
+        return _function(module, path, name)()
 
 
 @contextmanager

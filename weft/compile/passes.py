@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,12 +19,11 @@ from typing import Any
 from torch import nn
 
 from weft.capture.specialise import at_example
-from weft.codegen import generate
 from weft.codegen.sizes.sampled import Make, generate_for_sizes
 from weft.compile import cache
 from weft.compile.model_file import Subject
-from weft.compile.pieces import InPieces, Prepared, is_in_pieces, lower_prepared, prepare_pieces
-from weft.compile.subject import PlanLike, capture_subject, check_fit, graph_for, make_plan
+from weft.compile.pieces import InPieces, is_in_pieces, lower_prepared, prepare_pieces
+from weft.compile.subject import PlanLike, check_fit, graph_for, make_plan
 from weft.cost.links import Links
 from weft.errors import CaptureError, PlanError
 from weft.ir.graph import Graph
@@ -35,6 +34,8 @@ from weft.plan.plan import Plan
 from weft.runtime.program.returns import NotReturned, Returns, lost, returns_of
 
 Say = Callable[[str], None]
+About = dict[str, Any]
+"""What is written about a program: where it comes from, what it returns."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Compiled:
     """What the compiler made.
 
     Args:
-        program, report: None if the files come from the cache, or if there are pieces.
-        pieces: of a plan in stages or micro-batches; there is a program for each. None if they come from the cache.
         files: of the emitted program, by name.
+        pieces: what they were generated from. None if they come from the cache.
+        report: of the check of a program without stages and micro-batches.
         directory: of the cache, if there is one.
         edited: the files in the cache are no longer as they were emitted. They are used as they are.
         timings: seconds by pass, in the order they ran.
@@ -52,22 +53,26 @@ class Compiled:
 
     graph: Graph
     plan: Plan
-    program: Program | None
-    report: Report | None
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    pieces: InPieces | None = None
+    report: Report | None = None
     directory: Path | None = None
     edited: bool = False
     timings: Mapping[str, float] = field(default_factory=dict)
-    pieces: InPieces | None = None
 
     @property
     def devices(self) -> int:
         return self.plan.devices
 
+    @property
+    def program(self) -> Program | None:
+        """That of a plan without stages and micro-batches; None if it comes from the cache."""
+        return None if self.pieces is None else self.pieces.program
+
     def __str__(self) -> str:
         times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings.items())
-        what = "from the cache" if self.report is None else str(self.report)
-        what = what if self.pieces is None else f"{len(self.pieces.pipeline.segments)} pieces"
+        what = "from the cache" if self.pieces is None else f"{len(self.pieces.pipeline.segments)} pieces"
+        what = what if self.report is None else str(self.report)
         return f"{self.graph.name} on {self.devices} devices: {what} ({times})"
 
 
@@ -119,110 +124,101 @@ def compile_subject(
             return make_plan(plan, other, subject, devices)
 
         made = make(at_example(graph))
+    known = Compiled(graph, made, timings=timer.seconds)
+    costs = "" if links is None else links.to_json()
     if is_in_pieces(made):
-        return build_pieces(subject, graph, made, make, links, timer, folder=folder, outputs=outputs)
-    key = "" if folder is None else cache.program_key(graph, made, _more(graph, links, outputs, like))
-    known = Compiled(graph, made, None, None, {}, timings=timer.seconds)
-    return kept(
-        known, folder, key, lambda: build(graph, made, links, timer, key, outputs=outputs, like=like, make=make)
-    )
+        if is_open(graph, outputs):
+            raise PlanError(
+                "a plan in stages or micro-batches trains a loss, and what is asked for returns something else",
+                place=subject.place,
+                remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
+            )
+        with timer("micro-batches"):
+            prepared = prepare_pieces(subject, made, make)
+
+        def lower_all() -> InPieces:
+            with timer("pieces"):
+                return lower_prepared(prepared, links=links)
+
+        if callable(prepared.plans[0].schedule):
+            # the order of a step by a function is known when it has been called
+            known = replace(known, pieces=lower_all())
+        order = "" if known.pieces is None else known.pieces.schedule
+        return kept(
+            known,
+            folder,
+            lambda about: _emitted(known, known.pieces or lower_all(), timer, about),
+            f"{costs} {order}",
+            prepared.plans,
+        )
+    if returns_all := is_open(graph, outputs):
+        costs += str(returned(graph))
+    emitted = partial(_emit_whole, known, make, links, like, timer, returns_all=returns_all)
+    # other costs may make another program of the same plan
+    return kept(known, folder, emitted, costs, () if like is None else (like,))
 
 
-def kept(known: Compiled, folder: str | Path | None, key: str, make: Callable[[], Compiled]) -> Compiled:
-    """The program under a key, from the cache if it is there; without a folder it is just made.
+def kept(
+    known: Compiled, folder: str | Path | None, emitted: Callable[[About], Compiled], more: str, others: Sequence[Plan]
+) -> Compiled:
+    """The program, from the cache if it is there; without a folder it is just made.
 
     Args:
         known: what is there without the files.
+        emitted: makes it, given what is to be written about its origin.
+        more, others: what else it is made from, beside the graph and the plan.
     """
     if folder is None:
-        return make()
+        return emitted({"key": "", "made_from": cache.origin(known.graph)})
+    key = cache.program_key(known.graph, known.plan, more, others)
     directory = cache.directory_of(Path(folder), known.graph, key)
     found, made = cache.look_up(directory, key), known
     if found is None:
-        made = make()
+        made = emitted({"key": key, "made_from": cache.origin(known.graph)})
         found = cache.write(directory, key, made.files)
     else:
-        made = replace(known, files=found.files())
-    return replace(made, directory=found.directory, edited=found.edited)
+        made = replace(known, files=found.complete())
+    return replace(made, directory=found.directory, edited=bool(found.edited))
 
 
-def build(
-    graph: Graph,
-    plan: Plan,
+def _emit_whole(
+    known: Compiled,
+    make: Make,
     links: Links | None,
+    like: Plan | None,
     timer: Timer,
-    key: str = "",
+    about: About,
     *,
-    outputs: str = "loss",
-    like: Plan | None = None,
-    make: Make | None = None,
+    returns_all: bool,
 ) -> Compiled:
-    """The passes from a plan to files.
+    """The passes from a plan without stages and micro-batches to files.
 
     Args:
         make: plans the graph at other sizes, if it has dynamic dims.
+        returns_all: the program returns what the forward returns.
     """
-    returns_all = is_open(graph, outputs)
-    about: dict[str, Any] = {"key": key, "made_from": cache.origin(graph)}
-    if returns_all:
-        about["returns"] = returned(graph).to_json()
-        if kinds := lost(graph.out_leaves):
-            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=7)
-    about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
+    graph, plan = known.graph, known.plan
     stored = None if like is None else stored_parameters(like, links=links)
     lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
+    if returns_all:
+        about["output"] = returned(graph).to_json()
+        if kinds := lost(graph.out_leaves):
+            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=6)
+    about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
     if graph.symbols:
-        assert make is not None, "dynamic dims, and nobody plans them at other sizes"
         with timer("emit for all sizes"):
             sized = generate_for_sizes(graph, plan, make, lowered, about=about)
-        return Compiled(graph, plan, sized.program, sized.report, sized.files, timings=timer.seconds)
+        return replace(known, files=sized.files, pieces=InPieces.of(plan, sized.program), report=sized.report)
     with timer("lower"):
         program = lowered(plan)
     with timer("check"):
         report = check(program, plan.rules)
+    return replace(_emitted(known, InPieces.of(plan, program), timer, about), report=report)
+
+
+def _emitted(known: Compiled, pieces: InPieces, timer: Timer, about: About) -> Compiled:
     with timer("emit"):
-        files = generate(program, about=about)
-    return Compiled(graph, plan, program, report, files, timings=timer.seconds)
-
-
-def build_pieces(
-    subject: Subject,
-    graph: Graph,
-    plan: Plan,
-    make: Make,
-    links: Links | None,
-    timer: Timer,
-    *,
-    folder: str | Path | None = None,
-    outputs: str = "loss",
-) -> Compiled:
-    """The passes from a plan in stages or micro-batches to files, or to those in the cache."""
-    if is_open(graph, outputs):
-        raise PlanError(
-            "a plan in stages or micro-batches trains a loss, and what is asked for returns something else",
-            place=subject.place,
-            remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
-        )
-    with timer("micro-batches"):
-        prepared = prepare_pieces(subject, plan, capture_subject, make)
-    # the order of a step by a function is known when it has been called
-    pieces = _pieces(prepared, links, timer) if callable(prepared.plans[0].schedule) else None
-    more = f"{'' if links is None else links.to_json()} {'' if pieces is None else pieces.schedule}"
-    key = "" if folder is None else cache.pieces_key(prepared.whole, prepared.plans, more)
-    known = Compiled(graph, plan, None, None, {}, timings=timer.seconds, pieces=pieces)
-
-    def emitted() -> Compiled:
-        made = _pieces(prepared, links, timer) if pieces is None else pieces
-        with timer("emit"):
-            files = made.files({"made_from": cache.origin(graph), "key": key})
-        return replace(known, files=files, pieces=made)
-
-    return kept(known, folder, key, emitted)
-
-
-def _pieces(prepared: Prepared, links: Links | None, timer: Timer) -> InPieces:
-    with timer("pieces"):
-        return lower_prepared(prepared, links=links)
+        return replace(known, files=pieces.files(about), pieces=pieces)
 
 
 def returned(graph: Graph) -> Returns:
@@ -233,14 +229,6 @@ def returned(graph: Graph) -> Returns:
         raise CaptureError(
             str(error), remedy="return tensors, in tuples, lists, dicts or dataclasses of an importable class"
         ) from None
-
-
-def _more(graph: Graph, links: Links | None, outputs: str, like: Plan | None) -> str:
-    """What else the text of a program depends on: other costs may make another program of the same plan."""
-    words = ["" if links is None else links.to_json()]
-    words += [str(returned(graph))] if is_open(graph, outputs) else []
-    words += [] if like is None else [cache.program_key(like.graph, like)]
-    return " ".join(words)
 
 
 def is_open(graph: Graph, outputs: str) -> bool:

@@ -11,18 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
 from weft.codegen.form import form_of
-from weft.codegen.pipeline import generate_pipeline
-from weft.compile.alike import lower_alike
+from weft.codegen.pipeline import generate_pipeline, one_piece
 from weft.compile.model_file import Subject
+from weft.compile.replan import lower_replanned
+from weft.compile.subject import capture_subject
 from weft.cost.links import Links
-from weft.errors import PlanError
+from weft.errors import PlanError, RunError
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
+from weft.ir.program import Program
 from weft.ir.schedule import Pipeline, Schedule
 from weft.lower.check import check
 from weft.lower.pipeline import Pipelined, lower_pieces
@@ -31,7 +34,6 @@ from weft.ops.book import RuleBook
 from weft.order import Span
 from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
-from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
 from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, dims_of, split_arguments
 
@@ -43,10 +45,13 @@ class InPieces:
     """A pipeline, ready to run.
 
     Args:
+        schedule: without events if the only piece is a program of the whole batch, which its user calls.
         examples: the micro-batches of the example, as arguments.
         size_of: which of `sizes` each has.
         dims: the batch dim of each tensor of the example.
         whole: the graph of the whole batch.
+        returns: of forwards alone, in evaluation: tensors that every device gets. None in training.
+        joins: for each of those the dim along which micro-batches are joined, or LOSS; None: the batch is not cut.
     """
 
     plan: Plan
@@ -57,25 +62,36 @@ class InPieces:
     examples: tuple[Any, ...]
     dims: tuple[BatchDim, ...] | None
     whole: Graph
+    returns: tuple[str, ...] | None = None
+    joins: tuple[int, ...] | None = ()
+
+    @staticmethod
+    def of(plan: Plan, program: Program) -> InPieces:
+        """A program of the whole batch."""
+        found = one_piece(program)
+        pipeline = Pipeline((found.parts[0].piece.segment,), 1)
+        return InPieces(plan, (found,), (0,), pipeline, Schedule({}), (), None, program.graph)
+
+    @property
+    def program(self) -> Program | None:
+        """That of the whole batch, if the plan has neither stages nor micro-batches."""
+        return None if self.schedule.events else self.sizes[0].parts[0].program
 
     @property
     def spans(self) -> dict[str, Span]:
         """How long the phases of each piece take, as is estimated."""
         return spans_of(self.sizes[0])
 
-    def files(
-        self, about: dict[str, Any] | None = None, returns: Sequence[str] = (), *, traced: bool = False
-    ) -> dict[str, bytes]:
+    def files(self, about: Mapping[str, Any] | None = None, *, traced: bool = False) -> dict[str, bytes]:
         """Of the program, by name.
 
         Args:
             about: where it comes from.
-            returns: tensors that every device gets.
             traced: every op tells what it made.
         """
         batch = {"size_of": list(self.size_of), "dims": self.dims, "batch": form_of(self.whole).to_json()}
-        told = {**batch, **(about or {})}
-        return generate_pipeline(self.sizes, self.schedule, about=told, returns=returns, traced=traced)
+        told = {**batch, "joins": self.joins, **(about or {})}
+        return generate_pipeline(self.sizes, self.schedule, about=told, returns=self.returns or (), traced=traced)
 
 
 def is_in_pieces(plan: Plan) -> bool:
@@ -109,14 +125,11 @@ class Prepared:
     dims: tuple[BatchDim, ...] | None
 
 
-def prepare_pieces(
-    subject: Subject, plan: Plan, capture: Callable[[Subject], Graph], make: Callable[[Graph], Plan]
-) -> Prepared:
+def prepare_pieces(subject: Subject, plan: Plan, make: Callable[[Graph], Plan]) -> Prepared:
     """Cut the example, capture a micro-batch of each size, and plan it.
 
     Args:
         plan: made for the whole batch; tells how many micro-batches there are.
-        capture: gives the graph of a subject.
         make: plans the graph of a micro-batch.
     """
     dims = batch_dims(subject, plan.graph)
@@ -133,7 +146,7 @@ def prepare_pieces(
     plans, size_of = (
         ((plan,), (0,))
         if len(examples) == 1
-        else by_size(examples, lambda one: make(capture(replace(subject, example=as_example(one)))))
+        else by_size(examples, lambda one: make(capture_subject(replace(subject, example=as_example(one)))))
     )
     return Prepared(plan, plans, size_of, tuple(examples), dims)
 
@@ -213,11 +226,10 @@ def at_other_size(
 ) -> Pipelined:
     """The plan for micro-batches of another size: the same stages, and weights that lie where they lay."""
     kept = stored_in(first)
-    _, found = lower_alike(
+    _, found = lower_replanned(
         made,
         graph,
         make,
-        stages=[line for line in made.lines if isinstance(line, StageLine)],
         keeps=lambda pipelined: stored_in(pipelined) == kept,
         refusal=PlanError(
             "micro-batches of different sizes would keep their weights in different places",
@@ -268,6 +280,17 @@ def tensors_in(arguments: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def as_example(arguments: Arguments) -> Any:
-    args, kwargs = arguments
-    return kwargs if kwargs and not args else args
+def as_example(batch: Arguments) -> Any:
+    """A batch as an example."""
+    args, kwargs = batch
+    if args and kwargs:
+        raise RunError(
+            "a batch of other arguments than the example's is given partly by position, partly by keyword",
+            remedy="give all of them by keyword",
+        )
+    return args or kwargs
+
+
+def stretched(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor of another size along a dim: its elements repeated from the start, or left out from the end."""
+    return tensor.detach().index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])

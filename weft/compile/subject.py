@@ -106,11 +106,15 @@ def check_fit(graph: Graph, subject: Subject) -> None:
     wrong = [name for name, shape in found.items() if graph.tensors[name].sizes != shape]
     if wrong:
         shape, sizes = found[wrong[0]], graph.tensors[wrong[0]].sizes
-        raise PlanError(
-            f"the plan is for another model: {wrong[0]} is {list(shape)}, planned as {list(sizes)}",
-            place=subject.place,
-            remedy="capture this model with this example and plan its graph",
-        )
+        raise _other_plan(subject, f"model: {wrong[0]} is {list(shape)}, planned as {list(sizes)}")
+
+
+def _other_plan(subject: Subject, what: str) -> PlanError:
+    return PlanError(
+        f"the plan is for another {what}",
+        place=subject.place,
+        remedy="capture this model with this example and plan its graph",
+    )
 
 
 def make_plan(plan: PlanLike, graph: Graph, subject: Subject, devices: int | None) -> Plan:
@@ -143,20 +147,12 @@ def whole_tensors(graph: Graph, subject: Subject, *, wide: bool) -> Whole:
     for held in named:
         name = next((name for name in held.names if name in first_names), "")
         if not name:
-            raise PlanError(
-                f"the plan is for another model: this one has no {held.names[0]}",
-                place=subject.place,
-                remedy="capture this model with this example and plan its graph",
-            )
+            raise _other_plan(subject, f"model: this one has no {held.names[0]}")
         names[held.tensor], state[held.tensor] = name, known[name].detach()
     state.update(graph.constants)
     leaves, _ = tree_flatten(split_example(subject.example))
     if [one.index for one in graph.inputs] != [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]:
-        raise PlanError(
-            f"the plan is for another example: it has {len(graph.inputs)} tensors in other places",
-            place=subject.place,
-            remedy="capture this model with this example and plan its graph",
-        )
+        raise _other_plan(subject, f"example: it has {len(graph.inputs)} tensors in other places")
     inputs = {one.tensor: leaves[one.index].detach() for one in graph.inputs}
     order = {name: position for position, name in enumerate(first_names)}
     trained = sorted((p for p in graph.parameters if p.trainable), key=lambda p: order.get(names[p.tensor], 0))

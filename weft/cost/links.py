@@ -12,7 +12,6 @@ The numbers come from `DEFAULTS` or from a measured JSON file.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,32 +19,49 @@ from pathlib import Path
 from types import MappingProxyType
 
 from weft.errors import WeftError
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "local")
+from weft.runtime.layout import moves
+from weft.runtime.layout.moves import Move
 
 CALL = 2e-6
 """Seconds to call a local operation at all: keeps needless local steps out of a path."""
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of collective.
+
+    Args:
+        rounds: how often a member's share of the buffer, (n-1)/n of it, crosses a link; 0: all of it, once.
+        example: a move of this kind along the axis `all`, which is timed; None for what is no move.
+    """
+
+    rounds: int = 0
+    example: Move | None = None
+
+    def factor(self, group_size: int) -> float:
+        """What part of the bytes crosses a link."""
+        return self.rounds * (group_size - 1) / group_size if self.rounds else 1.0
+
+
+KINDS: Mapping[str, Kind] = {
+    "all_reduce": Kind(2, moves.all_reduce("all")),
+    "all_gather": Kind(1, moves.all_gather(0, "all")),
+    "reduce_scatter": Kind(1, moves.reduce_scatter(0, "all")),
+    "all_to_all": Kind(1, moves.all_to_all(0, "all", joined=1)),
+    "broadcast": Kind(),
+    "exchange": Kind(),
+    "local": Kind(),
+}
+
+
+@dataclass(frozen=True)
 class Links:
-    """Latencies in seconds; rates in seconds per byte that crosses the slowest link of a member."""
+    """Latencies in seconds; rates, by kind, in seconds per byte that crosses the slowest link of a member."""
 
     name: str
     latency: float
     peer_latency: float
-    all_reduce: float
-    all_gather: float
-    reduce_scatter: float
-    all_to_all: float
-    broadcast: float
-    exchange: float
-    local: float
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Seconds per byte for each kind."""
-        return {kind: getattr(self, kind) for kind in KINDS}
+    rates: Mapping[str, float]
 
     def seconds(self, kind: str, group_size: int, bytes: float) -> float:
         """Time of one member in a collective.
@@ -54,17 +70,16 @@ class Links:
         0.07
         """
         if kind == "local" or group_size == 1:
-            return CALL + self.local * bytes
+            return CALL + self.rates["local"] * bytes
         peers = group_size - 1
-        share = peers / group_size
-        factor = {"all_reduce": 2 * share, "broadcast": 1.0, "exchange": 1.0}.get(kind, share)
         # An exchange posts a send and a receive for every peer; a collective posts once.
         messages = 2 * peers if kind == "exchange" else peers
-        return self.latency + messages * self.peer_latency + self.rates[kind] * factor * bytes
+        return self.latency + messages * self.peer_latency + self.rates[kind] * KINDS[kind].factor(group_size) * bytes
 
     def to_json(self) -> str:
         """As one JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        fields = {"name": self.name, "latency": self.latency, "peer_latency": self.peer_latency, **self.rates}
+        return json.dumps(fields, indent=2)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
@@ -76,16 +91,16 @@ def from_json(text: str, place: str = "") -> Links:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise WeftError(f"not JSON: {error}", place=place, remedy="measure the links again") from None
-    names = [field.name for field in dataclasses.fields(Links)]
-    if not isinstance(found, dict) or sorted(found) != sorted(names):
+    numbers = ("latency", "peer_latency", *KINDS)
+    if not isinstance(found, dict) or found.keys() != {"name", *numbers}:
         raise WeftError(
-            f"a table of links has exactly the fields {', '.join(names)}",
+            f"a table of links has exactly the fields name, {', '.join(numbers)}",
             place=place,
             remedy="write one with weft profile",
         )
     wrong = [
         name
-        for name in names[1:]
+        for name in numbers
         if isinstance(found[name], bool) or not isinstance(found[name], int | float) or not found[name] >= 0
     ]
     if wrong or not isinstance(found["name"], str):
@@ -94,7 +109,8 @@ def from_json(text: str, place: str = "") -> Links:
             place=place,
             remedy="measure the links again",
         )
-    return Links(found["name"], *(float(found[name]) for name in names[1:]))
+    latency, peer_latency, *rates = (float(found[name]) for name in numbers)
+    return Links(found["name"], latency, peer_latency, dict(zip(KINDS, rates, strict=True)))
 
 
 def load(path: str | Path) -> Links:
@@ -113,20 +129,21 @@ DEFAULTS: Mapping[str, Links] = MappingProxyType(
             name="gloo",
             latency=2e-4,
             peer_latency=5e-5,
-            all_reduce=2.08e-9,
-            all_gather=6.67e-9,
-            reduce_scatter=7.38e-9,
-            all_to_all=1.65e-9,
-            broadcast=0.59e-9,
-            exchange=1.65e-9,
-            local=0.25e-9,
+            rates={
+                "all_reduce": 2.08e-9,
+                "all_gather": 6.67e-9,
+                "reduce_scatter": 7.38e-9,
+                "all_to_all": 1.65e-9,
+                "broadcast": 0.59e-9,
+                "exchange": 1.65e-9,
+                "local": 0.25e-9,
+            },
         ),
         "nccl": Links(
             name="nccl",
             latency=1e-5,
             peer_latency=1.5e-6,
-            **dict.fromkeys(KINDS[:-1], 5e-12),
-            local=1e-12,
+            rates={**dict.fromkeys(KINDS, 5e-12), "local": 1e-12},
         ),
     }
 )

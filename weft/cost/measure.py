@@ -19,7 +19,6 @@ from weft.errors import RunError, WeftError
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.layout.cuts import Place, whole
 from weft.runtime.layout.execute import execute
-from weft.runtime.layout.moves import Move, all_gather, all_reduce, all_to_all, reduce_scatter
 from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import CollectiveMismatch, RankFailed
@@ -50,12 +49,11 @@ def measure_links(
         raise WeftError(f"{processes} process has nobody to talk to", remedy="measure with at least 2 processes")
     work = [(kind, size) for kind in KINDS for size in REPEATS]
     times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
-    everyone = tuple(range(processes))
     with Pool(processes, backend=backend) as pool:
         for count, (kind, size) in enumerate(work):
             done(count, len(work))
             try:
-                found = pool.run(time_rank, (kind, size), known=[everyone])
+                found = pool.run(time_rank, (kind, size))
             except (RankFailed, CollectiveMismatch) as error:
                 raise RunError(f"a process failed while links were measured: {error}") from error
             times[kind][size] = max(found)
@@ -66,18 +64,11 @@ def measure_links(
 def fit(name: str, times: Times, processes: int) -> Links:
     """The table that gives these times back: latency from the small buffers, rates from the difference."""
     base = statistics.median(times[kind][SMALL] for kind in KINDS if kind not in ("local", "exchange"))
-    share = (processes - 1) / processes
-    factors = {"all_reduce": 2 * share, "broadcast": 1.0, "exchange": 1.0, "local": 1.0}
     rates = {
-        kind: max(times[kind][LARGE] - times[kind][SMALL], 0.0) / (factors.get(kind, share) * (LARGE - SMALL))
-        for kind in KINDS
+        name: max(times[name][LARGE] - times[name][SMALL], 0.0) / (kind.factor(processes) * (LARGE - SMALL))
+        for name, kind in KINDS.items()
     }
-    return Links(
-        name=name,
-        latency=base * (1 - PEER_SHARE),
-        peer_latency=base * PEER_SHARE / (processes - 1),
-        **rates,
-    )
+    return Links(name, base * (1 - PEER_SHARE), base * PEER_SHARE / (processes - 1), rates)
 
 
 def time_rank(transport: ProcessTransport, asked: tuple[str, int]) -> float:
@@ -101,25 +92,19 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
     rank, processes = transport.rank, transport.num_ranks
     everyone, place = tuple(range(processes)), Place((("all", processes),), rank)
     each = size // 4 // processes
-    buffer, part = torch.zeros(each * processes), torch.zeros(each)
+    move, buffer = KINDS[kind].example, torch.zeros(processes, each)
     if kind == "local":
         return buffer.clone
-    if kind in ("broadcast", "exchange"):
+    if move is None:
         takers = [peer for peer in everyone if peer] if kind == "broadcast" else [(rank + 1) % processes]
         givers = [0] if kind == "broadcast" else [(rank - 1) % processes]
         everything = whole(tuple(buffer.shape))
         sends = [Piece(peer, 0, everything) for peer in takers] if kind == "exchange" or not rank else []
         receives = [Piece(peer, 0, everything) for peer in givers if peer != rank]
-        shapes = ((len(buffer),),) if receives else ()
+        shapes = (tuple(buffer.shape),) if receives else ()
         transfer = Transfer(kind, everyone, tuple(sends), tuple(receives), shapes)
-        return lambda: execute(transfer, [buffer], transport)
-    square = buffer.view(processes, each)
-    moves: dict[str, tuple[Move, torch.Tensor]] = {
-        "all_reduce": (all_reduce("all"), buffer),
-        "all_gather": (all_gather(0, "all"), part),
-        "reduce_scatter": (reduce_scatter(0, "all"), buffer),
-        "all_to_all": (all_to_all(0, "all", joined=1), square),
-    }
-    move, tensor = moves[kind]
+        return lambda: execute(transfer, [buffer], transport, dtype=buffer.dtype)
+    # what is only joined begins with parts
+    tensor = buffer[:1] if move.joined_dim >= 0 > move.cut_dim else buffer
     carried = move.transfer(tuple(tensor.shape), place)
-    return lambda: execute(carried, [tensor], transport)
+    return lambda: execute(carried, [tensor], transport, dtype=tensor.dtype)

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from weft.cost.links import Links
 from weft.cost.moves import GridMoves, Priced, carried, largest_part
@@ -42,7 +43,7 @@ class Resharder:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._known: dict[tuple[Layout, Layout, int], tuple[tuple[Move, ...], float]] = {}
+        self._find = cache(self._searched)
 
     def path(self, source: Layout, target: Layout, itemsize: int) -> tuple[Move, ...]:
         """The moves of the cheapest path."""
@@ -52,14 +53,9 @@ class Resharder:
         """What the cheapest path costs."""
         return self._find(source, target, itemsize)[1]
 
-    def _find(self, source: Layout, target: Layout, itemsize: int) -> tuple[tuple[Move, ...], float]:
-        key = (source, target, itemsize)
-        known = self._known.get(key)
-        if known is None:
-            assert source.shape == target.shape, f"{source} and {target} are of different tensors"
-            known = ((), 0.0) if same_parts(source, target) else Search(source, target, itemsize, self.links).run()
-            self._known[key] = known
-        return known
+    def _searched(self, source: Layout, target: Layout, itemsize: int) -> tuple[tuple[Move, ...], float]:
+        assert source.shape == target.shape, f"{source} and {target} are of different tensors"
+        return ((), 0.0) if same_parts(source, target) else Search(source, target, itemsize, self.links).run()
 
 
 class Search:

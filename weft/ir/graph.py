@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,6 +152,11 @@ class Op:
     def address(self) -> str:
         """`path@call`, the call left out if it is the first."""
         return self.path if self.call == 0 else f"{self.path}@{self.call}"
+
+    @property
+    def line(self) -> str:
+        """The user's line, its file without folders: `model.py:12`; "" where there is none."""
+        return f"{Path(self.source.file).name}:{self.source.line}" if self.source.line else ""
 
     @property
     def place(self) -> str:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from weft.errors import LayoutError
 from weft.ir.ranges import Ranges, count, disjoint, overlap, text, union, whole
@@ -50,6 +50,7 @@ COPY = Role("copy")
 PARTIAL = Role("partial")
 
 
+@cache
 def split(dim: int) -> Role:
     """The role of an axis that cuts this dim."""
     return Role("split", dim)
@@ -94,6 +95,13 @@ class Grid:
     def repeats(self) -> bool:
         """True if a device stands in more than one cell."""
         return len(self.cells_on) < len(self.devices)
+
+    def position(self, axes: Iterable[int], at: Cell | Mapping[int, int]) -> int:
+        """Where coordinates stand among all those of some axes, row-major."""
+        flat = 0
+        for axis in axes:
+            flat = flat * self.sizes[axis] + at[axis]
+        return flat
 
     def index(self, cell: Cell) -> int:
         flat = 0
@@ -184,10 +192,7 @@ class Layout:
         table = self.ranges[dim]
         if table is None:
             return whole(self.shape[dim])
-        flat = 0
-        for axis in self.axes_of[dim]:
-            flat = flat * self.grid.axes[axis].size + cell[axis]
-        return table[flat]
+        return table[self.grid.position(self.axes_of[dim], cell)]
 
     def part(self, cell: Cell) -> Part:
         return self._parts[self.grid.index(cell)]

@@ -13,6 +13,7 @@ step works on the slot of the current chunk.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,8 +201,12 @@ class Program:
     @cached_property
     def ends(self) -> frozenset[str]:
         """The values that are read after the last step: outputs, updates, and what backward starts from."""
-        loss = () if self.loss is None else (self.loss,)
-        return frozenset((*self.outputs.values(), *self.updates.values(), *self.roots, *loss))
+        return frozenset(filter(None, (*self.outputs.values(), *self.updates.values(), *self.roots, self.loss)))
+
+    @cached_property
+    def reads(self) -> Counter[str]:
+        """How often each value is read, by steps and after the last of them."""
+        return Counter([*(name for step in self.steps for name in values_read(step)), *self.ends])
 
     @cached_property
     def syncs(self) -> tuple[Sync, ...]:

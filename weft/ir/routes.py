@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from weft.ir.layout import COPY, PARTIAL, Cell, Layout, Part
 from weft.ir.ranges import Ranges, overlap, whole
+from weft.runtime.layout.transfer import Index
 
-Index = tuple[tuple[tuple[int, int], ...], ...]
 Entries = tuple[int, ...]
 """For each dim a position in its table of range lists."""
 
@@ -36,11 +36,6 @@ class Route(NamedTuple):
     target_slot: int
     source_index: Index
     target_index: Index
-
-
-def adds(source: Layout, target: Layout) -> bool:
-    """True if received boxes are added, not put."""
-    return source.is_partial
 
 
 def sums_fiber(source: Layout, target: Layout) -> bool:
@@ -117,7 +112,7 @@ class Routing:
     def is_local(self) -> bool:
         """True if nothing leaves a device."""
         return all(
-            self._source_parts[found].device == device
+            self._from.parts[found].device == device
             for cell, device in zip(self.target.grid.cells, self.target.grid.devices, strict=True)
             for found in self._cells_into(cell)
         )
@@ -146,7 +141,7 @@ class Routing:
     def _linked(self, device: int) -> set[int]:
         if not self._regular:
             return {end for route in self.of(device) for end in (route.source_device, route.target_device)}
-        parts = self._source_parts
+        parts = self._from.parts
         return {
             parts[found].device
             for cell in self.target.grid.cells_on.get(device, ())
@@ -163,7 +158,7 @@ class Routing:
         return tuple(grid.device(cell) for choice in coordinates for cell in itertools.product(*choice)) or (device,)
 
     def _ordered(self, pairs: Iterable[tuple[Cell, Cell]]) -> tuple[Route, ...]:
-        sources, targets = self._source_parts, self._target_parts
+        sources, targets = self._from.parts, self._to.parts
         found = []
         for source_cell, target_cell in pairs:
             source, target = sources[source_cell], targets[target_cell]
@@ -174,8 +169,8 @@ class Routing:
     def _route(self, source_cell: Cell, target_cell: Cell) -> Route:
         known = self._routes_memo.get((source_cell, target_cell))
         if known is None:
-            source, target = self._source_parts[source_cell], self._target_parts[target_cell]
-            ends = zip(self._source_entries[source_cell], self._target_entries[target_cell], strict=True)
+            source, target = self._from.parts[source_cell], self._to.parts[target_cell]
+            ends = zip(self._from.entries[source_cell], self._to.entries[target_cell], strict=True)
             boxes = [crossing.index(j, k) for crossing, (j, k) in zip(self._crossings, ends, strict=True)]
             known = self._routes_memo[source_cell, target_cell] = Route(
                 source.device,
@@ -192,20 +187,12 @@ class Routing:
         return {}
 
     @cached_property
-    def _source_parts(self) -> dict[Cell, Part]:
-        return {part.cell: part for part in self.source.parts()}
+    def _from(self) -> _Side:
+        return _Side(self.source)
 
     @cached_property
-    def _target_parts(self) -> dict[Cell, Part]:
-        return {part.cell: part for part in self.target.parts()}
-
-    @cached_property
-    def _source_entries(self) -> dict[Cell, Entries]:
-        return {cell: _entries(self.source, cell) for cell in self.source.grid.cells}
-
-    @cached_property
-    def _target_entries(self) -> dict[Cell, Entries]:
-        return {cell: _entries(self.target, cell) for cell in self.target.grid.cells}
+    def _to(self) -> _Side:
+        return _Side(self.target)
 
     # Which cells are linked.
 
@@ -227,18 +214,10 @@ class Routing:
             found.setdefault(taker, []).append(share)
         return {taker: tuple(shares) for taker, shares in found.items()}
 
-    @cached_property
-    def _source_copies(self) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.source.roles) if role == COPY)
-
-    @cached_property
-    def _target_copies(self) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.target.roles) if role == COPY)
-
     def _cells_into(self, cell: Cell) -> Iterator[Cell]:
         """The source cells that a target cell draws from."""
-        shares = self._taken.get(self._target_parts[cell].share, ())
-        entries = self._target_entries[cell]
+        shares = self._taken.get(self._to.parts[cell].share, ())
+        entries = self._to.entries[cell]
         choices = [crossing.sources_of[k] for crossing, k in zip(self._crossings, entries, strict=True)]
         for share in shares:
             for found in itertools.product(*choices):
@@ -246,8 +225,8 @@ class Routing:
 
     def _cells_out_of(self, cell: Cell) -> Iterator[Cell]:
         """The target cells that draw from a source cell. Only where `_regular`: both agree on the copied axes."""
-        fixed = {axis: cell[axis] for axis in self._source_copies}
-        for found in self._drawers(self._source_parts[cell].share, self._source_entries[cell], fixed):
+        fixed = {axis: cell[axis] for axis in self._from.copies}
+        for found in self._drawers(self._from.parts[cell].share, self._from.entries[cell], fixed):
             if all(found[axis] == at for axis, at in fixed.items()):
                 yield found
 
@@ -258,35 +237,35 @@ class Routing:
             _at(target, dim, crossing.targets_of[j], fixed)
             for dim, (crossing, j) in enumerate(zip(self._crossings, entries, strict=True))
         ]
-        copies = [(fixed[a],) if a in fixed else range(target.grid.axes[a].size) for a in self._target_copies]
+        copies = [(fixed[a],) if a in fixed else range(target.grid.axes[a].size) for a in self._to.copies]
         for found in itertools.product(*options):
             for at in itertools.product(*copies):
-                yield _assemble(target, found, self._assigned[share], self._target_copies, at)
+                yield self._to.cell(found, self._assigned[share], at)
 
     def _choose(self, cell: Cell, share: Cell, entries: Entries) -> Cell:
         """Which of the copies of a box a target cell takes."""
-        axes = self._source_copies
+        axes = self._from.copies
         if not axes:
-            return _assemble(self.source, entries, share, axes, ())
+            return self._from.cell(entries, share, ())
         same = self.source.grid == self.target.grid
         if same:
-            straight = _assemble(self.source, entries, share, axes, tuple(cell[axis] for axis in axes))
+            straight = self._from.cell(entries, share, tuple(cell[axis] for axis in axes))
             if self._regular or straight == cell:
                 return straight
-        near = self._held.get((self._target_parts[cell].device, share, entries))
+        near = self._held.get((self._to.parts[cell].device, share, entries))
         if near is not None:
             return near
         if same:
             return straight
         turns = self._turns(share, entries)
         options = list(itertools.product(*(range(self.source.grid.axes[axis].size) for axis in axes)))
-        return _assemble(self.source, entries, share, axes, options[turns[cell] % len(options)])
+        return self._from.cell(entries, share, options[turns[cell] % len(options)])
 
     @cached_property
     def _held(self) -> dict[tuple[int, Cell, Entries], Cell]:
         held: dict[tuple[int, Cell, Entries], Cell] = {}
         for part in self.source.parts():
-            held.setdefault((part.device, part.share, self._source_entries[part.cell]), part.cell)
+            held.setdefault((part.device, part.share, self._from.entries[part.cell]), part.cell)
         return held
 
     def _turns(self, share: Cell, entries: Entries) -> dict[Cell, int]:
@@ -295,7 +274,7 @@ class Routing:
             far = (
                 cell
                 for cell in sorted(self._drawers(share, entries, {}))
-                if (self._target_parts[cell].device, share, entries) not in self._held
+                if (self._to.parts[cell].device, share, entries) not in self._held
             )
             known = self._turns_memo[share, entries] = {cell: turn for turn, cell in enumerate(far)}
         return known
@@ -345,45 +324,41 @@ def _common_devices(source: Layout, target: Layout) -> dict[Cell, dict[Cell, int
     return found
 
 
-def _assemble(layout: Layout, entries: Entries, share: Cell, copies: tuple[int, ...], at: Cell) -> Cell:
-    """The cell with these positions in the range tables, this share and these coordinates on the copied axes."""
-    cell = [0] * len(layout.roles)
-    for axes, entry in zip(layout.axes_of, entries, strict=True):
-        rest = entry
-        for axis in reversed(axes):
-            rest, cell[axis] = divmod(rest, layout.grid.axes[axis].size)
-    for axis, coordinate in zip(layout.partial_axes, share, strict=True):
-        cell[axis] = coordinate
-    for axis, coordinate in zip(copies, at, strict=True):
-        cell[axis] = coordinate
-    return tuple(cell)
-
-
-def _entries(layout: Layout, cell: Cell) -> Entries:
-    """Where the cell's ranges stand in the table of each dim."""
-    entries = []
-    for axes in layout.axes_of:
-        flat = 0
-        for axis in axes:
-            flat = flat * layout.grid.axes[axis].size + cell[axis]
-        entries.append(flat)
-    return tuple(entries)
-
-
 def _at(layout: Layout, dim: int, entries: list[int], fixed: dict[int, int]) -> list[int]:
     """The entries of a dim's table at fixed coordinates, where all of its axes are fixed; else all of them."""
     axes = layout.axes_of[dim]
     if not axes or not all(axis in fixed for axis in axes):
         return entries
-    flat = 0
-    for axis in axes:
-        flat = flat * layout.grid.axes[axis].size + fixed[axis]
+    flat = layout.grid.position(axes, fixed)
     return [flat] if flat in entries else []
 
 
 def _table(layout: Layout, dim: int) -> tuple[Ranges, ...]:
     table = layout.ranges[dim]
     return (whole(layout.shape[dim]),) if table is None else table
+
+
+class _Side:
+    """One of the two layouts, cell by cell."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.parts: dict[Cell, Part] = {part.cell: part for part in layout.parts()}
+        self.entries: dict[Cell, Entries] = {
+            cell: tuple(layout.grid.position(axes, cell) for axes in layout.axes_of) for cell in layout.grid.cells
+        }
+        self.copies = tuple(i for i, role in enumerate(layout.roles) if role == COPY)
+
+    def cell(self, entries: Entries, share: Cell, at: Cell) -> Cell:
+        """The cell with these positions in the range tables, this share and these coordinates on the copied axes."""
+        layout, cell = self._layout, [0] * len(self._layout.roles)
+        for axes, entry in zip(layout.axes_of, entries, strict=True):
+            rest = entry
+            for axis in reversed(axes):
+                rest, cell[axis] = divmod(rest, layout.grid.axes[axis].size)
+        for axis, coordinate in zip((*layout.partial_axes, *self.copies), (*share, *at), strict=True):
+            cell[axis] = coordinate
+        return tuple(cell)
 
 
 class _Crossing:

@@ -1,7 +1,7 @@
 """Plan -> Program: cut ops, bring operands where they are needed, synchronise parameters.
 
 In: a Plan. Out: a Program that lists what every device runs, forward and backward. The passes are named below in the
-order they run; `check` proves the result, `script` spells it out for one rank.
+order they run; `check` proves the result, `collectives` counts what travels.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from weft.errors import PlanError
 from weft.ir.layout import Layout, copied_on
 from weft.ir.program import Program
 from weft.lower.build import Need
+from weft.lower.collectives import collectives
 from weft.lower.idle import without_idle_gradients
 from weft.lower.piece import Lowering, Needs
 from weft.plan.follow import resolve
 from weft.plan.plan import Plan
+
+__all__ = ["collectives", "lower"]
 
 
 def lower(

@@ -7,7 +7,7 @@ same layout and gradient layout. Parameters, buffers, inputs and constants come 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from weft.cost.reshard import Resharder, same_parts
@@ -50,34 +50,38 @@ class Builder:
 
     def compute(self, op: Op) -> None:
         """Run an op on all of its cells."""
+        step = self._step(op, self.fetch)
+        for name, value in zip(op.outputs, step.outputs, strict=True):
+            self._hold(name, value)
+        self.steps.append(step)
+
+    def _step(self, op: Op, bring: Callable[[str, Need], str]) -> Compute:
+        """An op with fresh values for what it makes; `bring` gives those that it reads."""
         layout = self.layouts[op.name]
         operands = self.book.operands(op, layout)
-        inputs = tuple(
-            self.fetch(name, self.need(op, name, operand))
-            for name, operand in zip(op.inputs, operands.inputs, strict=True)
-        )
-        outputs = []
-        for name, operand in zip(op.outputs, operands.outputs, strict=True):
-            outputs.append(self._make(name, operand))
-            self._made[name] = outputs[-1]
-            self._holding.setdefault(name, []).append(outputs[-1])
-        self.steps.append(Compute(op.name, layout, inputs, tuple(outputs)))
+        reads = zip(op.inputs, operands.inputs, strict=True)
+        inputs = tuple(bring(name, self.need(op, name, operand)) for name, operand in reads)
+        makes = zip(op.outputs, operands.outputs, strict=True)
+        return Compute(op.name, layout, inputs, tuple(self._make(name, operand) for name, operand in makes))
+
+    def _hold(self, name: str, value: str) -> None:
+        """From here on a tensor is found in this value, as its producer left it."""
+        self._made[name] = value
+        self._holding.setdefault(name, []).append(value)
 
     def chain(self, chain: Chain) -> None:
         """Run ops chunk by chunk."""
         body: list[Step] = []
         inside: dict[str, str] = {}
         taken: dict[tuple[str, Need], str] = {}
+
+        def bring(name: str, need: Need) -> str:
+            return inside[name] if name in inside else self._enter(name, need, chain.merge, body, taken)
+
         for op in chain.ops:
-            layout = self.layouts[op.name]
-            operands = self.book.operands(op, layout)
-            inputs = []
-            for name, operand in zip(op.inputs, operands.inputs, strict=True):
-                need = self.need(op, name, operand)
-                inputs.append(inside[name] if name in inside else self._enter(name, need, chain.merge, body, taken))
-            for name, operand in zip(op.outputs, operands.outputs, strict=True):
-                inside[name] = self._make(name, operand)
-            body.append(Compute(op.name, layout, tuple(inputs), tuple(inside[name] for name in op.outputs)))
+            step = self._step(op, bring)
+            inside.update(zip(op.outputs, step.outputs, strict=True))
+            body.append(step)
             body.extend(
                 self._leave(name, inside[name], chain) for name in op.outputs if self._seen_outside(name, chain)
             )
@@ -119,8 +123,7 @@ class Builder:
         """An input whose gradient goes back to the caller: from here on it is like what an op has made."""
         value = self._new(name, self.stored[name], self.stored[name])
         self.steps.append(Use(value, ()))
-        self._made[name] = value
-        self._holding[name] = [value]
+        self._hold(name, value)
         return value
 
     def _is_stored(self, name: str) -> bool:
@@ -171,8 +174,7 @@ class Builder:
         held = self.values[value]
         grad = None if held.grad is None else chain.merge.layout(held.grad)
         target = self._new(name, chain.merge.layout(held.layout), grad)
-        self._made[name] = target
-        self._holding.setdefault(name, []).append(target)
+        self._hold(name, target)
         return Give(value, target)
 
     def _seen_outside(self, name: str, chain: Chain) -> bool:

@@ -10,7 +10,7 @@ Proven:
 - every collective is entered by all of its members, with pieces that match.
 
 It trusts the rules (each is proven against its operator by the tests) and nothing else: a layout written into a value
-is compared with what the moves and ops before it make. The proof takes layouts as types (`typed`).
+is compared with what the moves and ops before it make. The proof takes layouts as types (`proof/walk.py`).
 """
 
 from __future__ import annotations

@@ -69,13 +69,13 @@ def _mark(step: Step) -> int | None:
 
 def with_loops_joined(program: Program) -> Program:
     """The Program, with what only a recomputed loop reads recomputed with it."""
-    reads = Counter(name for step in program.steps for name in values_read(step))
-    reads.update(program.ends)
     out: list[Step] = []
     last = -1
     for step in program.steps:
         region = out[last] if last >= 0 else None
-        joined = _only_for(step, region, reads) if isinstance(region, Recompute) and isinstance(step, Chunks) else []
+        joined = (
+            _only_for(step, region, program.reads) if isinstance(region, Recompute) and isinstance(step, Chunks) else []
+        )
         if isinstance(region, Recompute) and isinstance(step, Chunks) and joined:
             rest = tuple(inner for inner in region.body if not any(inner is one for one in joined))
             out[last : last + 1] = [Recompute(rest)] if rest else []

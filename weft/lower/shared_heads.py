@@ -8,12 +8,11 @@ what is left is a repetition on each device, and that is all that is looked at.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.ir.graph import Op
-from weft.ir.program import Compute, Program, Recompute, Step, values_read
+from weft.ir.program import Compute, Program, Recompute, Step
 from weft.ir.ranges import count
 from weft.ops.arguments import arguments
 
@@ -30,9 +29,7 @@ Shape = tuple[int, ...]
 
 def with_shared_heads(program: Program) -> Program:
     """The Program, nothing repeated that attention can share."""
-    reads = Counter(name for step in program.steps for name in values_read(step))
-    reads.update(program.ends)
-    return replace(program, steps=_rewritten(program, program.steps, reads))
+    return replace(program, steps=_rewritten(program, program.steps))
 
 
 def shares_heads(program: Program, op: Op, step: Compute) -> bool:
@@ -40,15 +37,15 @@ def shares_heads(program: Program, op: Op, step: Compute) -> bool:
     return op.target == ATTENTION and program.values[step.inputs[1]].tensor != op.inputs[1]
 
 
-def _rewritten(program: Program, steps: Sequence[Step], reads: Mapping[str, int]) -> tuple[Step, ...]:
+def _rewritten(program: Program, steps: Sequence[Step]) -> tuple[Step, ...]:
     makers = {name: step for step in steps if isinstance(step, Compute) for name in step.outputs}
-    finder = _Finder(program, makers, reads)
+    finder = _Finder(program, makers)
     gone: set[str] = set()
     found: list[Step] = []
     for step in steps:
         repeated = finder.repeated(step) if isinstance(step, Compute) else None
         if isinstance(step, Recompute):
-            found.append(replace(step, body=_rewritten(program, step.body, reads)))
+            found.append(replace(step, body=_rewritten(program, step.body)))
         elif isinstance(step, Compute) and repeated is not None:
             gone.update(*(one.made for one in repeated))
             found.append(replace(step, inputs=(step.inputs[0], *(one.source for one in repeated))))
@@ -69,7 +66,6 @@ class _Repeated:
 class _Finder:
     program: Program
     makers: Mapping[str, Compute]
-    reads: Mapping[str, int]
 
     def repeated(self, step: Compute) -> tuple[_Repeated, _Repeated] | None:
         """What the keys and values of an attention were before they were repeated."""
@@ -92,7 +88,7 @@ class _Finder:
     def _source(self, name: str) -> _Repeated | None:
         """Where the heads of a value come from, if each is there several times, next to itself."""
         made, shapes, at = [], [self._shape(name)], name
-        while (step := self.makers.get(at)) is not None and self.reads[at] == 1:
+        while (step := self.makers.get(at)) is not None and self.program.reads[at] == 1:
             op = self.program.graph.by_name[step.op]
             if op.target not in (*VIEWS, REPEAT) or len(step.inputs) != 1 or op.autocast is not None:
                 return None

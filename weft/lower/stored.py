@@ -9,6 +9,7 @@ updates, and the parameter is kept as it is used: ZeRO-1, and ZeRO-2 if gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -126,17 +127,11 @@ def _grouped(layout: Layout, axis: int, groups: int) -> Layout:
 def _nested(
     layout: Layout, axis: int, dim: int, old: tuple[Ranges, ...], shares: tuple[int, ...]
 ) -> tuple[Ranges, ...]:
-    """Cut every range list of a dim further. The new axis must come after those that cut the dim already."""
+    """Cut every range list of a dim further, along one more axis."""
     outer = layout.axes_of[dim]
     cut = [_cut_list(ranges, shares) for ranges in old]
-    if not outer or outer[-1] < axis:
-        return tuple(piece for pieces in cut for piece in pieces)
-    # the new axis is outside of the old ones: same pieces, listed with the new axis first
-    position = sum(1 for other in outer if other < axis)
-    sizes = [layout.grid.axes[other].size for other in outer]
-    inner = 1
-    for size in sizes[position:]:
-        inner *= size
+    # of the axes that cut the dim already, those inside of the new one run faster than it
+    inner = math.prod(layout.grid.axes[other].size for other in outer if other > axis)
     rows: list[Ranges] = []
     for start in range(0, len(cut), inner):
         for part in range(len(shares)):

@@ -2,19 +2,18 @@
 
 In: a Move and a device. Out: the runtime's Transfer, with the boxes to send and to receive, or None if the device
 holds neither the source nor the target. Promised: all devices of a group get the same kind and group, and the i-th
-piece that one sends to another is the i-th that the other receives from it. `collectives` counts what a Program runs.
+piece that one sends to another is the i-th that the other receives from it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 
 from weft.ir.layout import Layout, Part
-from weft.ir.program import Compute, Move, Program, Reshard, Sync, Use, walk
-from weft.ir.routes import Route, Routing, adds, sums_fiber
-from weft.ops.book import RuleBook
+from weft.ir.program import Move
+from weft.ir.routes import Route, Routing, sums_fiber
 from weft.runtime.layout.transfer import Piece, Transfer
 
 
@@ -22,12 +21,18 @@ class Transfers:
     """Transfers of many moves on many devices, with what they share worked out once."""
 
     def __init__(self) -> None:
-        self._routings: dict[Move, Routing] = {}
-        self._from_all: dict[tuple[Move, tuple[int, ...]], bool] = {}
+        self._routing = cache(lambda move: Routing(move.source, move.target))
+        self._from_all = cache(self._is_from_all)
 
     def of(self, move: Move, device: int) -> Transfer | None:
         """What `device` does in `move`; None if it takes no part."""
-        return _transfer(move, device, self._routing(move))
+        source, target, routing = move.source, move.target, self._routing(move)
+        if device not in source.grid.cells_on and device not in target.grid.cells_on:
+            return None
+        group = routing.group(device)
+        if move.kind == "all_reduce" and sums_fiber(source, target) and len(group) > 1:
+            return Transfer("all_reduce", group, (), (), tuple(part.shape for part in target.parts_on(device)))
+        return _pieces(move, device, group, routing.of(device))
 
     def into_slot(self, move: Move, device: int, slot: int) -> Transfer:
         """What `device` does in `move` for one slot of all its targets. All devices hold parts of both layouts."""
@@ -48,19 +53,18 @@ class Transfers:
         found = self.of(move, device)
         if found is None or found.kind not in ("all_gather", "reduce_scatter"):
             return found
-        key = move, found.group
-        if key not in self._from_all:
-            self._from_all[key] = _from_all(move, found.group, self._routing(move))
-        return found if self._from_all[key] else replace(found, kind="exchange")
+        return found if self._from_all(move, found.group) else replace(found, kind="exchange")
 
     def is_local(self, move: Move) -> bool:
         """True if nothing leaves a device."""
         return self._routing(move).is_local
 
-    def _routing(self, move: Move) -> Routing:
-        if move not in self._routings:
-            self._routings[move] = Routing(move.source, move.target)
-        return self._routings[move]
+    def _is_from_all(self, move: Move, group: tuple[int, ...]) -> bool:
+        """True if every member that gets something gets it from all that hold something."""
+        pairs = {(route.source_device, route.target_device) for route in _within(self._routing(move), group)}
+        holders = {device for device in group if any(all(part.shape) for part in move.source.parts_on(device))}
+        takers = {taker for _, taker in pairs}
+        return all((holder, taker) in pairs for taker in takers for holder in holders - {taker})
 
     def _through(self, move: Move, device: int, wanted: Callable[[Route], bool]) -> Transfer:
         """A move with some of its routes."""
@@ -72,22 +76,6 @@ class Transfers:
         return _pieces(move, device, group, found)
 
 
-def transfer(move: Move, device: int) -> Transfer | None:
-    """What `device` does in `move`; None if it takes no part. For many devices keep a `Transfers`."""
-    return Transfers().of(move, device)
-
-
-def _transfer(move: Move, device: int, routing: Routing) -> Transfer | None:
-    source, target = move.source, move.target
-    if device not in source.grid.cells_on and device not in target.grid.cells_on:
-        return None
-    group = routing.group(device)
-    shapes = tuple(part.shape for part in target.parts_on(device))
-    if move.kind == "all_reduce" and sums_fiber(source, target) and len(group) > 1:
-        return Transfer("all_reduce", group, (), (), shapes)
-    return _pieces(move, device, group, routing.of(device))
-
-
 def _pieces(move: Move, device: int, group: tuple[int, ...], found: Sequence[Route]) -> Transfer:
     return Transfer(
         kind=_kind(move, group),
@@ -95,7 +83,7 @@ def _pieces(move: Move, device: int, group: tuple[int, ...], found: Sequence[Rou
         sends=tuple(_sent(route) for route in found if route.source_device == device),
         receives=tuple(_received(route) for route in found if route.target_device == device),
         shapes=tuple(part.shape for part in move.target.parts_on(device)),
-        add=adds(move.source, move.target),
+        add=move.source.is_partial,
     )
 
 
@@ -121,62 +109,9 @@ def _kind(move: Move, group: tuple[int, ...]) -> str:
     return "exchange" if move.kind in ("all_reduce", "local") else move.kind
 
 
-def _from_all(move: Move, group: tuple[int, ...], routing: Routing) -> bool:
-    """True if every member that gets something gets it from all that hold something."""
-    pairs = {(route.source_device, route.target_device) for route in _within(routing, group)}
-    holders = {device for device in group if any(all(part.shape) for part in move.source.parts_on(device))}
-    takers = {taker for _, taker in pairs}
-    return all((holder, taker) in pairs for taker in takers for holder in holders - {taker})
-
-
 def _sent(route: Route) -> Piece:
     return Piece(route.target_device, route.source_slot, route.source_index)
 
 
 def _received(route: Route) -> Piece:
     return Piece(route.source_device, route.target_slot, route.target_index)
-
-
-PHASES = ("forward", "backward", "gradients", "inside")
-LOCAL = "local"
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """Kinds and counts, phase by phase; phases without any are absent."""
-
-    counts: dict[str, dict[str, int]]
-
-    def __str__(self) -> str:
-        lines = []
-        for phase, kinds in self.counts.items():
-            lines.append(f"{phase:<9}  " + ", ".join(f"{kind} x{n}" for kind, n in sorted(kinds.items())))
-        return "\n".join(lines) or "none"
-
-
-def collectives(program: Program, book: RuleBook | None = None) -> Collectives:
-    """The collectives of one step: between ops, forward and backward, of gradients, and inside operators that
-    communicate. Local moves are not counted; one inside a recomputed region is counted once, where it stands."""
-    rules = book or RuleBook(program.graph)
-    found: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
-    for step in walk(program.steps):
-        match step:
-            case Use(_, moves):
-                found["forward"].update(_kinds(moves))
-            case Reshard(_, _, forward, backward):
-                found["forward"].update(_kinds(forward))
-                found["backward"].update(_kinds(backward or ()))
-            case Sync(_, _, paths):
-                found["gradients"].update(kind for path in paths for kind in _kinds(path))
-            case Compute(op, layout, _, _):
-                exchanges = rules.rule(program.graph.by_name[op], layout.algorithm).algorithms
-                for name in layout.cut_names:
-                    if name in exchanges:
-                        found["inside"].update((*exchanges[name].forward, *exchanges[name].backward))
-            case _:
-                pass
-    return Collectives({phase: dict(kinds) for phase, kinds in found.items() if kinds})
-
-
-def _kinds(moves: Iterable[Move]) -> Iterator[str]:
-    return (move.kind for move in moves if move.kind != LOCAL)

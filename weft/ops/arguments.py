@@ -7,7 +7,7 @@ values, defaults filled in, tensor operand i as `Ref(str(i))`; and calls with so
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,9 +60,14 @@ def arguments(op: Op) -> dict[str, Any]:
     operator = overload(op.target)
     assert operator is not None, f"{op.target} has no schema"
     args, kwargs = numbered(op)
+    return bound(operator, args, dict(kwargs))
+
+
+def bound(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the schema, defaults filled in, None where there is no default."""
     schema = operator._schema.arguments
     return {one.name: one.default_value for one in schema} | dict(
-        zip((one.name for one in schema), args, strict=False), **dict(kwargs)
+        zip((one.name for one in schema), args, strict=False), **kwargs
     )
 
 
@@ -93,9 +98,11 @@ def positive(position: Any, num_dims: int) -> int:
 
 def call_with(op: Op, **changes: Any) -> Call:
     """The op's own call with some arguments, named as in the schema, replaced or added."""
+    args, kwargs = numbered(op)
+    if not changes:
+        return Call(op.target, args, kwargs)
     operator = overload(op.target)
     assert operator is not None, f"{op.target} has no schema"
-    args, kwargs = numbered(op)
     names = [argument.name for argument in operator._schema.arguments]
     new_args = tuple(changes.pop(name, value) for name, value in zip(names, args, strict=False))
     new_kwargs = {name: changes.pop(name, value) for name, value in kwargs}

@@ -15,7 +15,7 @@ from weft.ir.layout import Layout
 from weft.ir.oplayout import OpLayout
 from weft.ops.arguments import family, signature
 from weft.ops.build import OpView
-from weft.ops.derive import Operand, Operands, Shapes, operands
+from weft.ops.derive import Operand, Operands, operands
 from weft.ops.discover import discovered_rule
 from weft.ops.registered import registered_rule
 from weft.ops.rule import Rule
@@ -52,7 +52,7 @@ class RuleBook:
         """Layouts of the op's operands when it is cut so."""
         key = (self.form(op), layout)
         if key not in self._operands:
-            made = operands(self.rule(op, layout.algorithm), layout, self.inputs(op), self.outputs(op))
+            made = operands(self.rule(op, layout.algorithm), layout)
             self._operands[key] = Operands(
                 tuple(map(self._shared, made.inputs)), tuple(map(self._shared, made.outputs))
             )
@@ -62,14 +62,6 @@ class RuleBook:
         """Equal layouts are one object, so that what is worked out for one serves all."""
         layout = self._layouts.setdefault(operand.layout, operand.layout)
         return Operand(layout, self._layouts.setdefault(operand.grad, operand.grad))
-
-    def inputs(self, op: Op) -> Shapes:
-        """Shapes of the tensor operands."""
-        return tuple(self.graph.tensors[name].sizes for name in op.inputs)
-
-    def outputs(self, op: Op) -> Shapes:
-        """Shapes of the outputs."""
-        return tuple(self.graph.tensors[name].sizes for name in op.outputs)
 
     def unruled(self) -> tuple[Op, ...]:
         """The ops without a rule, which every device must run whole."""

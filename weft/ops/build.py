@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
+import torch
+
 from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Tensor, refs
 from weft.ir.ranges import count
@@ -32,22 +34,28 @@ from weft.ops.rule import (
     dim,
     fixed,
     linear_sets,
+    names_of,
 )
 from weft.runtime.operators.algorithms import Exchange
 
 COPY_IT = "keep the op copied: plan.trans(op, copy(...))"
 
 
-class Marks(TypedDict, total=False):
+class Talking(TypedDict, total=False):
+    """What a rule says of names along which cells talk, as in `Rule`."""
+
+    algorithms: Mapping[str, Exchange]
+    local: Local | None
+
+
+class Marks(Talking, total=False):
     """What else a rule says, as in `Rule`; `sizes` only for names that stand alone in no dim."""
 
     sizes: Mapping[str, int]
     summed: Iterable[str]
     frozen: Iterable[str]
-    algorithms: Mapping[str, Exchange]
     added: Iterable[int]
     linear: Linear
-    local: Local | None
     source: str
 
 
@@ -108,8 +116,8 @@ class OpView:
                 if len(one.products) == 1 and len(one.products[0]) == 1 and isinstance(one.products[0][0], str):
                     bound.setdefault(one.products[0][0], size)
         for dims, tensor in pairs:
-            assert tuple(_extent(one, bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
-        present = {name for dims in (*inputs, *outputs) for one in dims for name in one.names}
+            assert tuple(one.extent(bound) for one in dims) == tensor.sizes, f"{tensor}: {' '.join(map(str, dims))}"
+        present = {name for dims in (*inputs, *outputs) for name in names_of(dims)}
         exchanges = {name: exchange for name, exchange in marks.get("algorithms", {}).items() if name in present}
         return Rule(
             inputs=tuple(inputs),
@@ -123,6 +131,12 @@ class OpView:
             local=marks.get("local"),
             source="algorithm" if exchanges else marks.get("source", "table"),
         )
+
+    def beside(self, whole: Collection[int], **marks: Unpack[Marks]) -> Rule:
+        """A rule of dims that the first operand and all outputs share, but for those at `whole`: nobody may cut them,
+        and they may have other sizes on both sides. Other operands are not cut at all."""
+        source, *targets = (numbered_dims(one.sizes, whole=whole) for one in (self.reads[0], *self.makes))
+        return self.rule([source, *fixed_dims(*self.reads[1:])], targets, **marks)
 
     def text(
         self,
@@ -233,23 +247,12 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     >>> broadcast([(4, 1), (3,)])
     (4, 3)
     """
-    length = max(map(len, shapes), default=0)
-    padded = [(1,) * (length - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def product_dim(*factors: Factor, sizes: Mapping[str, int]) -> Dim:
     """One dim of several factors, those of size 1 left out."""
     return dim(*(factor for factor in factors if (sizes[factor] if isinstance(factor, str) else factor) != 1))
-
-
-def names_of(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The names of some dims, in order."""
-    return tuple(f for one in dims for factors in one.products for f in factors if isinstance(f, str))
-
-
-def _extent(one: Dim, sizes: Mapping[str, int]) -> int:
-    return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in one.products)
 
 
 # Local calls.
@@ -266,9 +269,14 @@ def is_empty(cell: CellView) -> bool:
 
 
 def when_cut(
-    names: Collection[str], made: Call | Callable[[CellView], Call], *, talks: bool = True, empty: bool = False
+    names: Collection[str],
+    made: Call | Callable[[CellView], Call],
+    *,
+    talks: bool = True,
+    empty: bool = False,
+    own: Local = lambda op, cell: call_with(op),
 ) -> Local:
-    """`made` where one of the names is cut, the op's own call elsewhere.
+    """`made` where one of the names is cut, the op's `own` call elsewhere.
 
     Args:
         talks: it is given `comms`, the communicators along the names that are cut.
@@ -278,11 +286,18 @@ def when_cut(
     def local(op: Op, cell: CellView) -> Call:
         comms = groups(cell, names)
         if not comms and not (empty and is_empty(cell)):
-            return call_with(op)
+            return own(op, cell)
         found = made if isinstance(made, Call) else made(cell)
         return replace(found, kwargs=(*found.kwargs, ("comms", comms))) if talks else found
 
     return local
+
+
+def talking(
+    names: Collection[str], exchange: Exchange, made: Call | Callable[[CellView], Call], *, empty: bool = False
+) -> Talking:
+    """What a rule says of names along which cells talk by the call `made`."""
+    return {"algorithms": dict.fromkeys(names, exchange), "local": when_cut(names, made, empty=empty)}
 
 
 def refuse_empty(op: Op, cell: CellView, names: Iterable[str]) -> None:

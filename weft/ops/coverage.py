@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from weft.ir.graph import Graph, Op
@@ -148,7 +147,7 @@ def _kind(ops: list[Op], rules: list[Rule], work: Work, total: Work) -> Kind:
         flops_share=work.flops / total.flops if total.flops else 0.0,
         bytes_share=work.bytes / total.bytes if total.bytes else 0.0,
         first=op.name,
-        line=f"{Path(op.source.file).name}:{op.source.line}" if op.source.line else "",
+        line=op.line,
         constant=all(op.constant for op in ops),
         reason=first.reason,
     )

@@ -1,6 +1,6 @@
 """From an op's layout to its operands' layouts: the table of the layout algebra, executed.
 
-In: a Rule, an OpLayout, the shapes. Out: for every operand and output the Layout of its value and of its gradient.
+In: a Rule, an OpLayout. Out: for every operand and output the Layout of its value and of its gradient.
 
     axis of the op            operand                        value     gradient
     cut along n               has n                          split     split
@@ -24,7 +24,7 @@ from weft.ir.graph import Op
 from weft.ir.layout import COPY, PARTIAL, Cell, Layout, Role, split
 from weft.ir.oplayout import Carried, Copied, Cut, OpLayout
 from weft.ir.ranges import Ranges, whole
-from weft.ops.rule import CellView, Dims, Rule, dim_ranges
+from weft.ops.rule import CellView, Dim, Dims, Rule, dim_ranges
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,19 @@ class Operands:
     outputs: tuple[Operand, ...]
 
 
-Shapes = tuple[tuple[int, ...], ...]
-
-
-def operands(rule: Rule, layout: OpLayout, inputs: Shapes, outputs: Shapes) -> Operands:
+def operands(rule: Rule, layout: OpLayout) -> Operands:
     """Layouts of all operands of an op that is cut as `layout` says."""
     return Operands(
-        tuple(_operand(rule, layout, rule.inputs[i], shape, i) for i, shape in enumerate(inputs)),
-        tuple(_operand(rule, layout, rule.outputs[i], shape, None) for i, shape in enumerate(outputs)),
+        tuple(_operand(rule, layout, dims, i) for i, dims in enumerate(rule.inputs)),
+        tuple(_operand(rule, layout, dims, None) for dims in rule.outputs),
     )
 
 
-def _operand(rule: Rule, layout: OpLayout, dims: Dims, shape: tuple[int, ...], position: int | None) -> Operand:
+def _operand(rule: Rule, layout: OpLayout, dims: Dims, position: int | None) -> Operand:
     """`position` among the inputs; None for an output."""
     roles = [_roles(rule, use, dims, position) for use in layout.uses]
-    tables = tuple(_table(rule, layout, dims, d) for d in range(len(shape)))
+    shape = tuple(one.extent(rule.sizes) for one in dims)
+    tables = tuple(_table(rule, layout, one) for one in dims)
     value = Layout(shape, layout.grid, tuple(role for role, _ in roles), tables)
     return Operand(value, Layout(shape, layout.grid, tuple(grad for _, grad in roles), tables))
 
@@ -70,44 +68,46 @@ def _roles(rule: Rule, use: Cut | Copied | Carried, dims: Dims, position: int | 
         case Carried(carried):
             return (PARTIAL, COPY) if position is None or position in carried else (COPY, PARTIAL)
         case Cut(name):
-            holding = [d for d, one in enumerate(dims) if name in one.names]
-            if holding:
-                return split(holding[0]), split(holding[0])
-            if name in rule.algorithms:
-                exchange = rule.algorithms[name]
-                if position is None:
-                    return (PARTIAL, COPY) if exchange.output == "partial" else (COPY, COPY)
-                return COPY, PARTIAL if exchange.gradient == "partial" else COPY
-            if name in rule.summed and (position is None or position in rule.added):
-                return PARTIAL, COPY
-            return COPY, PARTIAL
+            return cut_roles(rule, name, dims, position)
 
 
-def _table(rule: Rule, layout: OpLayout, dims: Dims, d: int) -> tuple[Ranges, ...] | None:
+def cut_roles(rule: Rule, name: str, dims: Dims, position: int | None) -> tuple[Role, Role]:
+    """The role of an axis that cuts a name, for one operand and for its gradient."""
+    holding = [d for d, one in enumerate(dims) if name in one.names]
+    if holding:
+        return split(holding[0]), split(holding[0])
+    if name in rule.algorithms:
+        exchange = rule.algorithms[name]
+        if position is None:
+            return (PARTIAL, COPY) if exchange.output == "partial" else (COPY, COPY)
+        return COPY, PARTIAL if exchange.gradient == "partial" else COPY
+    if name in rule.summed and (position is None or position in rule.added):
+        return PARTIAL, COPY
+    return COPY, PARTIAL
+
+
+def _table(rule: Rule, layout: OpLayout, one: Dim) -> tuple[Ranges, ...] | None:
     """Ranges of one dim for each combination of coordinates on the axes that cut it."""
-    axes = [i for i, use in enumerate(layout.uses) if isinstance(use, Cut) and use.name in dims[d].names]
+    axes = [i for i, use in enumerate(layout.uses) if isinstance(use, Cut) and use.name in one.names]
     if not axes:
         return None
     sizes = [layout.grid.axes[i].size for i in axes]
     return tuple(
-        dim_ranges(dims[d], _names_at(layout, dict(zip(axes, coordinates, strict=True)), dims[d].names), rule.sizes)
+        dim_ranges(one, _names_at(layout, dict(zip(axes, coordinates, strict=True)), one.names), rule.sizes)
         for coordinates in itertools.product(*map(range, sizes))
     )
 
 
 def _names_at(layout: OpLayout, coordinates: dict[int, int], names: frozenset[str]) -> dict[str, Ranges]:
     """Ranges of the cut names among `names` at the given coordinates."""
-    found = {}
-    for name in layout.cut_names:
-        if name in names:
-            flat = 0
-            for axis in layout.axes_cutting(name):
-                flat = flat * layout.grid.axes[axis].size + coordinates[axis]
-            found[name] = layout.table(name)[flat]
-    return found
+    return {
+        name: layout.table(name)[layout.grid.position(layout.axes_cutting(name), coordinates)]
+        for name in layout.cut_names
+        if name in names
+    }
 
 
-def cell_view(rule: Rule, layout: OpLayout, cell: Cell, inputs: Shapes, outputs: Shapes) -> CellView:
+def cell_view(rule: Rule, layout: OpLayout, cell: Cell) -> CellView:
     """What one cell holds, for the rule's `local`."""
     cut = _names_at(layout, dict(enumerate(cell)), frozenset(layout.cut_names))
     names = {name: cut.get(name, whole(size)) for name, size in rule.sizes.items()}
@@ -124,8 +124,6 @@ def cell_view(rule: Rule, layout: OpLayout, cell: Cell, inputs: Shapes, outputs:
             for use, axis in zip(layout.uses, layout.grid.axes, strict=True)
             if isinstance(use, Cut) and axis.size > 1
         ),
-        whole_inputs=inputs,
-        whole_outputs=outputs,
     )
 
 

@@ -19,18 +19,16 @@ from weft.ir.graph import Graph, Op, Tensor
 from weft.ir.oplayout import Carried, Cut, Use, cut_table, plain_cut
 from weft.ops.arguments import overload, signature
 from weft.ops.build import OpView
-from weft.ops.guess import Guess, Marks, Shapes, guesses_at, names_of, rule_of
+from weft.ops.guess import Guess, Shapes, guesses_at, names_of, rule_of
 from weft.ops.rule import Rule, dim, floating
 from weft.ops.specimen import (
     RECIPES,
     SMALL,
     Form,
-    Recipe,
     as_large_as_cheap,
     form_of,
     ignored,
     impurity,
-    is_lowering,
     shrunk,
     specimens,
     with_recipe,
@@ -123,7 +121,6 @@ class _Search:
         self.real, self.reads, self.makes = form, reads, makes
         self.real_shapes: Shapes = tuple(one.sizes for one in makes)
         self.added: frozenset[int] = frozenset()
-        self.lower = True
 
     def rule(self) -> Rule:
         self.large = as_large_as_cheap(self.real)
@@ -133,18 +130,18 @@ class _Search:
         try:
             self.base = with_recipe(self.base)
             reason = impurity(self.base)
-            self.lower = is_lowering(self.base)
         except FAILURES as error:
             return self._nothing(f"it cannot be run with operands made for a trial: {first_line(error)}")
         if reason:
             return self._nothing(reason)
-        self.specimens = self._specimens(self.base)
+        self.plain = RECIPES[self.base.recipe]
+        self.specimens = list(specimens(self.base, RECIPES, 0))
         if not self.specimens:
             return self._nothing("it gives no numbers with operands made for a trial")
         if len(self.specimens[0].makes) != len(self.makes):
             return self._nothing("it makes another number of tensors than in the model")
         self.ignored = ignored(self.base)
-        self.shapes: Shapes = tuple(one.sizes for one in self.specimens[0].makes)
+        self.shapes: Shapes = self.specimens[0].shapes[1]
         guesses = self._confirmed(self._names())
         made = self._final(guesses)
         if not made.cuttable:
@@ -154,9 +151,8 @@ class _Search:
     def _nothing(self, reason: str) -> Rule:
         return nothing(self.reads, self.makes, reason)
 
-    def _specimens(self, form: Form, recipes: Sequence[Recipe] = RECIPES, seed: int = 0) -> list[Specimen]:
-        """The form with every kind of values that the op takes."""
-        return list(specimens(form, recipes, seed, self.lower))
+    def _rule(self, it: Specimen, guesses: Sequence[Guess], added: frozenset[int] = frozenset()) -> Rule | None:
+        return rule_of(Form(it.op, it.reads), it.shapes[1], guesses, added)
 
     def _names(self) -> list[Guess]:
         """All names that pass the first trials, the simplest for each dim."""
@@ -173,7 +169,7 @@ class _Search:
 
     def _passing(self, guesses: Iterator[Guess], found: list[Guess]) -> Iterator[Guess]:
         for guess in guesses:
-            if rule_of(self.base, self.shapes, [*found, guess]) is None:
+            if self._rule(self.specimens[0], [*found, guess]) is None:
                 continue
             if guess.summed and self.ignored.issuperset(one.where[0] for one in guess.inputs):
                 continue  # right, and of no use: nothing depends on what would be cut
@@ -195,30 +191,25 @@ class _Search:
 
     def _holds(self, guess: Guess, added: frozenset[int]) -> bool:
         """True if the name can be cut, at its own size and at another."""
-        marks = Marks(added=added)
-        rule = rule_of(self.base, self.shapes, [guess], marks)
+        first, *others = self.specimens
+        rule = self._rule(first, [guess], added)
         if rule is None or guess.size < 2:
             return False
-        first, *others = self.specimens
-        if not all(self._agrees(first, rule, cut) for cut in cuts_of(rule)):
+        if any(try_cut(first, rule, cut) for cut in cuts_of(rule)):
             return False
-        if not all(self._agrees(it, rule, cut) for it in others for cut in few_cuts(rule)):
+        if any(try_cut(it, rule, cut) for it in others for cut in few_cuts(rule)):
             return False
         for new in (guess.size + 1, guess.size * 2):
-            for it in self._specimens(guess.grown(self.base, new), [RECIPES[self.base.recipe]], seed=7):
-                shapes = tuple(one.sizes for one in it.makes)
-                other = rule_of(Form(it.op, it.reads), shapes, [guess], marks)
-                if other is None or not all(self._agrees(it, other, cut) for cut in few_cuts(other)):
+            for it in specimens(guess.grown(self.base, new), [self.plain], seed=7):
+                other = self._rule(it, [guess], added)
+                if other is None or any(try_cut(it, other, cut) for cut in few_cuts(other)):
                     return False
         return True
 
-    def _agrees(self, it: Specimen, rule: Rule, uses: Sequence[Use]) -> bool:
-        return not try_cut(it, rule, uses)
-
     def _confirmed(self, guesses: list[Guess]) -> list[Guess]:
         """The names that hold together, with other values, and at sizes close to the real ones."""
-        first, *others = self._specimens(self.base, RECIPES, seed=11)
-        large = self._specimens(self.large, [RECIPES[self.base.recipe]], seed=13)
+        first, *others = specimens(self.base, RECIPES, seed=11)
+        large = list(specimens(replace(self.large, lower=self.base.lower), [self.plain], seed=13))
         guesses = self._holding(first, guesses, cuts_of)
         for it in (*others, *large):
             guesses = self._holding(it, guesses, few_cuts)
@@ -228,13 +219,12 @@ class _Search:
         self, it: Specimen, guesses: list[Guess], cuts: Callable[[Rule], Iterable[tuple[Cut, ...]]]
     ) -> list[Guess]:
         """What is left when names are dropped until all cuts of all of them agree."""
-        shapes = tuple(one.sizes for one in it.makes)
         while guesses:
-            rule = rule_of(Form(it.op, it.reads), shapes, guesses, Marks(added=self.added))
+            rule = self._rule(it, guesses, self.added)
             if rule is None:
                 guesses = guesses[:-1]
                 continue
-            bad = next((one for one in cuts(rule) if not self._agrees(it, rule, one)), None)
+            bad = next((one for one in cuts(rule) if try_cut(it, rule, one)), None)
             if bad is None:
                 return guesses
             names = names_of(guesses)
@@ -246,15 +236,14 @@ class _Search:
         """The rule of the op at its real sizes."""
         if not any(one.summed for one in guesses):
             self.added = frozenset()
-        marks = Marks(added=self.added)
-        small = rule_of(self.base, self.shapes, guesses, marks)
+        small = self._rule(self.specimens[0], guesses, self.added)
         linear = () if small is None else linear_sets_of(self.specimens, small, self.ignored)
         # kernels of torch crash on empty parts: they are not tried, and so not allowed
-        marks = replace(marks, linear=linear, never_empty=frozenset(names_of(guesses)))
+        never_empty = frozenset(names_of(guesses))
         while guesses:
-            rule = rule_of(self.real, self.real_shapes, guesses, marks)
+            rule = rule_of(self.real, self.real_shapes, guesses, self.added, never_empty)
             if rule is not None:
-                return rule
+                return replace(rule, linear=linear)
             guesses = guesses[:-1]
         return self._nothing("")
 

@@ -295,12 +295,11 @@ def _spans(
     fixed = len(dims) - (at is not None)
     if len(shape) < fixed or (at is None and len(shape) != fixed):
         raise fault(template.text, operand.column, f"a tensor of shape {tuple(shape)} does not fit here")
-    if at is None:
-        return [(one, (size,)) for one, size in zip(dims, shape, strict=True)]
-    stop = len(shape) - (len(dims) - at - 1)
-    before = [(one, (size,)) for one, size in zip(dims[:at], shape[:at], strict=True)]
-    after = [(one, (size,)) for one, size in zip(dims[at + 1 :], shape[stop:], strict=True)]
-    return [*before, (dims[at], tuple(shape[at:stop])), *after]
+    covered: list[tuple[int, ...]] = [(size,) for size in shape]
+    if at is not None:
+        stop = len(shape) - (len(dims) - at - 1)
+        covered[at:stop] = [tuple(shape[at:stop])]
+    return list(zip(dims, covered, strict=True))
 
 
 def _fit(
@@ -312,14 +311,15 @@ def _fit(
     composite: list[tuple[TemplateDim, int]] = []
     for operand, tensor in pairs:
         for one, covered in _spans(template, operand, tensor.sizes):
-            if one.factors == (_UNNAMED,):
+            spread = operand.added and not one.several and covered[0] == 1
+            if one.factors == (_UNNAMED,) or spread:
                 continue
             if one.several:
                 name = str(one.factors[0])
                 several[name] = _broadcast(template, one, several.get(name, ()), covered)
-            elif len(one.factors) == 1 and not (operand.added and covered[0] == 1):
+            elif len(one.factors) == 1:
                 _bind(template, one, sizes, covered[0])
-            elif len(one.factors) != 1 and not (operand.added and covered[0] == 1):
+            else:
                 composite.append((one, covered[0]))
     for _ in composite:  # each round solves at least one product that has one unknown
         for one, size in composite:

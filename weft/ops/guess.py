@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from weft.ir.graph import Op
 from weft.ir.ranges import count
-from weft.ops.arguments import numbered
+from weft.ops.arguments import call_with
 from weft.ops.build import refuse_empty
 from weft.ops.rule import Call, CellView, Dim, Dims, Local, Rule, dim, fixed
 from weft.ops.specimen import Form, Path, Where, numbers_in, shapes_of, with_numbers
@@ -199,24 +199,20 @@ def _answers(question: Guess, makes: Shapes, found: Shapes, new: int) -> Iterato
 # Rules.
 
 
-@dataclass(frozen=True)
-class Marks:
-    """What a rule made of guesses says beside the names."""
-
-    added: frozenset[int] = frozenset()
-    linear: tuple[frozenset[int], ...] = ()
-    never_empty: frozenset[str] = frozenset()
-
-
 def names_of(guesses: Sequence[Guess]) -> list[str]:
     """A name for each guess: numbered, k for those summed away."""
     counters = {"d": itertools.count(), "k": itertools.count()}
     return [f"{letter}{next(counters[letter])}" for letter in ("k" if one.summed else "d" for one in guesses)]
 
 
-def rule_of(form: Form, makes: Shapes, guesses: Sequence[Guess], marks: Marks | None = None) -> Rule | None:
+def rule_of(
+    form: Form,
+    makes: Shapes,
+    guesses: Sequence[Guess],
+    added: frozenset[int] = frozenset(),
+    never_empty: frozenset[str] = frozenset(),
+) -> Rule | None:
     """The rule that some guesses make for a form; None if they do not fit it."""
-    marks = Marks() if marks is None else marks
     names = names_of(guesses)
     sizes: dict[str, int] = {}
     for name, guess in zip(names, guesses, strict=True):
@@ -233,11 +229,8 @@ def rule_of(form: Form, makes: Shapes, guesses: Sequence[Guess], marks: Marks | 
         outputs=tuple(one for one in outputs if one is not None),
         sizes=sizes,
         summed=frozenset(name for name, guess in zip(names, guesses, strict=True) if guess.summed),
-        added=marks.added,
-        linear=marks.linear,
-        local=_local(
-            dict(zip(names, (guess.ties for guess in guesses), strict=True)), form.op, sizes, marks.never_empty
-        ),
+        added=added,
+        local=_local(dict(zip(names, (guess.ties for guess in guesses), strict=True)), form.op, sizes, never_empty),
         source="discovered",
     )
 
@@ -288,6 +281,6 @@ def _local(
             numbers.update(
                 (path, numbers.get(path, whole[path]) // sizes[name] * held) for path, _ in ties.get(name, ())
             )
-        return Call(op.target, *numbered(with_numbers(op, numbers)))
+        return call_with(with_numbers(op, numbers))
 
     return local

@@ -16,6 +16,7 @@ cell's shape, a mean the whole count, a slice its own bounds).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from weft.ir.graph import Op, Tensor
-from weft.ir.ranges import Ranges, count, product, shift, whole
+from weft.ir.ranges import Ranges, count, product, shift, tidy, whole
 from weft.runtime.operators.algorithms import Exchange
 
 Factor = str | int
@@ -47,6 +48,10 @@ class Dim:
     def names(self) -> frozenset[str]:
         return frozenset(f for product_ in self.products for f in product_ if isinstance(f, str))
 
+    def extent(self, sizes: Mapping[str, int]) -> int:
+        """How many indices it has, given the size of each name."""
+        return sum(math.prod(sizes[f] if isinstance(f, str) else f for f in factors) for factors in self.products)
+
     def __str__(self) -> str:
         texts = []
         for factors in self.products:
@@ -66,6 +71,11 @@ def fixed(size: int) -> Dim:
 
 
 Dims = tuple[Dim, ...]
+
+
+def names_of(dims: Iterable[Dim]) -> tuple[str, ...]:
+    """The names of some dims, in order."""
+    return tuple(f for one in dims for factors in one.products for f in factors if isinstance(f, str))
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,6 @@ class CellView:
     outputs: tuple[tuple[Ranges, ...], ...]
     cut: frozenset[str]
     """The names that some axis of the op cuts (into more than one part)."""
-    whole_inputs: tuple[tuple[int, ...], ...]
-    whole_outputs: tuple[tuple[int, ...], ...]
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         return tuple(count(ranges) for ranges in self.outputs[index])
@@ -145,12 +153,12 @@ class Rule:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All names, in order of appearance."""
-        seen: dict[str, None] = {}
-        for dims in (*self.inputs, *self.outputs):
-            for one in dims:
-                for factors in one.products:
-                    seen.update((f, None) for f in factors if isinstance(f, str))
-        return tuple(seen)
+        return tuple(dict.fromkeys(name for dims in (*self.inputs, *self.outputs) for name in names_of(dims)))
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """The names that outputs have."""
+        return frozenset(name for dims in self.outputs for name in names_of(dims))
 
     @cached_property
     def cuttable(self) -> tuple[str, ...]:
@@ -191,14 +199,8 @@ def dim_ranges(one: Dim, names: Mapping[str, Ranges], sizes: Mapping[str, int]) 
             extent *= size
         found.extend(shift(ranges, offset))
         offset += extent
-    # neighbours of different products may touch: joining them keeps the order
-    out: list[tuple[int, int]] = []
-    for start, stop in found:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return tuple(out)
+    # neighbours of different products may touch
+    return tidy(found)
 
 
 Linear = Iterable[Iterable[int]]

@@ -22,9 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.ir.graph import Op, Size, Tensor
-from weft.ops.arguments import numbered
 from weft.ops.precision import LowerMode, widen_dtype
-from weft.ops.rule import Call, floating
+from weft.ops.rule import floating
 from weft.ops.trial import FAILURES, Specimen, Values, gradients_of, leaves_of, precision, run
 
 SMALL, LARGE, LARGER = 1 << 12, 1 << 18, 1 << 20
@@ -46,12 +45,14 @@ Where = tuple[int, int]
 class Form:
     """One call at certain sizes: whole numbers stand in the op's arguments, sizes in the tensors it reads.
 
-    `recipe`: the first of the `RECIPES` whose values the op takes.
+    `recipe`: the first of the `RECIPES` whose values the op takes. `lower`: it computes in a lower float dtype than
+    float64, forward or backward, unless it is kept from it.
     """
 
     op: Op
     reads: tuple[Tensor, ...]
     recipe: int = 0
+    lower: bool = True
 
     @property
     def size(self) -> int:
@@ -63,7 +64,7 @@ class Form:
             replace(one, shape=tuple(sizes.get((i, d), size) for d, size in enumerate(one.sizes)))
             for i, one in enumerate(self.reads)
         )
-        return Form(with_numbers(self.op, numbers or {}), reads, self.recipe)
+        return replace(self, op=with_numbers(self.op, numbers or {}), reads=reads)
 
     def dims(self) -> Iterator[tuple[Where, int]]:
         """All dims of all operands, with their sizes."""
@@ -124,7 +125,7 @@ def shapes_of(form: Form) -> tuple[tuple[int, ...], ...] | None:
     """Shapes of what the op makes, found by running it; None if it does not take the form."""
     try:
         with torch.no_grad():
-            made = run(form.op, Call(form.op.target, *numbered(form.op)), draw(form, RECIPES[form.recipe], 0))
+            made = run(form.op, draw(form, RECIPES[form.recipe], 0))
     except FAILURES:
         return None
     return tuple(tuple(one.shape) for one in made)
@@ -134,8 +135,7 @@ def _fake_size(form: Form) -> int | None:
     """How many numbers the form takes and makes, without running it; None if the op does not take the form."""
     try:
         with torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            values = [torch.empty(one.sizes, dtype=one.dtype) for one in form.reads]
-            made = run(form.op, Call(form.op.target, *numbered(form.op)), values)
+            made = run(form.op, [torch.empty(one.sizes, dtype=one.dtype) for one in form.reads])
             return form.size + sum(math.prod(one.shape) for one in made)
     except FAILURES:
         return None
@@ -174,7 +174,7 @@ def as_large_as_cheap(form: Form) -> Form:
         return large
     begun = time.perf_counter()
     try:
-        specimen(large, RECIPES[0], lower=False)
+        specimen(replace(large, lower=False), RECIPES[0])
     except FAILURES:
         return shrunk(large, LARGE)
     return large if time.perf_counter() - begun < QUICK else shrunk(large, LARGE)
@@ -216,7 +216,7 @@ def _repeated(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
 
 
 def _huge(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64) * 1e6
+    return _normal(shape, generator) * 1e6
 
 
 def _unit(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -272,29 +272,27 @@ def index_limit(form: Form, position: int) -> int:
     return min([*found, 100])
 
 
-def specimen(form: Form, recipe: Recipe, seed: int = 0, lower: bool = True) -> Specimen:
+def specimen(form: Form, recipe: Recipe, seed: int = 0) -> Specimen:
     """The form with values, run whole. Raises what the operator raises."""
     values = draw(form, recipe, seed)
-    made, told, gradients = _whole(form, values, seed, lower)
+    made, told, gradients = _whole(form, values, seed)
     makes = tuple(Tensor(f"made{i}", tuple(one.shape), one.dtype, one.requires_grad) for i, one in enumerate(made))
     results = tuple(one.detach() for one in made)
     noise: tuple[float, ...] = ()
     if recipe in EXTREME:
         moved = tuple(one * (1 + 1e-15 * torch.randn_like(one)) if floating(one) else one for one in values)
-        others, _, slopes = _whole(form, moved, seed, lower)
+        others, _, slopes = _whole(form, moved, seed)
         pairs = zip((*results, *gradients), (*others, *slopes), strict=True)
         noise = tuple(0.0 if a is None or b is None else _gap(a, b.detach()) for a, b in pairs)
-    return Specimen(form.op, form.reads, makes, values, results, told, gradients, lower, noise)
+    return Specimen(form.op, form.reads, makes, values, results, told, gradients, form.lower, noise)
 
 
-def _whole(
-    form: Form, values: Values, seed: int, lower: bool
-) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
+def _whole(form: Form, values: Values, seed: int) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
     """What the op makes of values, random gradients of that, and the gradients of its operands."""
     leaves = leaves_of(values, form.reads)
     generator = torch.Generator().manual_seed(seed + 1)
-    with precision(lower):
-        results = run(form.op, Call(form.op.target, *numbered(form.op)), leaves)
+    with precision(form.lower):
+        results = run(form.op, leaves)
         told = tuple(_cotangent(one, generator) for one in results)
         return results, told, gradients_of(results, told, leaves)
 
@@ -312,15 +310,11 @@ def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
 
 
-def is_lowering(form: Form) -> bool:
-    """True if the op computes in a lower float dtype than float64, forward or backward. Raises what it raises."""
-    with LowerMode() as mode:
-        specimen(form, RECIPES[form.recipe], lower=False)
-    return bool(mode.met)
-
-
 def with_recipe(form: Form) -> Form:
-    """The form with the first kind of values that the op takes. Raises what the op raises if there is none."""
+    """The form with the first kind of values that the op takes, and whether it computes in a lower dtype then.
+
+    Raises what the op raises if it takes none.
+    """
     failure: BaseException | None = None
     for number, recipe in enumerate(RECIPES):
         try:
@@ -328,16 +322,18 @@ def with_recipe(form: Form) -> Form:
         except FAILURES as error:
             failure = failure or error
             continue
-        return replace(form, recipe=number)
+        with LowerMode() as mode:
+            specimen(replace(form, lower=False), recipe)
+        return replace(form, recipe=number, lower=mode.met)
     assert failure is not None
     raise failure
 
 
-def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> Iterator[Specimen]:
+def specimens(form: Form, recipes: Iterable[Recipe], seed: int) -> Iterator[Specimen]:
     """The form with every kind of values, of those given, that the op takes and makes numbers of."""
     for recipe in recipes:
         try:
-            it = specimen(form, recipe, seed, lower)
+            it = specimen(form, recipe, seed)
         except FAILURES:
             continue
         if all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results):
@@ -346,39 +342,41 @@ def specimens(form: Form, recipes: Iterable[Recipe], seed: int, lower: bool) -> 
 
 def impurity(form: Form) -> str:
     """Why the op is no function of its operands' values; empty if it is one."""
-    call = Call(form.op.target, *numbered(form.op))
     given = draw(form, RECIPES[form.recipe], 1)
     made: list[Values] = []
     with torch.no_grad():
         for seed in (0, 1, 1):
             torch.manual_seed(seed)
             values = [one.clone() for one in given]
-            made.append(tuple(one.clone() for one in run(form.op, call, values)))
-            if any(not _equal(a, b) for a, b in zip(values, given, strict=True)):
+            made.append(tuple(one.clone() for one in run(form.op, values)))
+            if not _equal(values, given):
                 return "it changes its operands"
     for a, b in itertools.pairwise(made):
-        if len(a) != len(b) or any(not _equal(one, other) for one, other in zip(a, b, strict=True)):
+        if not _equal(a, b):
             return "it gives other results each time it is run with the same operands"
     return ""
 
 
 def ignored(form: Form) -> frozenset[int]:
     """The operands whose values do not matter to the op."""
-    call = Call(form.op.target, *numbered(form.op))
     found = set(range(len(form.reads)))
     with torch.no_grad():
         for recipe, seed in ((_normal, 1), (_repeated, 1), (_unit, 1)):
             try:
                 given, others = draw(form, recipe, seed), draw(form, recipe, seed + 1)
-                made = run(form.op, call, given)
+                made = run(form.op, given)
                 for i in tuple(found):
-                    changed = run(form.op, call, [others[j] if j == i else one for j, one in enumerate(given)])
-                    if any(not _equal(a, b) for a, b in zip(made, changed, strict=True)):
+                    changed = run(form.op, [others[j] if j == i else one for j, one in enumerate(given)])
+                    if not _equal(made, changed):
                         found.discard(i)
             except FAILURES:
                 continue
     return frozenset(found)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all().item())
+def _equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """True if two lists hold the same values, nonsense included."""
+    return len(a) == len(b) and all(
+        one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+        for one, other in zip(a, b, strict=True)
+    )

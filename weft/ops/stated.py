@@ -20,10 +20,10 @@ from weft.errors import RuleError
 from weft.ir.graph import Graph, Op, Tensor, refs
 from weft.ir.oplayout import Cut, plain_cut
 from weft.ops.arguments import arguments, numbered, operand, overload
-from weft.ops.build import refuse_empty
+from weft.ops.build import groups, refuse_empty
 from weft.ops.discover import Question, answer, cuts_of, few_cuts, linear_sets_of, question_of
 from weft.ops.grammar import Template, instantiate, parse
-from weft.ops.rule import Call, CellView, Group, Local, Rule
+from weft.ops.rule import Call, CellView, Local, Rule
 from weft.ops.specimen import (
     EXTREME,
     RECIPES,
@@ -32,7 +32,6 @@ from weft.ops.specimen import (
     as_large_as_cheap,
     form_of,
     impurity,
-    is_lowering,
     shrunk,
     specimen,
     specimens,
@@ -162,31 +161,32 @@ class _Check:
         """The op with values, small and nearly as large as it is."""
         real = form_of(self.op, self.it.reads)
         large = as_large_as_cheap(real)
-        forms = [form for form in (shrunk(large, SMALL), large) if self._fits(fitted, form)] or [real]
-        first = with_recipe(forms[0])
+        found = [self._fitting(fitted, form) for form in (shrunk(large, SMALL), large)]
+        first, *others = [form for form in found if form is not None] or [with_recipe(real)]
         if reason := impurity(first):
             raise RuleError(
                 f"{self.op.kind} cannot be cut: {reason}",
                 place=self.place,
                 remedy="make it a function of its operands' values, and return new tensors",
             )
-        lower = is_lowering(first)
         # an algorithm computes in its own way, which extreme values tell from the operator's
         recipes = [one for one in RECIPES if self.said.run is None or one not in EXTREME]
-        found = list(specimens(first, recipes, 3, lower))
-        for form in forms[1:]:
-            found += specimens(form, [RECIPES[first.recipe]], 3, lower)
-        if not found:
+        made = list(specimens(first, recipes, 3))
+        for form in others:
+            made += specimens(form, [RECIPES[first.recipe]], 3)
+        if not made:
             raise ValueError("it gives no numbers")
-        return found
+        return made
 
-    def _fits(self, fitted: _Fitted, form: Form) -> bool:
+    def _fitting(self, fitted: _Fitted, form: Form) -> Form | None:
+        """The form with values that the op takes; None if it takes none, or the text does not fit."""
         try:
-            it = specimen(with_recipe(form), RECIPES[with_recipe(form).recipe])
+            form = with_recipe(form)
+            it = specimen(form, RECIPES[form.recipe])
             fitted.rule(it.reads, it.makes)
         except FAILURES:
-            return False
-        return True
+            return None
+        return form
 
     def _with_exchanges(self, fitted: _Fitted, specimens: Sequence[Specimen]) -> _Fitted:
         """The first way to put results together that is right for all names that talk, and what they exchange."""
@@ -271,8 +271,8 @@ def _local(said: Stated, never_empty: frozenset[str], sizes: Mapping[str, int]) 
         refuse_empty(op, cell, cell.cut & never_empty)
         args, kwargs = numbered(op)
         more = dict(kwargs)
-        if groups := tuple(Group(name) for name in said.comm if name in cell.cut):
-            more["comm"] = groups
+        if comms := groups(cell, said.comm):
+            more["comm"] = comms
         if any(name in cell.cut for name in said.indices):
             held = tuple(cell.names[name] for name in said.indices)
             more["indices"] = held[0] if len(held) == 1 else held

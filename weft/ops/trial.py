@@ -22,10 +22,11 @@ from weft.errors import WeftError
 from weft.ir.graph import Op, Ref, Tensor
 from weft.ir.layout import COPY, PARTIAL, Axis, Cell, Grid, Layout
 from weft.ir.oplayout import Cut, OpLayout, Use
-from weft.ops.arguments import numbered, overload
+from weft.ops.arguments import call_with, overload
 from weft.ops.derive import Operands, cell_view, operands
 from weft.ops.precision import Float64Mode
 from weft.ops.rule import Call, Group, Rule, floating
+from weft.runtime.layout.index import put, take
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch, GroupComm, RankFailed, Transport
 from weft.runtime.operators.calls import resolve
@@ -134,8 +135,11 @@ def callable_of(op: Op, target: str = "") -> Callable[..., Any]:
     return resolve(target) if found is None else found
 
 
-def run(op: Op, call: Call, values: Sequence[torch.Tensor], comms: Mapping[str, Any] | None = None) -> Values:
-    """One call on tensors."""
+def run(
+    op: Op, values: Sequence[torch.Tensor], call: Call | None = None, comms: Mapping[str, Any] | None = None
+) -> Values:
+    """One call on tensors: the op's own if none is given."""
+    call = call_with(op) if call is None else call
 
     def bind(arg: Any) -> Any:
         if isinstance(arg, Ref):
@@ -187,7 +191,7 @@ def try_cut(it: Specimen, rule: Rule, uses: Sequence[Use], talk: Talk | None = N
     """How the op cut so differs from the op run whole; empty if it does not."""
     layout = layout_of(uses)
     try:
-        lying = operands(rule, layout, *it.shapes)
+        lying = operands(rule, layout)
         work = _Work(it, rule, layout, lying)
         found = work.talking(talk) if work.talks else [work.cell(cell) for cell in layout.grid.cells]
         return work.compare(found)
@@ -214,11 +218,11 @@ class _Work:
         """What one cell makes."""
         it, inputs, outputs = self.it, self.lying.inputs, self.lying.outputs
         locals_ = leaves_of([_part(v, one.layout, cell) for v, one in zip(self.values, inputs, strict=True)], it.reads)
-        view = cell_view(self.rule, self.layout, cell, *it.shapes)
-        call = Call(it.op.target, *numbered(it.op)) if self.rule.local is None else self.rule.local(it.op, view)
+        view = cell_view(self.rule, self.layout, cell)
+        call = None if self.rule.local is None else self.rule.local(it.op, view)
         told = [_part(v, one.grad, cell) for v, one in zip(self.cotangents, outputs, strict=True)]
         with precision(it.lower):
-            results = run(it.op, call, locals_, self._comms(cell, transport, talk))
+            results = run(it.op, locals_, call, self._comms(cell, transport, talk))
             self._fits(results, [view.output_shape(i) for i in range(len(outputs))])
             if talk is not None:
                 talk.in_backward = True
@@ -246,16 +250,10 @@ class _Work:
     def _comms(self, cell: Cell, transport: Transport | None, talk: Talk | None) -> dict[str, Any]:
         if transport is None:
             return {}
-        cells, found = list(self.layout.grid.cells), {}
-        for name in self.layout.cut_names:
-            axes = set(self.layout.axes_cutting(name))
-            ranks = tuple(
-                rank
-                for rank, other in enumerate(cells)
-                if all(other[i] == cell[i] for i in range(len(cell)) if i not in axes)
-            )
-            found[name] = _NotedComm(GroupComm(transport, ranks), name, talk or Talk())
-        return found
+        return {
+            name: _NotedComm(GroupComm(transport, self.layout.peers(name, cell)), name, talk or Talk())
+            for name in self.layout.cut_names
+        }
 
     def compare(self, found: Sequence[Found]) -> str:
         """Put together and compared: outputs first, then gradients."""
@@ -291,11 +289,7 @@ def differs(
                 return f"is not the same on cells that should hold copies ({reason})"
             continue
         firsts[cell] = piece
-        index = _index(layout.part(cell).ranges)
-        if found.dtype == torch.bool:
-            found[index] = piece
-        else:
-            found[index] += piece
+        put(found, layout.part(cell).ranges, piece, add=found.dtype != torch.bool)
     return _apart(found, expected, tuple(firsts.values()), noise)
 
 
@@ -339,18 +333,4 @@ def _typical(value: torch.Tensor) -> float:
 
 def _part(addends: Mapping[Cell, torch.Tensor], layout: Layout, cell: Cell) -> torch.Tensor:
     part = layout.part(cell)
-    return addends[part.share][_index(part.ranges)]
-
-
-def _index(ranges: Sequence[Any]) -> Any:
-    if not ranges:
-        return ...
-    if all(len(one) == 1 for one in ranges):
-        return tuple(slice(*one[0]) for one in ranges)
-    shaped = []
-    for position, one in enumerate(ranges):
-        shape = [1] * len(ranges)
-        shape[position] = -1
-        flat = [i for start, stop in one for i in range(start, stop)]
-        shaped.append(torch.tensor(flat, dtype=torch.long).reshape(shape))
-    return tuple(shaped)
+    return take(addends[part.share], part.ranges)

@@ -9,12 +9,14 @@ Light ops (positions, masks) are cheaper to make again than to send: every piece
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.ir.graph import Graph, Op, Tensor
 from weft.ops.arguments import overload
 from weft.ops.book import RuleBook
-from weft.ops.rule import Rule, floating
+from weft.ops.build import OpView
+from weft.ops.rule import Rule, floating, names_of
 
 LOOKUPS = ("embedding", "index", "gather", "index_select", "select", "slice", "narrow")
 """They read as much as they give, however large the table is."""
@@ -44,20 +46,17 @@ class Work:
 
 def work_of(op: Op, rule: Rule, graph: Graph) -> Work:
     """What one forward of an op costs."""
-    reads = [graph.tensors[name] for name in op.inputs]
-    makes = [graph.tensors[name] for name in op.outputs]
+    it = OpView.of(op, graph)
+    reads, makes = it.reads, it.makes
     if is_alias(op, graph):
         return Work()
     if op.kind in LOOKUPS:
-        given = sum(map(_bytes, makes))
-        return Work(0, 2 * given + sum(_bytes(one) for one in reads if not one.dtype.is_floating_point))
+        return Work(0, _bytes((*makes, *makes, *(one for one in reads if not one.dtype.is_floating_point))))
     if op.kind == "embedding_bag":
         # a row for each id, and one operation an element of it
-        looked_up = _elements(reads[1]) * makes[0].sizes[-1]
-        rest = sum(map(_bytes, (*reads[1:], *makes)))
-        return Work(looked_up, looked_up * makes[0].dtype.itemsize + rest)
-    moved = sum(map(_bytes, dict.fromkeys(reads))) + sum(map(_bytes, makes))
-    return Work(0 if rule.source == "view" else _flops(op, rule, reads, makes), moved)
+        looked_up = _elements(reads[1]) * it.result[-1]
+        return Work(looked_up, looked_up * makes[0].dtype.itemsize + _bytes((*reads[1:], *makes)))
+    return Work(0 if rule.source == "view" else _flops(it, rule), _bytes((*dict.fromkeys(reads), *makes)))
 
 
 def is_alias(op: Op, graph: Graph) -> bool:
@@ -69,42 +68,37 @@ def is_alias(op: Op, graph: Graph) -> bool:
     return shared and all(graph.tensors[name].dtype == graph.tensors[op.inputs[0]].dtype for name in op.outputs)
 
 
-def _flops(op: Op, rule: Rule, reads: list[Tensor], makes: list[Tensor]) -> int:
-    if not any(map(floating, (*reads, *makes))):
+def _flops(it: OpView, rule: Rule) -> int:
+    reads, held = it.reads, (*it.reads, *it.makes)
+    if not any(map(floating, held)):
         return 0
-    if op.kind == ATTENTION:
-        query, key, value = (one.sizes for one in reads[:3])
+    if it.kind == ATTENTION:
+        query, key, value = it.shapes[:3]
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if _is_convolution(op):
-        return _convolution(op, reads, makes)
-    if op.kind in RECURRENT:
+    if _is_convolution(it.op):
+        return _convolution(it)
+    if it.kind in RECURRENT:
         # every matrix multiplies each row of each step once
-        weights = [one for one in reads if len(one.sizes) == 2 and "b" not in _named(rule, reads.index(one))]
-        return 2 * math.prod(reads[0].sizes[:-1]) * sum(map(_elements, weights))
-    largest = max(map(_elements, (*reads, *makes)), default=0)
-    return multiplications(rule) or (largest if reads else 0)
+        pairs = zip(reads, rule.inputs, strict=True)
+        weights = [one for one, dims in pairs if len(one.sizes) == 2 and "b" not in names_of(dims)]
+        return 2 * math.prod(it.shape[:-1]) * sum(map(_elements, weights))
+    return multiplications(rule) or (max(map(_elements, held)) if reads else 0)
 
 
 def contraction(op: Op, rule: Rule, graph: Graph) -> int:
     """Floating-point operations of an op that multiplies and sums (a product of matrices, a convolution); else 0."""
-    if not _is_convolution(op):
-        return multiplications(rule)
-    return _convolution(op, [graph.tensors[name] for name in op.inputs], [graph.tensors[name] for name in op.outputs])
+    return _convolution(OpView.of(op, graph)) if _is_convolution(op) else multiplications(rule)
 
 
 def _is_convolution(op: Op) -> bool:
     return op.kind.startswith("conv") and len(op.inputs) > 1
 
 
-def _convolution(op: Op, reads: list[Tensor], makes: list[Tensor]) -> int:
-    if op.kind == "conv_tbc":
-        return 2 * _elements(makes[0]) * math.prod(reads[1].sizes[:2])
-    filtered = reads[0] if "transpose" in op.kind else makes[0]
-    return 2 * _elements(filtered) * math.prod(reads[1].sizes[1:])
-
-
-def _named(rule: Rule, position: int) -> frozenset[str]:
-    return frozenset(name for one in rule.inputs[position] for name in one.names)
+def _convolution(it: OpView) -> int:
+    if it.kind == "conv_tbc":
+        return 2 * math.prod(it.result) * math.prod(it.shapes[1][:2])
+    filtered = it.shape if "transpose" in it.kind else it.result
+    return 2 * math.prod(filtered) * math.prod(it.shapes[1][1:])
 
 
 def multiplications(rule: Rule) -> int:
@@ -113,8 +107,7 @@ def multiplications(rule: Rule) -> int:
     The index space is that of the names which two operands share; an op whose index space is no larger than its
     largest operand does not contract, unless it is a product with a single row (a batch of one).
     """
-    operands = (*rule.inputs, *rule.outputs)
-    held = [frozenset(name for one in dims for name in one.names) for dims in operands]
+    held = [set(names_of(dims)) for dims in (*rule.inputs, *rule.outputs)]
     shared = [name for name in rule.names if sum(name in names for names in held) > 1]
     volume = math.prod(rule.sizes[name] for name in shared)
     largest = max((math.prod(rule.sizes[name] for name in names) for names in held), default=0)
@@ -123,11 +116,10 @@ def multiplications(rule: Rule) -> int:
 
 def _is_product(rule: Rule) -> bool:
     """True for a matrix times a vector: a summed name of two inputs, an output's name that one of them lacks."""
-    held = [frozenset(name for one in dims for name in one.names) for dims in rule.inputs]
-    made = frozenset(name for dims in rule.outputs for one in dims for name in one.names)
+    held = [frozenset(names_of(dims)) for dims in rule.inputs]
     for summed in rule.summed:
         factors = [names for i, names in enumerate(held) if summed in names and i not in rule.added]
-        if len(factors) > 1 and made & (frozenset.union(*factors) - frozenset.intersection(*factors)):
+        if len(factors) > 1 and rule.made & (frozenset.union(*factors) - frozenset.intersection(*factors)):
             return True
     return False
 
@@ -136,8 +128,8 @@ def _elements(tensor: Tensor) -> int:
     return math.prod(tensor.sizes)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return _elements(tensor) * tensor.dtype.itemsize
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.num_bytes for one in tensors)
 
 
 def light_ops(graph: Graph, book: RuleBook) -> frozenset[str]:
@@ -160,5 +152,5 @@ def light_ops(graph: Graph, book: RuleBook) -> frozenset[str]:
 
 
 def _is_light(op: Op, graph: Graph, book: RuleBook) -> bool:
-    elements = sum(math.prod(graph.tensors[name].sizes) for name in op.outputs)
+    elements = sum(_elements(graph.tensors[name]) for name in op.outputs)
     return work_of(op, book.rule(op), graph).flops <= LIGHT * max(1, elements)

@@ -1,10 +1,10 @@
 """The proof of a Schedule: it runs every event once, in an order that the data and all devices agree with.
 
-In: a Pipeline, a Schedule, limits of live micro-batches. Out: nothing, or a PlanError that names the event that is
-missing, doubled or out of place, or the cycle, and draws its neighbourhood. Promised, if it passes: every forward of
-every segment and micro-batch, every backward of those that train, on each of the segment's devices exactly once; each
-event after its data; events that devices share in one order on all of them; no deadlock; no more live micro-batches
-than allowed. A `w` may stand only where the segment's backward can be divided.
+In: a Pipeline, a Schedule. Out: nothing, or a PlanError that names the event that is missing, doubled or out of place,
+or the cycle, and draws its neighbourhood. Promised, if it passes: every forward of every segment and micro-batch, every
+backward of those that train, on each of the segment's devices exactly once; each event after its data; events that
+devices share in one order on all of them; no deadlock. A `w` may stand only where the segment's backward can be
+divided.
 """
 
 from __future__ import annotations
@@ -17,21 +17,15 @@ from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Event, Pipeline, Schedule, Segment
 from weft.order.draw import window
 from weft.order.joint import joint
-from weft.order.timing import Limits, limit_of, peaks
 
 Row = tuple[Event, ...]
 
 
-def check_schedule(pipeline: Pipeline, schedule: Schedule, *, limits: Limits = None) -> None:
-    """Refuse a schedule that cannot run, or that keeps more live than allowed.
-
-    Args:
-        limits: live micro-batches per device, one number or one per device.
-    """
+def check_schedule(pipeline: Pipeline, schedule: Schedule) -> None:
+    """Refuse a schedule that cannot run."""
     _check_known(pipeline, schedule)
     _check_once(pipeline, schedule)
     _check_order(pipeline, schedule)
-    _check_limits(pipeline, schedule, limits)
 
 
 def expected(pipeline: Pipeline, schedule: Schedule) -> Iterator[Event]:
@@ -147,16 +141,6 @@ def _reason(pipeline: Pipeline, schedule: Schedule, event: Event, before: Event)
         return "its data"
     device = next(device for device, row in sorted(schedule.events.items()) if (before, event) in set(pairwise(row)))
     return f"it stands before it on device {device}"
-
-
-def _check_limits(pipeline: Pipeline, schedule: Schedule, limits: Limits) -> None:
-    for device, peak in peaks(pipeline, schedule).items():
-        limit = limit_of(limits, device)
-        if limit is not None and peak > limit + 1e-9:
-            raise PlanError(
-                f"device {device} keeps {peak:g} live micro-batches, and may keep {limit:g}",
-                remedy="run backwards earlier, or raise the limit",
-            )
 
 
 def _error(

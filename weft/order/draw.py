@@ -13,7 +13,7 @@ names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
 from rich.text import Text
@@ -100,12 +100,17 @@ def _unit(timeline: Timeline) -> float:
     return min((span for span in spans if span * TINY >= most > 0), default=1)
 
 
+def letters_of(names: Iterable[str]) -> dict[str, str]:
+    """A letter (or two) for each name."""
+    codes = [*ascii_lowercase, *(a + b for a in ascii_lowercase for b in ascii_lowercase)]
+    return dict(zip(names, codes, strict=False))
+
+
 def _letters(pipeline: Pipeline) -> dict[str, str]:
     """A letter (or two) per segment; none where each device has one segment."""
     if all(len(pipeline.on(device)) == 1 for device in pipeline.devices):
         return {}
-    codes = [*ascii_lowercase, *(a + b for a in ascii_lowercase for b in ascii_lowercase)]
-    return {segment.name: code for segment, code in zip(pipeline.segments, codes, strict=False)}
+    return letters_of(segment.name for segment in pipeline.segments)
 
 
 def _label(event: Event, letters: Mapping[str, str]) -> str:

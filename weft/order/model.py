@@ -1,9 +1,9 @@
 """The schedule of a few micro-batches as a CP-SAT model.
 
-In: a Pipeline, a Task (whole spans of the kinds of events), pairs of related events, limits of live micro-batches. Out:
-start times of all events, the shortest that the solver finds in its time. Promised: an answer keeps data, devices,
-relations and limits; micro-batches of one kind run in order unless relations forbid it, which loses nothing: sorting
-the starts of each kind keeps every dependency and every count of live micro-batches.
+In: a Pipeline, a Task (whole spans of the kinds of events), pairs of related events. Out: start times of all events,
+the shortest that the solver finds in its time. Promised: an answer keeps data, devices and relations; micro-batches of
+one kind run in order unless relations forbid it, which loses nothing: sorting the starts of each kind keeps every
+dependency.
 
 OR-Tools is loaded when a model is made, not before: it takes a moment.
 """
@@ -18,17 +18,15 @@ from typing import Any
 from weft.ir.schedule import Event, Pipeline, Schedule
 from weft.order.steps import project
 from weft.order.task import Task, heads, tails
-from weft.order.timing import Limits, limit_of
 
 SEED = 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solve ended with: start times (none if there are none), and whether nothing shorter exists."""
+    """What a solve ended with: start times (none if it found none), and whether nothing shorter exists."""
 
     starts: Mapping[Event, int] | None
-    makespan: int
     proven: bool
 
 
@@ -39,7 +37,7 @@ class Model:
         from ortools.sat.python import cp_model  # noqa: PLC0415
 
         self.cp = cp_model
-        self.pipeline, self.task, self.horizon = pipeline, task, horizon
+        self.pipeline, self.task = pipeline, task
         self.model = cp_model.CpModel()
         self.starts: dict[Event, Any] = {}
         self.end = self.model.new_int_var(0, horizon, "end")
@@ -67,25 +65,6 @@ class Model:
         """`first` ends before `second` starts."""
         self.model.add(self.ends(first) <= self.starts[second])
 
-    def release(self, name: str, micro: int) -> Event:
-        """The event that ends the life of a micro-batch on a segment."""
-        return Event(*self.task.release(name), micro)
-
-    def add_limits(self, limits: Limits) -> None:
-        """At no time more live micro-batches on a device than allowed."""
-        for device in self.pipeline.devices:
-            limit = limit_of(limits, device)
-            trained = [one.name for one in self.pipeline.on(device) if one.trains]
-            if limit is None or not trained:
-                continue
-            lives = [self._life(name, micro) for name in trained for micro in range(self.pipeline.microbatches)]
-            self.model.add_cumulative(lives, [1] * len(lives), int(limit))
-            for name in trained:
-                for micro in range(int(limit), self.pipeline.microbatches):
-                    # Implied, and much easier to see than the sum of all lives.
-                    if len(trained) == 1:
-                        self.before(self.release(name, micro - int(limit)), Event("f", name, micro))
-
     def at_least(self, bound: int) -> None:
         """A known lower bound of the makespan."""
         self.model.add(self.end >= bound)
@@ -96,16 +75,15 @@ class Model:
             if event in self.starts:
                 self.model.add_hint(self.starts[event], round(start))
 
-    def solve(self, seconds: float, *, workers: int, shortest: bool = True) -> Answer:
-        """The shortest schedule found in the time, or (not `shortest`) any."""
-        if shortest:
-            self.model.minimize(self.end)
+    def solve(self, seconds: float, *, workers: int) -> Answer:
+        """The shortest schedule found in the time."""
+        self.model.minimize(self.end)
         solver = make_solver(seconds, workers)
         status = solver.solve(self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return Answer(None, 0, status == self.cp.INFEASIBLE)
+            return Answer(None, False)
         starts = {event: int(solver.value(variable)) for event, variable in self.starts.items()}
-        return Answer(starts, int(solver.value(self.end)), status == self.cp.OPTIMAL)
+        return Answer(starts, status == self.cp.OPTIMAL)
 
     def _add_data(self) -> None:
         for event in self.starts:
@@ -127,11 +105,6 @@ class Model:
         for phase, name in self.task.spans:
             for micro in range(1, self.pipeline.microbatches):
                 self.before(Event(phase, name, micro - 1), Event(phase, name, micro))
-
-    def _life(self, name: str, micro: int) -> Any:
-        start, release = self.starts[Event("f", name, micro)], self.release(name, micro)
-        size = self.model.new_int_var(0, self.horizon, f"life {name} {micro}")
-        return self.model.new_interval_var(start, size, self.ends(release), f"live {name} {micro}")
 
 
 def in_order(pipeline: Pipeline, task: Task, starts: Mapping[Event, int]) -> Schedule:

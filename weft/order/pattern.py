@@ -1,7 +1,7 @@
 """Repeating patterns: one micro-batch's events placed so that copies of it, one period apart, never meet on a device.
 
-In: a Pipeline, spans, relations for every micro-batch, limits of live micro-batches. Out: a Pattern with the shortest
-period, then the shortest length, that keeps them, or the Schedule that it unrolls to for any number of micro-batches.
+In: a Pipeline, spans, relations for every micro-batch. Out: a Pattern with the shortest period, then the shortest
+length, that keeps them, or the Schedule that it unrolls to for any number of micro-batches.
 Promised: the unrolled schedule is valid by construction (all events are sorted by time, and data flows within one
 micro-batch only); the size of the problem does not grow with the number of micro-batches.
 
@@ -21,7 +21,7 @@ from weft.ir.schedule import Before, Event, Micro, Pipeline, Schedule
 from weft.order.model import make_solver
 from weft.order.steps import project
 from weft.order.task import Kind, Task, fold, make_task
-from weft.order.timing import Limits, Spans, limit_of
+from weft.order.timing import Spans
 
 MOST_PERIODS = 12  # a pattern is at most so many periods long
 EFFORT = 2.0
@@ -66,7 +66,7 @@ def find_pattern(pipeline: Pipeline, spans: Spans | None = None) -> Pattern:
     folded = fold(pipeline).pipeline
     task = make_task(folded, spans)
     for period in task.periods:
-        found = best_pattern(folded, task, edges(task), None, period=period, solver=make_solver(effort=EFFORT))
+        found = best_pattern(folded, task, edges(task), period=period, solver=make_solver(effort=EFFORT))
         if found is not None:
             return replace(found, starts=_late(task, found))
     return one_by_one(task)
@@ -92,9 +92,7 @@ def edges(task: Task, relations: Sequence[Before] = ()) -> tuple[Edge, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def best_pattern(
-    pipeline: Pipeline, task: Task, links: Sequence[Edge], limits: Limits, *, period: int, solver: Any
-) -> Pattern | None:
+def best_pattern(pipeline: Pipeline, task: Task, links: Sequence[Edge], *, period: int, solver: Any) -> Pattern | None:
     """The shortest pattern at a period; None if there is none, or the solver finds none."""
     from ortools.sat.python import cp_model  # noqa: PLC0415
 
@@ -107,7 +105,6 @@ def best_pattern(
         late = starts[link.second] + period * link.shift
         model.add(starts[link.first] + task.spans[link.first] <= late)
     _add_circle(model, pipeline, task, residues, period)
-    _add_lives(model, pipeline, task, (residues, turns, starts), limits, period)
     length = model.new_int_var(0, period * (MOST_PERIODS + len(task.spans) + 1), "length")
     for kind in task.spans:
         model.add(starts[kind] + task.spans[kind] <= length)
@@ -138,47 +135,3 @@ def _add_circle(model: Any, pipeline: Pipeline, task: Task, residues: Mapping[Ki
             if device in devices
         ]
         model.add_no_overlap(twice)
-
-
-def _add_lives(
-    model: Any,
-    pipeline: Pipeline,
-    task: Task,
-    times: tuple[Mapping[Kind, Any], Mapping[Kind, Any], Mapping[Kind, Any]],
-    limits: Limits,
-    period: int,
-) -> None:
-    """When a forward starts, no more is live on its device than allowed.
-
-    Of a segment that starts at (k, r) and ends its life at (q, e), q - k + [r <= x] - [e <= x] micro-batches are live
-    at the moment x of a period.
-    """
-    residues, turns, starts = times
-    for device in pipeline.devices:
-        limit = limit_of(limits, device)
-        trained = [one.name for one in pipeline.on(device) if one.trains]
-        if limit is None:
-            continue
-        lives: dict[str, tuple[Any, Any]] = {}
-        for name in trained:
-            release = task.release(name)
-            whole = model.new_int_var(0, 2 * (MOST_PERIODS + len(task.spans)), f"q {name} {device}")
-            rest = model.new_int_var(0, period - 1, f"e {name} {device}")
-            model.add(starts[release] + task.spans[release] == period * whole + rest)
-            lives[name] = (whole, rest)
-        for name in trained:
-            now = residues["f", name]
-            counts = []
-            for other in trained:
-                whole, rest = lives[other]
-                begun = 1 if other == name else _at_most(model, residues["f", other], now)
-                counts.append(whole - turns["f", other] + begun - _at_most(model, rest, now))
-            model.add(sum(counts) <= int(limit))
-
-
-def _at_most(model: Any, left: Any, right: Any) -> Any:
-    """Whether one moment is no later than another."""
-    truth = model.new_bool_var("")
-    model.add(left <= right).only_enforce_if(truth)
-    model.add(left > right).only_enforce_if(truth.negated())
-    return truth

@@ -1,8 +1,8 @@
 """The way into a repeating pattern and out of it.
 
-In: a Pipeline, a Task, relations for every micro-batch, limits of live micro-batches, a Pattern that keeps them. Out:
-the schedule that runs into it and out of it as fast as the solver finds, for any number of micro-batches. Promised: the
-size of the problem does not grow with the number of micro-batches.
+In: a Pipeline, a Task, relations for every micro-batch, a Pattern that keeps them. Out: the schedule that runs into it
+and out of it as fast as the solver finds, for any number of micro-batches. Promised: the size of the problem does not
+grow with the number of micro-batches.
 
 As in Tessel (Lin et al., 2024) a schedule of many micro-batches is a repetend with a warm-up and a cool-down. Here the
 repetend is a modulo schedule (`pattern.py`). The window that shows every kind once, at r(e), belongs to micro-batch
@@ -18,7 +18,6 @@ from weft.ir.schedule import Event, Pipeline
 from weft.order.model import Model
 from weft.order.pattern import Edge, Pattern
 from weft.order.task import Kind, Task
-from weft.order.timing import Limits
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ def stretch(
     pipeline: Pipeline,
     task: Task,
     links: Sequence[Edge],
-    limits: Limits,
     pattern: Pattern,
     *,
     seconds: float,
@@ -70,7 +68,6 @@ def stretch(
     small = replace(pipeline, microbatches=few)
     horizon = (few - 1) * pattern.period + pattern.length
     model = Model(small, task, horizon)
-    model.add_limits(limits)
     moment = model.model.new_int_var(0, horizon, "window")
     for (phase, name), number in window.items():
         start = pattern.starts[phase, name] % pattern.period

@@ -1,9 +1,9 @@
 """The shortest schedule: relations completed, or a free search.
 
-In: a Pipeline, relations between events, spans, limits of live micro-batches, a time limit. Out: Found, a proven
-Schedule. Promised: never longer than a named schedule that keeps the same relations and limits; what contradicts itself
-is refused, with a smallest set of relations that does. Few micro-batches are solved whole; for many a repeating pattern
-is found and unrolled, with a warm-up and a cool-down of its own.
+In: a Pipeline, relations between events, spans, a time limit. Out: Found, a proven Schedule. Promised: never longer
+than a named schedule that keeps the same relations; what contradicts itself is refused, with a smallest set of
+relations that does. Few micro-batches are solved whole; for many a repeating pattern is found and unrolled, with a
+warm-up and a cool-down of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Before, Event, Pipeline, Schedule
@@ -20,12 +19,11 @@ from weft.order.model import Model, in_order, make_solver, total
 from weft.order.names import SCHEDULES, make_schedule
 from weft.order.pattern import Edge, Pattern, best_pattern, edges, one_by_one
 from weft.order.periodic import stretch, windows
-from weft.order.relations import check_relations, expand, listed, smallest
+from weft.order.relations import check_relations, expand
 from weft.order.task import Task, fold, kinds, lower_bound, make_task
-from weft.order.timing import Limits, Span, Spans, simulate, verify_limits
+from weft.order.timing import Span, Spans, simulate
 
 WHOLE = 300  # events that are solved whole
-PROBE = 6  # micro-batches, and seconds, to find out which relations contradict each other
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Wish:
     pipeline: Pipeline
     relations: tuple[Before, ...]
     spans: Spans | None
-    limits: Limits
     task: Task
     workers: int
 
@@ -73,32 +70,31 @@ def complete(
     relations: Sequence[Before] = (),
     *,
     spans: Spans | None = None,
-    limits: Limits = None,
     seconds: float = 60,
     workers: int = 1,
     named: bool = True,
 ) -> Found:
-    """The shortest schedule that keeps the relations within the limits; without relations a free search.
+    """The shortest schedule that keeps the relations; without relations a free search.
 
     Args:
-        limits: live micro-batches per device, one number or one per device.
         seconds: how long the solver may take.
         workers: threads of the solver; with one the same input gives the same schedule, unless time runs out.
         named: also look at the named schedules, and begin from the best of them.
     """
     began = time.monotonic()
-    verify_limits(limits, pipeline)
     check_relations(pipeline, relations)
     divided = any(segment.splits and segment.trains for segment in pipeline.segments)
     folded = fold(pipeline)
     task = make_task(folded.pipeline, spans, divided=divided)
-    wish = Wish(folded.pipeline, tuple(relations), spans, folded.limits(limits), task, workers)
+    wish = Wish(folded.pipeline, tuple(relations), spans, task, workers)
     found = _search(wish, began + seconds, named=named)
     if not found:
-        raise _refusal(wish, limits, seconds)
+        raise PlanError(
+            f"no schedule was found in {seconds:g} s", remedy="give the search more time, or fewer micro-batches"
+        )
     makespan, short, method, proven = min(found, key=lambda entry: (entry[0], not entry[3]))
     schedule = folded.unfold(short)
-    check_schedule(pipeline, schedule, limits=limits)
+    check_schedule(pipeline, schedule)
     return Found(schedule, makespan, proven or _is_least(wish, makespan), method, time.monotonic() - began)
 
 
@@ -125,12 +121,12 @@ def _is_small(wish: Wish) -> bool:
 
 
 def _named(wish: Wish) -> Iterator[Entry]:
-    """Named schedules that keep relations and limits."""
+    """Named schedules that keep the relations."""
     for name in (name for name, one in SCHEDULES.items() if one.tried):
         try:
-            schedule = make_schedule(name, wish.pipeline, spans=wish.spans, limits=wish.limits)
+            schedule = make_schedule(name, wish.pipeline, spans=wish.spans)
         except PlanError:
-            # This name does not fit the pipeline or the limits; others may.
+            # This name does not fit the pipeline; others may.
             continue
         if _keeps(wish, schedule):
             yield _entry(wish, schedule, name, False)
@@ -151,10 +147,13 @@ def _keeps(wish: Wish, schedule: Schedule) -> bool:
 def _whole(wish: Wish, best: Entry | None, end: float) -> list[Entry]:
     """All micro-batches at once, from the best schedule that is known."""
     known = _whole_times(wish, best[1] if best else one_by_one(wish.task).unroll(wish.pipeline))
-    horizon = max(start + wish.span(event) for event, start in known.items()) if best else 0
+    times = [start + wish.span(event) for event, start in known.items()]
+    horizon = max(times) if best else total(wish.task, wish.pipeline.microbatches)
     # Relations may force micro-batches out of their order: only then is it given up.
     for ordered in (True, False) if wish.relations else (True,):
-        model = _model(wish, wish.pipeline, wish.relations, horizon=round(horizon), ordered=ordered)
+        model = Model(wish.pipeline, wish.task, round(horizon), ordered=ordered)
+        for first, second in expand(wish.pipeline, wish.relations):
+            model.before(first, second)
         model.hint(known)
         model.at_least(round(lower_bound(wish.pipeline, wish.task.spans)))
         answer = model.solve(max(end - time.monotonic(), 0.1), workers=wish.workers)
@@ -165,19 +164,9 @@ def _whole(wish: Wish, best: Entry | None, end: float) -> list[Entry]:
 
 
 def _one_by_one(wish: Wish) -> list[Entry]:
-    """One micro-batch after the other: long, but within every limit."""
+    """One micro-batch after the other: long, but it fits any pipeline."""
     schedule = one_by_one(wish.task).unroll(wish.pipeline)
     return [_entry(wish, schedule, "one by one", False)] if _is_valid(wish, schedule) else []
-
-
-def _model(
-    wish: Wish, pipeline: Pipeline, relations: Sequence[Before], *, horizon: int = 0, ordered: bool = True
-) -> Model:
-    model = Model(pipeline, wish.task, horizon or total(wish.task, pipeline.microbatches), ordered=ordered)
-    model.add_limits(wish.limits)
-    for first, second in expand(pipeline, relations):
-        model.before(first, second)
-    return model
 
 
 def _whole_times(wish: Wish, schedule: Schedule) -> dict[Event, float]:
@@ -205,7 +194,7 @@ def _repeat(wish: Wish, end: float) -> list[Entry]:
         if left <= 0:
             break
         solver = make_solver(left / 3, wish.workers)
-        pattern = best_pattern(wish.pipeline, wish.task, links, wish.limits, period=period, solver=solver)
+        pattern = best_pattern(wish.pipeline, wish.task, links, period=period, solver=solver)
         found = _unrolled(wish, pattern, links, end) if pattern else []
         if found:
             return found
@@ -218,7 +207,7 @@ def _unrolled(wish: Wish, pattern: Pattern, links: Sequence[Edge], end: float) -
     few = max(windows(pattern).values()) + 1
     left = end - time.monotonic()
     if few <= wish.pipeline.microbatches and left > 0:
-        longer = stretch(wish.pipeline, wish.task, links, wish.limits, pattern, seconds=left, workers=wish.workers)
+        longer = stretch(wish.pipeline, wish.task, links, pattern, seconds=left, workers=wish.workers)
         if longer is not None:
             starts = longer.unroll(wish.pipeline.microbatches)
             schedules.append((in_order(wish.pipeline, wish.task, starts), "stretched pattern"))
@@ -227,34 +216,7 @@ def _unrolled(wish: Wish, pattern: Pattern, links: Sequence[Edge], end: float) -
 
 def _is_valid(wish: Wish, schedule: Schedule) -> bool:
     try:
-        check_schedule(wish.pipeline, schedule, limits=wish.limits)
+        check_schedule(wish.pipeline, schedule)
     except PlanError:
         return False
     return _keeps(wish, schedule)
-
-
-def _refusal(wish: Wish, limits: Limits, seconds: float) -> PlanError:
-    """Why nothing was found: relations that cannot be kept together on these devices, or the time."""
-    few = replace(wish.pipeline, microbatches=min(wish.pipeline.microbatches, PROBE)) if wish.repeats else wish.pipeline
-    if not _impossible(wish, few, wish.relations):
-        return PlanError(
-            f"no schedule was found in {seconds:g} s", remedy="give the search more time, or fewer micro-batches"
-        )
-    needed = smallest(wish.relations, partial(_impossible, wish, few))
-    return PlanError(
-        f"no schedule keeps these relations with {_said(limits)}:\n{listed(needed)}",
-        remedy="leave one of them out, or allow more live micro-batches",
-    )
-
-
-def _impossible(wish: Wish, pipeline: Pipeline, relations: Sequence[Before]) -> bool:
-    answer = _model(wish, pipeline, relations, ordered=False).solve(PROBE, workers=wish.workers, shortest=False)
-    return answer.starts is None and answer.proven
-
-
-def _said(limits: Limits) -> str:
-    if limits is None:
-        return "one event at a time on each device"
-    if isinstance(limits, int | float):
-        return f"at most {limits:g} live micro-batches on each device"
-    return "live micro-batches at most " + ", ".join(f"{limit:g} on device {one}" for one, limit in limits.items())

@@ -1,6 +1,6 @@
 """Schedules by steps: GPipe, 1F1B, nF1B, ZB-H1, inference, for any pipeline.
 
-In: a Pipeline; for some a distance between passes. Out: a Schedule. Promised: valid for every pipeline and every number
+In: a Pipeline; for some how long segments take. Out: a Schedule. Promised: valid for every pipeline and every number
 of micro-batches, by construction: each event of a micro-batch gets a delay in steps, all events are sorted by
 (micro-batch + delay, forward before backward before weight gradients, along the data), and each device takes its own.
 Along every dependency the delay does not fall, so the sorted list keeps all data, and shared events stand in one order.
@@ -15,7 +15,6 @@ Delays make the schedules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.ir.schedule import PHASES, Event, Pipeline, Schedule
@@ -25,37 +24,31 @@ TRIED_DISTANCES = 16
 NEAR_ENOUGH = 1.005
 
 
-@dataclass(frozen=True)
-class Delays:
-    """In which step after its micro-batch's number each phase of a segment runs; no `w`: the backward is whole."""
-
-    f: Mapping[str, int]
-    b: Mapping[str, int]
-    w: Mapping[str, int]
+Delays = Mapping[str, Mapping[str, int]]
+"""By phase and segment: in which step after its micro-batch's number it runs; no `w`: the backward is whole."""
 
 
 def gpipe(pipeline: Pipeline) -> Schedule:
     """All forwards, then all backwards, each in the order of the micro-batches."""
-    last = pipeline.microbatches
-    return by_delays(pipeline, Delays({one.name: 0 for one in pipeline.segments}, _trained(pipeline, last), {}))
+    backward = {one.name: pipeline.microbatches for one in pipeline.segments if one.trains}
+    return by_delays(pipeline, {"f": {one.name: 0 for one in pipeline.segments}, "b": backward})
 
 
 def inference(pipeline: Pipeline) -> Schedule:
     """Forward only: a schedule of `pipeline.without_gradient()`, passes one step apart."""
     free = pipeline.without_gradient()
-    return by_delays(free, Delays(passes(free), {}, {}))
+    return by_delays(free, {"f": passes(free)})
 
 
-def one_f_one_b(pipeline: Pipeline, *, distance: int | None = None, spans: Spans | None = None) -> Schedule:
+def one_f_one_b(pipeline: Pipeline, *, spans: Spans | None = None) -> Schedule:
     """1F1B: a stage i hops before the end runs i forwards ahead, then one forward and one backward in turn.
 
-    Segments that come back to devices used before form further passes, `distance` steps apart (the best one for
-    `spans` is found if it is not given).
+    Segments that come back to devices used before form further passes, as many steps apart as is best for `spans`.
     """
-    return _best_distance(pipeline, distance, spans, divided=False)
+    return _best_distance(pipeline, spans, divided=False)
 
 
-def nf1b(pipeline: Pipeline, *, distance: int | None = None, spans: Spans | None = None) -> Schedule:
+def nf1b(pipeline: Pipeline, *, spans: Spans | None = None) -> Schedule:
     """nF1B: n - 1 forward passes without gradient over the same devices, then 1F1B of the last pass.
 
     rewrite: step m of stage i runs  f1(m + 2k), f2(m + k), f3(m), b(m - hops to the end)  with k the distance
@@ -67,25 +60,25 @@ def nf1b(pipeline: Pipeline, *, distance: int | None = None, spans: Spans | None
             "nf1b needs passes that come back to the devices of the pass before; this pipeline has one pass",
             remedy="use schedule=1f1b, or a model that calls the same modules again",
         )
-    return _best_distance(pipeline, distance, spans, divided=False)
+    return _best_distance(pipeline, spans, divided=False)
 
 
-def zb_h1(pipeline: Pipeline, *, distance: int | None = None, spans: Spans | None = None) -> Schedule:
+def zb_h1(pipeline: Pipeline, *, spans: Spans | None = None) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients fill the waiting; as many live micro-batches on each stage as on the first."""
     if not any(segment.splits for segment in pipeline.segments if segment.trains):
         raise PlanError(
             "zb-h1 puts off weight gradients, and no segment's backward can be divided",
             remedy="use schedule=1f1b, or operators whose weight gradients can be put off (linear, embedding)",
         )
-    return _best_distance(pipeline, distance, spans, divided=True)
+    return _best_distance(pipeline, spans, divided=True)
 
 
 def by_delays(pipeline: Pipeline, delays: Delays) -> Schedule:
     """The schedule that runs each event in the step of its micro-batch's number plus its delay."""
     place = {segment.name: number for number, segment in enumerate(pipeline.segments)}
     keyed: list[tuple[int, int, int, int, Event]] = []
-    for phase, delay in zip(PHASES, (delays.f, delays.b, delays.w), strict=True):
-        for name, late in delay.items():
+    for phase, found in delays.items():
+        for name, late in found.items():
             rank = place[name] if phase == "f" else -place[name]
             for micro in range(pipeline.microbatches):
                 # Within a step a pass that is further on comes last: it may wait for the step's earlier passes.
@@ -130,20 +123,14 @@ def passes(pipeline: Pipeline) -> dict[str, int]:
     return found
 
 
-def _trained(pipeline: Pipeline, delay: int) -> dict[str, int]:
-    return {segment.name: delay for segment in pipeline.segments if segment.trains}
-
-
-def _best_distance(pipeline: Pipeline, distance: int | None, spans: Spans | None, *, divided: bool) -> Schedule:
-    """The schedule at the distance given, or at the one with the shortest time table.
+def _best_distance(pipeline: Pipeline, spans: Spans | None, *, divided: bool) -> Schedule:
+    """The schedule at the distance between passes that has the shortest time table.
 
     More distance keeps more values between passes: the smallest one that is nearly as good is taken.
     """
     rounds = passes(pipeline)
-    if distance is not None and distance < 0:
-        raise PlanError(f"passes cannot be {distance} steps apart", remedy="a distance is 0 or more")
-    if distance is not None or not max(rounds.values()):
-        return by_delays(pipeline, _delays(pipeline, rounds, distance or 0, divided=divided))
+    if not max(rounds.values()):
+        return by_delays(pipeline, _delays(pipeline, rounds, 0, divided=divided))
     found: list[tuple[float, Schedule]] = []
     for tried in range(min(TRIED_DISTANCES, pipeline.microbatches) + 1):
         schedule = by_delays(pipeline, _delays(pipeline, rounds, tried, divided=divided))
@@ -166,8 +153,6 @@ def _delays(pipeline: Pipeline, rounds: Mapping[str, int], distance: int, *, div
                 if reader in backward
             )
             backward[segment.name] = max((forward[segment.name], *later))
-    weight: dict[str, int] = {}
-    if divided:
-        last = max(backward.values())
-        weight = {one.name: last for one in pipeline.segments if one.trains and one.splits}
-    return Delays(forward, backward, weight)
+    last = max(backward.values(), default=0)
+    weight = {one.name: last for one in pipeline.segments if divided and one.trains and one.splits}
+    return {"f": forward, "b": backward, "w": weight}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.ir.schedule import Pipeline, Schedule
-from weft.order.timing import Limits, Spans, bound, limit_of, span_of
+from weft.order.timing import Spans, bound, span_of
 
 Kind = tuple[str, str]
 """Phase and segment."""
@@ -26,15 +26,6 @@ class Fold:
 
     pipeline: Pipeline
     stands: Mapping[int, int]
-
-    def limits(self, limits: Limits) -> Limits:
-        """The tightest limit of each group."""
-        found: dict[int, float] = {}
-        for device, one in self.stands.items():
-            limit = limit_of(limits, device)
-            if limit is not None:
-                found[one] = min(limit, found.get(one, limit))
-        return found
 
     def unfold(self, schedule: Schedule) -> Schedule:
         """The schedule on all devices."""
@@ -80,10 +71,6 @@ class Task:
             yield period
             period += max(1, period // 20)
         yield last
-
-    def release(self, name: str) -> Kind:
-        """What ends the life of a micro-batch on a segment."""
-        return ("w", name) if ("w", name) in self.spans else ("b", name)
 
 
 def kinds(pipeline: Pipeline, spans: Spans | None, *, divided: bool = False) -> dict[Kind, float]:

@@ -37,7 +37,6 @@ class Span:
 
 Spans = Mapping[str, Span]
 UNIT = Span()
-Limits = Mapping[int, float] | float | None
 
 
 def span_of(spans: Spans | None, name: str) -> Span:
@@ -108,24 +107,6 @@ def peaks(pipeline: Pipeline, schedule: Schedule) -> dict[int, int]:
     """The most micro-batches that are live at once on each device."""
     found = {id(row): _peak(pipeline, schedule, row) for row in schedule.rows}
     return {device: found[id(row)] for device, row in sorted(schedule.events.items())}
-
-
-def limit_of(limits: Limits, device: int) -> float | None:
-    """What a device may keep, None if there is no limit."""
-    if limits is None or isinstance(limits, int | float):
-        return limits
-    return limits.get(device)
-
-
-def verify_limits(limits: Limits, pipeline: Pipeline) -> None:
-    """A limit allows at least one micro-batch of every segment that trains."""
-    for device in pipeline.devices:
-        limit, needed = limit_of(limits, device), sum(one.trains for one in pipeline.on(device))
-        if limit is not None and limit < needed:
-            raise PlanError(
-                f"device {device} may keep {limit:g} live micro-batches, but its {needed} segments keep one each",
-                remedy=f"allow at least {needed}",
-            )
 
 
 def _peak(pipeline: Pipeline, schedule: Schedule, row: tuple[Event, ...]) -> int:

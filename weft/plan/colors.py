@@ -157,11 +157,7 @@ def _inner(op: Op, one: Dim, rule: Rule, apart: frozenset[OpName]) -> str | None
     first = outermost(one, rule)
     if first is None or OpName(op.name, first) not in apart:
         return None
-    found = {
-        next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1 and OpName(op.name, f) not in apart), None)
-        for factors in one.products
-    }
-    return found.pop() if len(found) == 1 else None
+    return outermost(one, rule, [name for name in one.names if OpName(op.name, name) in apart])
 
 
 def find_colors(graph: Graph, rules: RuleBook, parts: int, same: Sequence[TensorDim] = ()) -> Colors:
@@ -315,5 +311,4 @@ def _colors(graph: Graph, rules: RuleBook, sets: Iterable[_Set], parts: int) -> 
 
 def _best_first(members: list[Member], rule: Rule) -> list[Member]:
     """Names that may be cut first, among them those that outputs have, among them silent ones."""
-    made = frozenset(name for dims in rule.outputs for one in dims for name in one.names)
-    return sorted(members, key=lambda m: (not m.cuttable, m.name not in made, m.talks, rule.names.index(m.name)))
+    return sorted(members, key=lambda m: (not m.cuttable, m.name not in rule.made, m.talks, rule.names.index(m.name)))

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from weft.ir.graph import Op
 from weft.ir.oplayout import Carried, Cut, OpLayout
 from weft.ops.rule import Rule
 from weft.ops.work import Work, work_of
@@ -71,10 +69,9 @@ def divided(plan: Plan) -> Divided:
         whole = _undivided(layouts[op.name], plan.devices)
         work = works[op.name]
         if whole and (work.flops or work.bytes):
+            flops, traffic = _share(whole * work.flops, total.flops), _share(whole * work.bytes, total.bytes)
             why = _why(plan.rule(op), layouts[op.name], plan.devices)
-            rest.append(
-                _rest(op, _share(whole * work.flops, total.flops), _share(whole * work.bytes, total.bytes), why)
-            )
+            rest.append(Rest(op.name, op.kind, op.line, flops, traffic, why))
     flops, traffic = (math.fsum(getattr(one, name) for one in rest) for name in ("flops_share", "bytes_share"))
     return Divided(plan.devices, 1.0 - flops, 1.0 - traffic, _heaviest_first(rest))
 
@@ -103,11 +100,6 @@ def _why(rule: Rule, layout: OpLayout, devices: int) -> str:
     if any(isinstance(use, Cut) for use in layout.uses):
         return "not cut along all axes"
     return f"left whole; may be cut along {', '.join(names)}"
-
-
-def _rest(op: Op, flops: float, traffic: float, why: str) -> Rest:
-    line = f"{Path(op.source.file).name}:{op.source.line}" if op.source.line else ""
-    return Rest(op.name, op.kind, line, flops, traffic, why)
 
 
 def _together(name: str, group: list[Rest]) -> Rest:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
@@ -87,15 +87,15 @@ def _resolve(plan: Plan | _View, book: RuleBook) -> dict[str, OpLayout]:
     mesh = default_grid(plan)
     layouts: dict[str, OpLayout] = {}
     for op in plan.graph.ops:
-        decision = plan.decisions.get(op.name)
-        layout = _told(decision) if decision is not None and decision.devices is not None else None
-        if layout is None:
+        decision = plan.decisions.get(op.name, Decision())
+        if decision.devices is not None:
+            layout = _told(decision)
+        else:
             layout = _follow(op, decision, _leads(op, plan, book, layouts), mesh, book)
         layout = _run_once_per_device(op, layout)
-        recompute = decision.recompute if decision is not None else None
-        algorithm = decision.algorithm if decision is not None else ""
-        layout = OpLayout(layout.grid, layout.uses, algorithm, op.recompute if recompute is None else recompute)
-        rule = book.rule(op, algorithm)
+        recompute = op.recompute if decision.recompute is None else decision.recompute
+        layout = OpLayout(layout.grid, layout.uses, decision.algorithm, recompute)
+        rule = book.rule(op, decision.algorithm)
         for use in layout.uses:
             if isinstance(use, Cut):
                 require(op, rule, use)
@@ -115,11 +115,11 @@ def default_grid(plan: Plan | _View) -> Grid:
         every = tuple(range(plan.devices))
         return Grid((), every) if plan.devices == 1 else Grid((Axis("all", plan.devices),), every)
     cells = math.prod(axes.values())
-    if cells == plan.devices:
-        return Grid(tuple(Axis(name, size) for name, size in axes.items()), tuple(range(cells)))
-    if isinstance(plan, _View) and plan.everywhere and plan.devices % cells == 0:
+    grown = axes
+    if cells != plan.devices and isinstance(plan, _View) and plan.everywhere and plan.devices % cells == 0:
         # told of some axes only, on the devices of several stages: copies along the rest
         grown = {**axes, REST: plan.devices // cells}
+    if math.prod(grown.values()) == plan.devices:
         return Grid(tuple(Axis(name, size) for name, size in grown.items()), tuple(range(plan.devices)))
     placed = _grid_of_placed(plan, axes)
     if placed is not None:
@@ -171,13 +171,12 @@ def _leads(op: Op, plan: Plan | _View, book: RuleBook, layouts: Mapping[str, OpL
     return sorted(found, key=rank)
 
 
-def _follow(op: Op, decision: Decision | None, leads: list[_Lead], mesh: Grid, book: RuleBook) -> OpLayout:
-    own = {one.axis: one for one in decision.uses} if decision is not None else {}
+def _follow(op: Op, decision: Decision, leads: list[_Lead], mesh: Grid, book: RuleBook) -> OpLayout:
+    own = {one.axis: one.use for one in decision.uses}
     for lead in leads:
         axes = {axis.name: axis.size for axis in lead.layout.grid.axes}
-        if all(axes.get(name) == one.size for name, one in own.items()):
-            rule = book.rule(op, "" if decision is None else decision.algorithm)
-            uses = _uses(rule, lead, leads, {name: one.use for name, one in own.items()}, book)
+        if all(axes.get(one.axis) == one.size for one in decision.uses):
+            uses = _uses(book.rule(op, decision.algorithm), lead, leads, own, book)
             return OpLayout(lead.layout.grid, uses)
     missing = [name for name in own if mesh.axis(name) < 0]
     if missing:
@@ -186,8 +185,7 @@ def _follow(op: Op, decision: Decision | None, leads: list[_Lead], mesh: Grid, b
             place=op.place,
             remedy="place the op with plan.assign, or cut all ops along the same axes",
         )
-    named = {name: one.use for name, one in own.items()}
-    return OpLayout(mesh, tuple(named.get(axis.name, Copied()) for axis in mesh.axes))
+    return OpLayout(mesh, tuple(own.get(axis.name, Copied()) for axis in mesh.axes))
 
 
 def _uses(rule: Rule, lead: _Lead, leads: list[_Lead], own: Mapping[str, Use], book: RuleBook) -> tuple[Use, ...]:
@@ -283,10 +281,8 @@ def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
     for index, (axis, use) in enumerate(zip(layout.grid.axes, layout.uses, strict=True)):
         if not isinstance(use, Copied):
             continue
-        fibers: dict[Cell, list[int]] = {}
-        for cell in layout.grid.cells:
-            fibers.setdefault((*cell[:index], *cell[index + 1 :]), []).append(layout.grid.device(cell))
-        unique = {rest: tuple(dict.fromkeys(devices)) for rest, devices in fibers.items()}
+        fibers = _fibers(layout.grid, (index,))
+        unique = {rest: tuple(dict.fromkeys(map(layout.grid.device, cells))) for rest, cells in fibers.items()}
         sizes = {len(devices) for devices in unique.values()}
         if sizes == {axis.size}:
             continue
@@ -300,17 +296,24 @@ def _run_once_per_device(op: Op, layout: OpLayout) -> OpLayout:
     return layout
 
 
+def _fibers(grid: Grid, axes: Collection[int]) -> dict[Cell, list[Cell]]:
+    """The cells that differ along these axes alone, by their coordinates on the others."""
+    fibers: dict[Cell, list[Cell]] = {}
+    for cell in grid.cells:
+        fibers.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), []).append(cell)
+    return fibers
+
+
 def _narrowed(layout: OpLayout, index: int, size: int, devices: Mapping[Cell, tuple[int, ...]]) -> OpLayout:
     """The layout with one axis reduced to `size` cells (left out if that is one), on the given devices per fiber."""
-    axes, uses = layout.grid.axes, layout.uses
+    axes, uses, after = layout.grid.axes, layout.uses, index + 1
+    sizes = [size if i == index else axis.size for i, axis in enumerate(axes)]
+    placed = tuple(
+        devices[(*cell[:index], *cell[after:])][cell[index]] for cell in itertools.product(*map(range, sizes))
+    )
     if size == 1:
-        rest = axes[:index] + axes[index + 1 :]
-        cells = itertools.product(*(range(axis.size) for axis in rest))
-        return OpLayout(Grid(rest, tuple(devices[cell][0] for cell in cells)), uses[:index] + uses[index + 1 :])
-    narrowed = (*axes[:index], Axis(axes[index].name, size), *axes[index + 1 :])
-    cells = itertools.product(*(range(axis.size) for axis in narrowed))
-    placed = tuple(devices[(*cell[:index], *cell[index + 1 :])][cell[index]] for cell in cells)
-    return OpLayout(Grid(narrowed, placed), uses)
+        return OpLayout(Grid(axes[:index] + axes[after:], placed), uses[:index] + uses[after:])
+    return OpLayout(Grid((*axes[:index], Axis(axes[index].name, size), *axes[after:]), placed), uses)
 
 
 def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
@@ -321,11 +324,7 @@ def _refuse_talking_chunks(op: Op, rule: Rule, layout: OpLayout) -> None:
         exchange = rule.algorithms.get(name)
         if exchange is None or not (exchange.forward or exchange.backward):
             continue
-        axes = layout.axes_cutting(name)
-        fibers: dict[Cell, list[Cell]] = {}
-        for cell in grid.cells:
-            fibers.setdefault(tuple(at for i, at in enumerate(cell) if i not in axes), []).append(cell)
-        for cells in fibers.values():
+        for cells in _fibers(grid, layout.axes_cutting(name)).values():
             if len({grid.device(cell) for cell in cells}) < len(cells) or len(set(map(grid.slot, cells))) > 1:
                 raise PlanError(
                     f"{op.kind} cut along {name!r} must talk between its parts, but some of them share a device and "

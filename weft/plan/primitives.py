@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -323,11 +323,13 @@ def _name_at(dim: int, op: Op, rule: Rule) -> str:
     return name
 
 
-def outermost(one: Dim, rule: Rule) -> str | None:
-    """The outermost name of more than one index that every product of the dim holds first, numbers aside."""
-    heads = set()
-    for factors in one.products:
-        heads.add(next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1), None))
+def outermost(one: Dim, rule: Rule, without: Container[str] = ()) -> str | None:
+    """The outermost name of more than one index that every product of the dim holds first, numbers and those `without`
+    aside."""
+    heads = {
+        next((f for f in factors if isinstance(f, str) and rule.sizes[f] > 1 and f not in without), None)
+        for factors in one.products
+    }
     return heads.pop() if len(heads) == 1 else None
 
 

@@ -53,37 +53,28 @@ def reduce(x: Tensor, comms: Comms, op: str = "sum") -> Tensor:
     return x
 
 
-class _SumOver(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
+    """The sum over some cells; backward sums the gradient over those of `back`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comms: Comms) -> Tensor:
-        ctx.comms = comms
+    def forward(ctx: Any, x: Tensor, comms: Comms, back: Comms) -> Tensor:
+        ctx.back = back
         return reduce(x, comms)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return reduce(grad, ctx.comms), None
-
-
-class _SumToCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comms: Comms) -> Tensor:
-        return reduce(x, comms)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce(grad, ctx.back), None, None
 
 
 def sum_over(x: Tensor, comms: Comms) -> Tensor:
     """The sum over the cells, each of which uses it for its own share of the output."""
-    return _SumOver.apply(x, comms) if comms else x
+    return _Sum.apply(x, comms, comms) if comms else x
 
 
 def sum_to_copy(x: Tensor, comms: Comms) -> Tensor:
     """The sum over the cells, all of which make the same output of it."""
-    return _SumToCopy.apply(x, comms) if comms else x
+    return _Sum.apply(x, comms, ()) if comms else x
 
 
 def wide(x: Tensor) -> Tensor:

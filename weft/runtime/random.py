@@ -93,11 +93,30 @@ def uniform_at(stream: Stream, number: int, index: Tensor, *, lane: int = 0) -> 
     return (bits >> 11).bitwise_and_((1 << 53) - 1).double().mul_(2.0**-53)
 
 
-@torch.no_grad()
 def gaussian(stream: Stream, draw: Draw, *, device: Device = None) -> Tensor:
-    """Float64 standard normal numbers, by Box and Muller from two lanes."""
-    radius = uniform(stream, draw, device=device).neg_().log1p_().mul_(-2).sqrt_()
-    return radius.mul_(uniform(stream, draw, lane=1, device=device).mul_(2 * math.pi).cos_())
+    """Float64 standard normal numbers."""
+    return as_gaussian(uniform(stream, draw, device=device), uniform(stream, draw, lane=1, device=device))
+
+
+# From uniform numbers, which are overwritten, to others.
+
+
+@torch.no_grad()
+def as_gaussian(first: Tensor, second: Tensor) -> Tensor:
+    """By Box and Muller, from two lanes."""
+    return first.neg_().log1p_().mul_(-2).sqrt_().mul_(second.mul_(2 * math.pi).cos_())
+
+
+@torch.no_grad()
+def as_coarse(numbers: Tensor) -> Tensor:
+    """In 24 bits, so that float32 and float64 hold the same numbers and never reach 1."""
+    return numbers.mul_(2.0**24).floor_().mul_(2.0**-24)
+
+
+@torch.no_grad()
+def as_exponential(numbers: Tensor, rate: float | Tensor) -> Tensor:
+    """Never zero: its logarithm is taken for Gumbel noise."""
+    return -torch.log1p(-numbers.clamp_min_(2.0**-54)) / rate
 
 
 class _Unmoved(torch.autograd.Function):
@@ -133,9 +152,8 @@ def rand(
     dtype: torch.dtype,
     device: Device = None,
 ) -> Tensor:
-    """Uniform in [low, high). 24 bits, so that float32 and float64 hold the same numbers and never reach 1."""
-    coarse = (uniform(stream, draw, device=device) * 2.0**24).floor_() * 2.0**-24
-    return (coarse * (high - low) + low).to(dtype)
+    """Uniform in [low, high)."""
+    return (as_coarse(uniform(stream, draw, device=device)) * (high - low) + low).to(dtype)
 
 
 def randn(
@@ -178,9 +196,8 @@ def exponential(
     dtype: torch.dtype,
     device: Device = None,
 ) -> Tensor:
-    """Exponential, never zero: its logarithm is taken for Gumbel noise."""
-    keys = uniform(stream, draw, device=device).clamp_min_(2.0**-54)
-    return (-torch.log1p(-keys) / rate).to(dtype)
+    """Exponential."""
+    return as_exponential(uniform(stream, draw, device=device), rate).to(dtype)
 
 
 def bernoulli(
@@ -195,12 +212,17 @@ def bernoulli(
     return unmoved((uniform(stream, draw, device=device) < _fixed(p)).to(dtype), p)
 
 
-def dropout(x: Tensor, p: float, train: bool, *, draw: Draw, stream: Stream) -> Tensor:
-    """Zero elements with probability p and scale the others. A draw of one number per channel broadcasts."""
+def _undrawn(x: Tensor, p: float, train: bool) -> Tensor | None:
+    """What dropout gives where all elements stay, or none; None if numbers must be drawn."""
     if p == 0 or not train or x.numel() == 0:
         return x
-    if p == 1:
-        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else None
+
+
+def dropout(x: Tensor, p: float, train: bool, *, draw: Draw, stream: Stream) -> Tensor:
+    """Zero elements with probability p and scale the others. A draw of one number per channel broadcasts."""
+    if (found := _undrawn(x, p, train)) is not None:
+        return found
     keep = bernoulli(1 - p, draw=draw, stream=stream, dtype=x.dtype, device=x.device)
     return x * keep.div_(1 - p)
 
@@ -215,10 +237,8 @@ def native_dropout(x: Tensor, p: float, train: bool | None, *, draw: Draw, strea
 
 def alpha_dropout(x: Tensor, p: float, train: bool, *, draw: Draw, stream: Stream) -> Tensor:
     """Dropout that keeps mean and variance of a self-normalising network (dropped elements saturate)."""
-    if p == 0 or not train or x.numel() == 0:
-        return x
-    if p == 1:
-        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    if (found := _undrawn(x, p, train)) is not None:
+        return found
     alpha = 1.7580993408473766
     scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
     keep = bernoulli(1 - p, draw=draw, stream=stream, dtype=x.dtype, device=x.device)

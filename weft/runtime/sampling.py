@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from weft.runtime.random import Device, Draw, Stream, gaussian, uniform, unmoved
+from weft.runtime.random import Device, Draw, Stream, as_exponential, gaussian, uniform, unmoved
 
 
 def cauchy(
@@ -66,7 +66,7 @@ def multinomial(p: Tensor, num_samples: int, replacement: bool, *, draw: Draw, s
     weights = p.detach().double()
     if not replacement:
         # the first of exponential clocks that run at these rates to ring
-        clocks = -torch.log1p(-keys.clamp_min_(2.0**-54)) / weights
+        clocks = as_exponential(keys, weights)
         return clocks.topk(num_samples, dim=-1, largest=False, sorted=True).indices
     ends = weights.cumsum(-1)
     found = torch.searchsorted(ends, keys * ends[..., -1:], right=True)

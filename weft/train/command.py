@@ -12,7 +12,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,17 +22,20 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from weft.capture.example import split_example
 from weft.compile import Compiled, compile_subject
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.optimizer import check_on_parts, make_optimizer
 from weft.compile.subject import in_precision
 from weft.compile.weight_files import open_files
-from weft.errors import PlanError, RunError
+from weft.errors import RunError
 from weft.ops.coverage import coverage, unruled_warnings
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.load import cut_parameters
 from weft.runtime.start.initialise import Start
+from weft.train.api import refuse_size
 from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.memory.expected import alike_ranks
@@ -109,7 +112,8 @@ def train_file(
     if settings.memory_limit is not None:
         say("foreseeing memory")
         check_limit(compiled.files, chosen, settings.memory_limit, ranks=alike_ranks(compiled), tell=tell)
-    num_ranks = _num_ranks(compiled.devices, settings.devices)
+    num_ranks = settings.devices or compiled.devices
+    refuse_size(compiled.devices, num_ranks)
     if settings.memory_limit is None:
         tell_scarce(compiled, chosen, num_ranks, tell)
     choice = Choice(settings.data, settings.eval_every is not None, vocabularies(compiled.graph), settings.seed)
@@ -159,16 +163,6 @@ def _tell(compiled: Compiled, path: str | Path, tell: Say) -> None:
             tell(f"warning: {text}")
 
 
-def _num_ranks(devices: int, asked: int | None) -> int:
-    num_ranks = devices if asked is None else asked
-    if num_ranks % devices:
-        raise PlanError(
-            f"the plan is for {devices} devices, {num_ranks} were asked for",
-            remedy=f"ask for a multiple of {devices}: each {devices} train a replica",
-        )
-    return num_ranks
-
-
 def _devices_for(plan: str, devices: int | None) -> int | None:
     """A function in a file must be told how many devices there are; recipes and plan files know it themselves."""
     return devices if ".py:" in plan else None
@@ -198,8 +192,7 @@ def _check_states(order: Order, chosen: Subject, compiled: Compiled, source: Sou
 
 def count_example(example: Any) -> tuple[str, int]:
     """What a batch counts as: tokens if its first tensor holds integers of (rows, length), else samples."""
-    values = example.values() if isinstance(example, Mapping) else example
-    first = example if isinstance(example, Tensor) else next((one for one in values if isinstance(one, Tensor)), None)
+    first = next((one for one in pytree.tree_leaves(split_example(example)) if isinstance(one, Tensor)), None)
     if first is None or not first.dim():
         return "samples", 1
     if first.dim() == 2 and not first.dtype.is_floating_point:

@@ -12,15 +12,15 @@ and their number, so that a resumed run sees what an uninterrupted one would; ev
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.capture.example import split_example
 from weft.compile.model_file import Subject, inside
 from weft.compile.packages import needed
 from weft.errors import ModelFileError, RunError
@@ -48,23 +48,6 @@ class Choice:
     evaluate: bool = False
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
-
-
-class Source(Protocol):
-    """Where batches come from."""
-
-    def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
-        """The batches of one replica without end, from step `start` on."""
-        ...
-
-    def eval_batches(self, replica: int, num_replicas: int) -> Iterator[Any]:
-        """The batches of one evaluation; every replica gets as many."""
-        ...
-
-    @property
-    def alphabet(self) -> str:
-        """What the tokens stand for, if that depends on the file."""
-        ...
 
 
 def make_source(subject: Subject, choice: Choice) -> Source:
@@ -97,13 +80,8 @@ def check_file(path: str | Path) -> Path:
 
 def named_inputs(subject: Subject) -> dict[str, Tensor]:
     """The example's tensors by the names of the forward's arguments."""
-    example = subject.example
-    if isinstance(example, Mapping):
-        found = dict(example)
-    else:
-        names = list(inspect.signature(subject.model.forward).parameters)
-        values = example if isinstance(example, tuple | list) else (example,)
-        found = dict(zip(names, values, strict=False))
+    args, kwargs = split_example(subject.example)
+    found = {**dict(zip(inspect.signature(subject.model.forward).parameters, args, strict=False)), **kwargs}
     odd = [name for name, value in found.items() if not isinstance(value, Tensor)]
     if odd:
         raise RunError(f"{odd[0]} of the example is no tensor: a file cannot give it", remedy="define data()")
@@ -119,12 +97,17 @@ def _rows(inputs: Mapping[str, Tensor], path: Path) -> int:
 
 @dataclass(frozen=True)
 class Own:
-    """`data()` and `eval_data()` of the model file, or its example."""
+    """`data()` and `eval_data()` of the model file, or its example.
+
+    Args:
+        alphabet: what the tokens stand for, if that depends on a file.
+    """
 
     subject: Subject
     alphabet: str = ""
 
     def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
+        """The batches of one replica without end, from step `start` on."""
         taken = 0
         while self.subject.data is not None:
             for batch in self._dealt(self.subject.data, "data()", replica, num_replicas):
@@ -135,6 +118,7 @@ class Own:
             yield self.subject.example
 
     def eval_batches(self, replica: int, num_replicas: int) -> Iterator[Any]:
+        """The batches of one evaluation; every replica gets as many."""
         assert self.subject.eval_data is not None, "there is nothing to evaluate on"
         return self._dealt(self.subject.eval_data, "eval_data()", replica, num_replicas)
 
@@ -152,21 +136,6 @@ class Own:
                 place=self.subject.place,
                 remedy="give at least one for each",
             )
-
-
-class Rows(Protocol):
-    """Rows by number, as tensors by name."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, start: int, stop: int) -> Rows: ...
-
-    def batch(self, number: int, rows: int) -> dict[str, Tensor]: ...
-
-    def in_order(self, number: int, rows: int) -> dict[str, Tensor]: ...
-
-    @property
-    def alphabet(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -201,8 +170,8 @@ class Numbered:
                 place=str(path),
                 remedy="give a longer file, or a smaller example()",
             )
-        self._train: Rows = rows.part(0, len(rows) - kept)
-        self._eval: Rows | None = rows.part(len(rows) - kept, len(rows)) if kept else None
+        self._train = rows.part(0, len(rows) - kept)
+        self._eval = rows.part(len(rows) - kept, len(rows)) if kept else None
 
     def batches(self, replica: int, num_replicas: int, start: int = 0) -> Iterator[Any]:
         step = start
@@ -227,20 +196,29 @@ class Numbered:
         return tuple(found.values()) if isinstance(example, tuple | list) else next(iter(found.values()))
 
 
+Source = Own | Numbered
+"""Where batches come from."""
+
+
 def _read_arrays(path: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     package = "safetensors.torch" if path.suffix == ".safetensors" else "numpy"
     module = needed(package, str(path), error=RunError)
-    with _unreadable(path):
+    try:
         if path.suffix == ".safetensors":
             return dict(module.load_file(path))
         found = module.load(path, allow_pickle=False)
         if path.suffix == ".npz":
             return {name: torch.from_numpy(found[name]) for name in found.files}
-        if len(inputs) != 1:
-            raise RunError(
-                f"{path} holds one array, the forward takes {', '.join(inputs)}", remedy="an .npz file with one of each"
-            )
-        return {next(iter(inputs)): torch.from_numpy(found)}
+        array = torch.from_numpy(found)
+    except Exception as error:
+        # whatever a reader raises over a file that is not what its name says
+        said = " ".join(str(error).split())[:200]
+        raise RunError(f"{path} cannot be read: {said}", place=str(path), remedy="write the file anew") from error
+    if len(inputs) != 1:
+        raise RunError(
+            f"{path} holds one array, the forward takes {', '.join(inputs)}", remedy="an .npz file with one of each"
+        )
+    return {next(iter(inputs)): array}
 
 
 def _check(arrays: Mapping[str, Tensor], inputs: Mapping[str, Tensor], choice: Choice, path: Path) -> Arrays:
@@ -255,7 +233,7 @@ def _check(arrays: Mapping[str, Tensor], inputs: Mapping[str, Tensor], choice: C
     wrong = [text for name, like in inputs.items() if (text := _misfit(name, arrays[name], like, choice.vocabulary))]
     lengths = {len(arrays[name]) for name in inputs if arrays[name].dim()}
     if not wrong and len(lengths) > 1:
-        wrong = [f"the arrays have {_listed(sorted(lengths))} rows"]
+        wrong = [f"the arrays have {' and '.join(map(str, sorted(lengths)))} rows"]
     if wrong:
         raise RunError(
             "; ".join(wrong), place=str(path), remedy="rows of the example's shape and kind, as many of each"
@@ -272,19 +250,3 @@ def _misfit(name: str, array: Tensor, like: Tensor, vocabulary: Mapping[str, int
     if size is not None and array.numel() and not 0 <= int(array.min()) <= int(array.max()) < size:
         return f"{name} has values from {int(array.min())} to {int(array.max())}, the model knows 0 to {size - 1}"
     return ""
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
-
-
-@contextmanager
-def _unreadable(path: Path) -> Iterator[None]:
-    """Whatever a reader raises over a file that is not what its name says."""
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        raise RunError(f"{path} cannot be read: {said}", place=str(path), remedy="write the file anew") from error

@@ -13,6 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from weft.errors import RunError, WeftError
 from weft.runtime.checks.guarded import guard_all
-from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.guards import CLIP, handed_out
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
 from weft.runtime.links.transport import Transport
@@ -40,7 +41,7 @@ GOODBYE = 2.0
 """Seconds that ranks get to end."""
 
 Make = Callable[[Transport], Parallel]
-Work = Callable[[Any], Any]
+Work = Callable[..., Any]
 
 
 class Crew:
@@ -75,16 +76,16 @@ class Crew:
         weakref.finalize(self, _dismiss, told, thread)
         self.modules = self._answers()
 
-    def each(self, work: Work) -> list[Any]:
-        """Do something on every rank; the results in rank order."""
+    def each(self, work: Work, *given: Sequence[Any]) -> list[Any]:
+        """Do something on every rank, with its own of each of the values given; the results in rank order."""
         ambient, modes = Ambient.here(), Modes.here()
 
-        def as_here(module: Parallel) -> Any:
+        def as_here(mine: Sequence[Any], module: Parallel) -> Any:
             with ambient.entered(), modes.entered():
-                return work(module)
+                return work(module, *mine)
 
-        for told in self._told:
-            told.put(as_here)
+        for told, *mine in zip(self._told, *given, strict=True):
+            told.put(partial(as_here, mine))
         return self._answers()
 
     def _answers(self) -> list[Any]:
@@ -131,12 +132,7 @@ class Emulated(Stepping):
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
-        self.__dict__["_guard"] = guard_all(self._crew.modules, refusal)
-
-    @property
-    def guard(self) -> Guard:
-        found: Guard = self.__dict__["_guard"]
-        return found
+        self.guard = guard_all(self._crew.modules, refusal)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
@@ -162,7 +158,7 @@ class Emulated(Stepping):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of all ranks."""
         found = list(super().parameters(recurse))
-        return handed_out(found, lambda: refusal(*CLIP) if self.guard.num_ranks > 1 else None)
+        return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the batch, or what the original returns, as every rank has it."""
@@ -170,14 +166,11 @@ class Emulated(Stepping):
             raise refusal(*NO_FORWARD)
         self._refuse_surroundings()
         self._prepare_for(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        grads = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not torch.is_grad_enabled() or not self._first.has_forward:
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
-        call = _Call(self._crew, leaves, spec, grads)
+        call = _Call(self._crew, (args, kwargs))
         shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
-        found: tuple[Tensor, ...] = _Ranks.apply(self._anchor, call, *(leaves[at] for at in grads), *shown)
-        return pytree.tree_unflatten(call.joined(found), call.out_spec)
+        return call.output(_Ranks.apply(self._anchor, call, *call.wanted, *shown))
 
     def _refuse_surroundings(self) -> None:
         """Here, where the caller's line is known: a rank that fails ends all."""
@@ -287,57 +280,50 @@ class Emulated(Stepping):
 
 
 class _Call:
-    """One call of all ranks: what each was given and returned.
+    """One call of all ranks: what each was given, of which a gradient is wanted, and the leaves that it returned."""
 
-    Args:
-        grads: positions among the leaves of the batch of tensors whose gradient the caller wants.
-    """
+    _ran: Sequence[tuple[list[Tensor], list[Any], pytree.TreeSpec]]
 
-    def __init__(self, crew: Crew, leaves: Sequence[Any], spec: pytree.TreeSpec, grads: Sequence[int]) -> None:
-        self.crew, self._leaves, self._spec, self._grads = crew, leaves, spec, grads
-        self.given: dict[int, list[Tensor]] = {}
-        self.returned: dict[int, list[Any]] = {}
-        self.out_spec: Any = None
-        self.spent = False
+    def __init__(self, crew: Crew, batch: Any) -> None:
+        self._crew, self.spent = crew, False
+        self._leaves, self._spec = pytree.tree_flatten(batch)
+        self._grads = [at for at, one in enumerate(self._leaves) if isinstance(one, Tensor) and one.requires_grad]
+        self.wanted = [self._leaves[at] for at in self._grads]
+        """Tensors of the batch whose gradient the caller wants."""
 
-    def forward(self) -> list[Any]:
-        """The leaves of what rank 0 returns."""
-        self.crew.each(self._forward)
-        return self.returned[id(self.crew.modules[0])]
+    def forward(self) -> list[Tensor]:
+        """The tensors that rank 0 returns."""
+        self._ran = self._crew.each(self._forward)
+        return _tensors(self._ran[0][1])
 
-    def _forward(self, module: Parallel) -> None:
+    def _forward(self, module: Parallel) -> tuple[list[Tensor], list[Any], pytree.TreeSpec]:
         leaves = list(self._leaves)
         for at in self._grads:
             leaves[at] = leaves[at].detach().requires_grad_()
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        found, spec = pytree.tree_flatten(module(*args, **kwargs))
-        self.given[id(module)] = [leaves[at] for at in self._grads]
-        self.returned[id(module)] = found
-        if module is self.crew.modules[0]:
-            self.out_spec = spec
+        return [leaves[at] for at in self._grads], *pytree.tree_flatten(module(*args, **kwargs))
 
-    def live(self) -> list[int]:
-        """Positions of returned tensors that need a gradient."""
-        found = self.returned[id(self.crew.modules[0])]
-        return [at for at, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def joined(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of the output, with these in place of the tensors."""
+    def output(self, tensors: Sequence[Tensor]) -> Any:
+        """What rank 0 returns, with these in place of its tensors."""
+        _, found, spec = self._ran[0]
         rest = iter(tensors)
-        found = self.returned[id(self.crew.modules[0])]
-        return [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Backward of every rank; the gradients of what rank 0 was given."""
-        live = self.live()
+        """Backward of every rank from its tensors that need a gradient; the gradients of what rank 0 was given."""
 
-        def work(module: Parallel) -> None:
-            roots = [self.returned[id(module)][at] for at in live]
-            torch.autograd.backward(roots, [one.to(root.device) for one, root in zip(gradients, roots, strict=True)])
+        def work(module: Parallel, ran: tuple[Any, list[Any], Any]) -> None:
+            pairs = zip(_tensors(ran[1]), gradients, strict=True)
+            live = [(root, one.to(root.device)) for root, one in pairs if root.requires_grad]
+            torch.autograd.backward([root for root, _ in live], [one for _, one in live])
 
         with torch.enable_grad():
-            self.crew.each(work)
-        return [one.grad for one in self.given[id(self.crew.modules[0])]]
+            self._crew.each(work, self._ran)
+        return [one.grad for one in self._ran[0][0]]
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _Ranks(torch.autograd.Function):
@@ -346,12 +332,11 @@ class _Ranks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: _Call, *given: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            found = [leaf for leaf in call.forward() if isinstance(leaf, Tensor)]
+            found = call.forward()
         ctx.call, ctx.num_given = call, len(given)
         # what the ranks returned stays theirs
         made = [tensor.detach().clone() for tensor in found]
-        ctx.live = [at for at, tensor in enumerate(found) if tensor.requires_grad]
-        ctx.mark_non_differentiable(*(tensor for at, tensor in enumerate(made) if at not in ctx.live))
+        ctx.mark_non_differentiable(*(mine for mine, one in zip(made, found, strict=True) if not one.requires_grad))
         return tuple(made)
 
     @staticmethod
@@ -360,6 +345,6 @@ class _Ranks(torch.autograd.Function):
         if ctx.call.spent:
             raise refusal(*TWICE)
         ctx.call.spent = True
-        found = ctx.call.backward([gradients[at] for at in ctx.live])
+        found = ctx.call.backward(gradients)
         # the parameters are only there to be asked for: the ranks have their gradients
         return (None, None, *found, *(None,) * (ctx.num_given - len(found)))

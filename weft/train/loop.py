@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weft.compile.model_file import Optimizer, Subject, load_model_file
 from weft.compile.optimizer import make_optimizer
@@ -94,9 +93,7 @@ def train_rank(transport: ProcessTransport, order: Order) -> Told:
 
 def _open(transport: ProcessTransport, order: Order, subject: Subject) -> Parallel:
     job = Job(transport, PrefixStore("shared", transport.store))
-    programs = Programs(
-        lambda module: subject, order.plan, files_of(order.files).devices, cache=order.settings.cache, outputs="loss"
-    )
+    programs = Programs(lambda module: subject, order.plan, files_of(order.files).devices, cache=order.settings.cache)
 
     def make_files(wanted: Wanted) -> Content:
         if wanted == Wanted() and order.eval_files is not None:
@@ -228,27 +225,9 @@ def scaler_of(subject: Subject, transport: ProcessTransport, saved: Saved | None
 
 def chosen_optimizer(subject: Subject, settings: Settings) -> Optimizer:
     """That of the file, or the one that was asked for."""
-    return subject.optimizer if settings.lr is None else _adamw(settings.lr)
+    return subject.optimizer if settings.lr is None else partial(torch.optim.AdamW, lr=settings.lr)
 
 
-def optimizer_of(subject: Subject, module: Parallel) -> Any:
+def optimizer_of(subject: Subject, module: Parallel) -> torch.optim.Optimizer:
     """Over what a rank trains."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return make_optimizer(subject, parameters) if parameters else Nothing()
-
-
-class Nothing:
-    """The optimizer of a rank that stores no trained parameter."""
-
-    param_groups: Iterable[dict[str, Any]] = ()
-    state: Mapping[Tensor, Any] = {}
-
-    def step(self) -> None:
-        return None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        return None
-
-
-def _adamw(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=lr)
+    return make_optimizer(subject, [parameter for parameter in module.parameters() if parameter.requires_grad])

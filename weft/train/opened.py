@@ -16,12 +16,12 @@ from weft.runtime.checks.guarded import guard_rank
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
-from weft.runtime.training.flow import Flow, open_flow, pieces_of
+from weft.runtime.training.flow import Flow, open_flow, open_trained
 from weft.runtime.training.load import load_sizes
 from weft.runtime.training.microbatches import Arguments
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import Reduction
-from weft.runtime.weights.masters import masters_of, tell_sums
+from weft.runtime.weights.masters import tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.train.weights import Values, fill_all
 
@@ -88,10 +88,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
     """
     files, order = files_of(content), known or {}
     replica = Replica(transport, files.devices)
-    flow = open_flow(files, replica)
-    pieces = pieces_of(files, flow, replica, order)
-    masters = masters_of(pieces, mixed, at_once=flow.is_whole)
-    tell_sums(flow.modules, mixed)
+    flow, pieces, masters = open_trained(files, replica, mixed, order)
     if weights is not None:
         fill_all((masters or pieces).modules, weights, otherwise, order)
     (masters or pieces).join_copies()

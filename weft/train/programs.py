@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -23,15 +22,14 @@ from weft.capture.specialise import at_example
 from weft.compile import cache
 from weft.compile.model_file import Subject
 from weft.compile.passes import Compiled, compile_subject, is_open, returned
-from weft.compile.pieces import InPieces, is_in_pieces, refuse_inference
-from weft.compile.pieces_again import Evaluation, at_size, for_evaluation
+from weft.compile.pieces import InPieces, as_example, is_in_pieces, refuse_inference
 from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
-from weft.errors import RunError
+from weft.compile.variants import at_size, for_evaluation
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 from weft.runtime.program.files import files_of
 from weft.runtime.training.microbatches import Arguments
-from weft.train.opened import Content, MakeFiles, Wanted
+from weft.train.opened import Content, Wanted
 
 
 class Programs:
@@ -56,7 +54,8 @@ class Programs:
         self._subject, self._plan, self._devices, self._cache, self._outputs = subject, plan, devices, cache, outputs
         self._trained: Plan | None = None
         self._pieces: InPieces | None = None
-        self._evaluations: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, InPieces] = {}
+        self._found, self._lock = dict[str, Content](), threading.Lock()
 
     def training(self, module: nn.Module | None = None) -> Content:
         """The program for training; `module`: that of the subject, if it is there already."""
@@ -68,11 +67,19 @@ class Programs:
     def after(self, training: Compiled) -> Programs:
         """These programs, with what was compiled for training already."""
         refuse_inference(training.plan)
-        self._trained, self._devices, self._pieces = training.plan, training.plan.devices, training.pieces
+        self._trained, self._devices = training.plan, training.plan.devices
+        self._pieces = training.pieces if is_in_pieces(training.plan) else None
         return self
 
     def __call__(self, wanted: Wanted) -> Content:
-        """A program that is not there yet."""
+        """Another program; each is made once, whichever thread asks first."""
+        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = files_of(self._made(wanted))
+            return self._found[key]
+
+    def _made(self, wanted: Wanted) -> Content:
         if self._trained is None:
             self.training()
         assert self._trained is not None
@@ -81,7 +88,7 @@ class Programs:
             return self._whole(self._about(subject, wanted.batch), wanted.batch)
         if not wanted.evaluation:
             assert wanted.rows is not None, "the program for training is there"
-            made = at_size(self._trained_pieces(), subject, wanted.rows, capture_subject, self._make(subject))
+            made = at_size(self._trained_pieces(), subject, wanted.rows, self._make(subject))
             return made.files()
         about = self._about(subject, wanted.batch)
         with in_eval(about.model):
@@ -120,40 +127,21 @@ class Programs:
         """That of a model in pieces: forwards alone; with `rows`, for micro-batches of another size."""
         key, make = told(wanted.batch), self._make(subject)
         outputs = self._outputs if wanted.batch is None else "any"
-        capture = partial(capture_subject, trains=False)
-        if wanted.rows is None or key not in self._evaluations:
-            graph = at_example(capture(subject))
+        if key not in self._evaluations:
+            graph = at_example(capture_subject(subject, trains=False))
             check_fit(graph, subject)
             opened = is_open(graph, outputs)
             names = [name for name in graph.outputs if name is not None] if opened else [str(graph.loss)]
             self._evaluations[key] = for_evaluation(
-                self._trained_pieces(), subject, graph, capture, make, returns=list(dict.fromkeys(names))
+                self._trained_pieces(), subject, graph, make, returns=list(dict.fromkeys(names))
             )
         made = self._evaluations[key]
-        whole = made.pieces.whole
-        output = returned(whole).to_json() if is_open(whole, outputs) else None
-        if wanted.rows is not None:
-            pieces = at_size(made.pieces, subject, wanted.rows, capture, make, evaluation=True)
-            made = replace(made, pieces=pieces)
-        return made.files({"made_from": cache.origin(whole), "output": output})
+        output = returned(made.whole).to_json() if is_open(made.whole, outputs) else None
+        about = {"made_from": cache.origin(made.whole), "output": output}
+        return (made if wanted.rows is None else at_size(made, subject, wanted.rows, make)).files(about)
 
     def _make(self, subject: Subject) -> Callable[[Graph], Plan]:
         return partial(make_plan, self._plan, subject=subject, devices=self._devices)
-
-
-class Once:
-    """Makes each program once, whichever thread asks first."""
-
-    def __init__(self, make: MakeFiles) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._found: dict[str, Content] = {}
-
-    def __call__(self, wanted: Wanted) -> Content:
-        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = files_of(self._make(wanted))
-            return self._found[key]
 
 
 def told(batch: Arguments | None) -> str:
@@ -166,17 +154,6 @@ def told(batch: Arguments | None) -> str:
         for leaf in leaves
     ]
     return f"{spec} {kinds}"
-
-
-def as_example(batch: Arguments) -> Any:
-    """A batch as an example."""
-    args, kwargs = batch
-    if args and kwargs:
-        raise RunError(
-            "a batch of other arguments than the example's is given partly by position, partly by keyword",
-            remedy="give all of them by keyword",
-        )
-    return args or kwargs
 
 
 @contextmanager

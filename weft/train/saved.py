@@ -16,7 +16,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,7 @@ def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Prog
     tensors = _gather_model(module, holdings)
     states, values = _gather_optimizer(module, optimizer, holdings)
     if program.transport.rank == 0:
-        whole = Progress(**{**asdict(progress), "values": values})
-        _write(directory, tensors, states, whole)
+        _write(directory, tensors, states, replace(progress, values=values))
 
 
 def _gather_model(module: Parallel, holdings: ShardOwners) -> dict[str, Tensor]:
@@ -212,8 +211,8 @@ def _tensors(path: Path) -> Mapping[str, Tensor | Whole]:
     return open_weights(path)
 
 
-def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphabet: str) -> None:
-    """Refuse a run of another model, optimizer, seed or alphabet."""
+def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
+    """Refuse a run of another model, or of which something else is not as asked: optimizer, seed, alphabet."""
     whole = _tensors(saved.model)
     held = {one.names: one.tensor for one in graph.parameters}
     held.update({one.names: one.tensor for one in graph.buffers if one.persistent})
@@ -227,15 +226,11 @@ def check_saved(saved: Saved, graph: Graph, *, optimizer: str, seed: int, alphab
     if missing or wrong:
         what = f"it has no {listed(missing)}" if missing else "; ".join(wrong[:3])
         raise RunError(f"the saved run is of another model: {what}", place=str(saved.folder), remedy=GIVE)
-    was = saved.progress
-    for text, mine, theirs in (
-        ("optimizer", optimizer, was.optimizer),
-        ("seed", seed, was.seed),
-        ("alphabet", alphabet, was.alphabet),
-    ):
+    for name, mine in asked.items():
+        theirs = getattr(saved.progress, name)
         if mine != theirs:
             raise RunError(
-                f"the saved run had the {text} {theirs!r}, this one has {mine!r}",
+                f"the saved run had the {name} {theirs!r}, this one has {mine!r}",
                 place=str(saved.folder),
                 remedy="resume with the model file, --data, --lr and --seed of the saved run",
             )

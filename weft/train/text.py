@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,8 +50,7 @@ class Text:
 
     def part(self, start: int, stop: int) -> Text:
         """Those pieces, and the token after them."""
-        tokens = self.tokens[start * self.length : stop * self.length + 1]
-        return Text(tokens, self.length, self.shifts, self.seed, self.alphabet)
+        return replace(self, tokens=self.tokens[start * self.length : stop * self.length + 1])
 
     def batch(self, number: int, rows: int) -> dict[str, Tensor]:
         # hashed: torch's generator looks at 32 bits of a seed only

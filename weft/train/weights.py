@@ -154,8 +154,7 @@ class _Source:
         """Fill the parts."""
         if not isinstance(self._values, Replayed):
             for name, ones in parts.items():
-                for one in ones:
-                    copy_part(self.whole[name], one.index, one.held)  # type: ignore[arg-type]
+                _hand_out(self.whole[name], ones)  # type: ignore[arg-type]
             return
         with self._values.lock:
             if self._values.counts:
@@ -164,7 +163,7 @@ class _Source:
                 replay(self._values.record, parts, lambda name, tensor: _hand_out(tensor, parts[name]))
 
 
-def _hand_out(tensor: Tensor, parts: Sequence[_Wanted]) -> None:
+def _hand_out(tensor: Tensor | Whole, parts: Sequence[_Wanted]) -> None:
     for one in parts:
         copy_part(tensor, one.index, one.held)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,16 @@ class Sample:
     """Parameters and buffers after the last step."""
     disagreements: tuple[str, ...] = ()
     """Copies of one tensor that differ between ranks."""
+
+    def by_kind(self) -> Iterator[Tensors]:
+        """The tensors of each kind, in the order of KINDS; gradients of both steps."""
+        yield {f"of step {step}": loss for step, loss in enumerate(self.losses, 1)}
+        yield {
+            f"{name} in step {step}": gradient
+            for step, gradients in enumerate(self.gradients, 1)
+            for name, gradient in gradients.items()
+        }
+        yield self.weights
 
 
 @dataclass(frozen=True)
@@ -260,7 +270,7 @@ def difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
         return LARGEST
     if b.numel() == 0:
         return 0.0
-    a, b = _wide(a), _wide(b)
+    a, b = wide(a), wide(b)
     apart = torch.where(a == b, torch.zeros_like(b.abs()), (a - b).abs())
     if not bool(torch.isfinite(apart).all()):
         return LARGEST
@@ -277,7 +287,8 @@ def _largest(sizes: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """In float64, or complex128."""
     value = value.detach()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
@@ -287,7 +298,7 @@ def scale_of(tensors: Tensors) -> float:
     total, count = 0.0, 0
     for tensor in tensors.values():
         if tensor.is_floating_point() or tensor.is_complex():
-            finite = _wide(tensor).abs()
+            finite = wide(tensor).abs()
             finite = finite[torch.isfinite(finite)]
             total += float(finite.square().sum())
             count += finite.numel()

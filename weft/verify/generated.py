@@ -10,7 +10,7 @@ program in pieces runs the micro-batches that it was made for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from weft.compile.model_file import Optimizer, Subject, load_optimizer
 from weft.compile.subject import whole_tensors
 from weft.ir.graph import Graph
 from weft.lower import lower
+from weft.ops.precision import Float64Mode
 from weft.plan.plan import Plan
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.layout.execute import take
@@ -36,14 +37,12 @@ from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.stored import Holds
 from weft.runtime.random import Stream
 from weft.runtime.training.combined_optimizer import with_empties
-from weft.runtime.training.flow import open_flow, pieces_of
+from weft.runtime.training.flow import open_trained
 from weft.runtime.training.microbatches import default_dims, split
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.reduction import reduced
-from weft.runtime.weights.masters import masters_of, tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.verify.compare import Noise, Sample, Tensors, noise_in
-from weft.verify.precision import Float64Mode
 from weft.verify.ranks import Local, assemble, emulate, told
 from weft.verify.reference import NUM_STEPS, shares_of
 
@@ -136,7 +135,7 @@ def _forwards(task: Task, graphs: Sequence[Graph], transport: Transport) -> Reco
         replica = Replica(transport, 1)
         modules = [load_program(generate(lower(Plan(one, devices=1)), traced=True), replica) for one in graphs]
         for module in modules:
-            _Held(0, module, task).fill(task)
+            _Held(0, module, task)
             _record(module, "", found)
         for micro, (batch, size) in enumerate(zip(task.batches, task.size_of, strict=True)):
             modules[size].stream = Stream(task.seed, 0, micro)
@@ -173,8 +172,7 @@ def _make_task(
     travels: bool,
 ) -> Task:
     whole = whole_tensors(graph, subject, wide=wide)
-    held: dict[str, tuple[str, ...]] = {one.tensor: one.names for one in graph.parameters}
-    held.update({one.tensor: one.names for one in graph.buffers})
+    held = {one.tensor: one.names for one in graph.parameters} | {one.tensor: one.names for one in graph.buffers}
     path = subject.path.resolve() if travels and subject.path is not None else None
     batches, counts, size_of = _cut(files, subject, [whole.inputs[one.tensor] for one in graph.inputs])
     return Task(
@@ -198,7 +196,7 @@ def _cut(
     files: ProgramFiles, subject: Subject, inputs: Sequence[Tensor]
 ) -> tuple[Sequence[Sequence[Tensor]], Sequence[float], Sequence[int]]:
     """The micro-batches that a program runs, what each counts, and which of its sizes each has."""
-    size_of = files.about["size_of"] if files.in_pieces else [0]
+    size_of = files.about["size_of"]
     if len(size_of) == 1:
         return [inputs], [1.0], size_of
     dims = files.about["dims"] or default_dims(inputs)
@@ -226,46 +224,52 @@ def train(
         record: gets what ops make in the first step.
     """
     with Float64Mode() if task.wide else nullcontext():
-        replica = Replica(transport, transport.num_ranks)
-        opened = _Opened(task, replica)
-        if record is not None:
-            for piece, module in opened.programs():
-                _record(module, piece, record)
-        held = [_Held(transport.rank, module, task) for module in opened.holders]
-        for one in held:
-            one.fill(task)
-        opened.join()
-        losses, gradients = _train(opened, held, task, optimizer, begin)
-        return tuple(one.local(losses, kept) for one, kept in zip(held, gradients, strict=True))
+        return _Rank(task, transport, record).train(optimizer, begin)
 
 
-class _Opened:
-    """A rank's share of a program."""
+class _Rank:
+    """A rank's share of a program, with its values."""
 
-    def __init__(self, task: Task, replica: Replica) -> None:
-        self._flow = open_flow(task.files, replica)
-        pieces = pieces_of(task.files, self._flow, replica)
-        self._masters = masters_of(pieces, task.mixed, at_once=self._flow.is_whole)
-        tell_sums(self._flow.modules, task.mixed)
+    def __init__(self, task: Task, transport: Transport, record: Record | None) -> None:
+        self._task, replica = task, Replica(transport, transport.num_ranks)
+        self._flow, pieces, self._masters = open_trained(task.files, replica, task.mixed)
         self._pieces: Pieces[Any] = self._masters or pieces
-        self.holders: tuple[Holds, ...] = self._pieces.modules
-        """What the optimizer updates, of each module."""
-
-    def programs(self) -> Iterator[tuple[str, ParallelModule]]:
-        """What runs, by the name of the piece."""
-        return ((name, piece.module) for share in self._flow.rank.sizes for name, piece in share.pieces.items())
-
-    def join(self) -> None:
-        """Make one of what several modules hold alike, as training does."""
+        if record is not None:
+            for name, piece in (one for share in self._flow.rank.sizes for one in share.pieces.items()):
+                _record(piece.module, name, record)
+        self._held = [_Held(transport.rank, module, task) for module in self._pieces.modules]
+        # one of what several modules hold alike, as in training
         self._pieces.join_copies()
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer updates, each once."""
-        yield from self._pieces.trained()
-        yield from self._pieces.apart()
+    def train(self, optimizer: Optimizer, begin: Callable[[int], object]) -> tuple[Local, ...]:
+        """Two steps: what each module computed."""
+        update, losses, gradients = self._made(optimizer), list[Tensor](), list[list[Tensors]]()
+        for step in range(NUM_STEPS):
+            begin(step + 1)
+            for one in self._held:
+                one.forget()
+            losses.append(self._step(step))
+            gradients.append([one.gradients() for one in self._held])
+            for one in self._held:
+                one.silence(self._task.noise[step] if self._task.noise else {})
+            if update is not None:
+                update.step()
+        return tuple(
+            one.local(losses, kept) for one, kept in zip(self._held, zip(*gradients, strict=True), strict=True)
+        )
 
-    def step(self, task: Task, step: int) -> Tensor:
+    def _made(self, optimizer: Optimizer) -> torch.optim.Optimizer | None:
+        """The optimizer, over the parameters in the order of `module.parameters()`; None if there are none."""
+        task, by_name = self._task, dict[str, list[nn.Parameter]]()
+        for name, parameter in (*self._pieces.trained(), *self._pieces.apart()):
+            by_name.setdefault(task.names[name], []).append(parameter)
+        ordered = [parameter for name in task.trained for parameter in by_name.get(name, ())]
+        dims = {task.state[name].dim() for name in task.trained}
+        return optimizer(with_empties(ordered, dims)) if ordered else None
+
+    def _step(self, step: int) -> Tensor:
         """Forward and backward; the loss."""
+        task = self._task
         # an op may write to its input: each step has its own
         batches = [[tensor.clone() for tensor in one] for one in task.batches]
         if self._flow.is_whole:
@@ -274,7 +278,7 @@ class _Opened:
             found = loss.detach().clone()
             loss.backward()
             return found
-        self.join()
+        self._pieces.join_copies()
         losses = self._flow.rank.step(batches, task.shares, task.seed, step, size_of=task.size_of)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
@@ -282,58 +286,31 @@ class _Opened:
 
 
 class _Held:
-    """What one module stores, by the reference's names."""
+    """What one module stores, by the reference's names; it has the values of the reference."""
 
     def __init__(self, rank: int, module: Holds, task: Task) -> None:
         self._rank, self._module = rank, module
         self._names = {task.names[name]: name for name in module.stored if module.part(name) is not None}
-        self.stored = {known: module.stored[name] for known, name in self._names.items()}
-        self.trained = {task.names[name]: parameter for name, parameter in module.trained()}
-
-    @torch.no_grad()
-    def fill(self, task: Task) -> None:
-        for known, name in self._names.items():
-            self._module.part(name).copy_(take(task.state[known], self.stored[known]))
+        self._stored = {known: module.stored[name] for known, name in self._names.items()}
+        self._trained = {task.names[name]: parameter for name, parameter in module.trained()}
+        with torch.no_grad():
+            for known, name in self._names.items():
+                module.part(name).copy_(take(task.state[known], self._stored[known]))
 
     def forget(self) -> None:
-        for parameter in self.trained.values():
+        for parameter in self._trained.values():
             parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: one.grad.clone() for name, one in self.trained.items() if one.grad is not None}
+        return {name: one.grad.clone() for name, one in self._trained.items() if one.grad is not None}
 
     def silence(self, noise: Mapping[str, Noise]) -> None:
-        for name, parameter in self.trained.items():
+        for name, parameter in self._trained.items():
             if name in noise and parameter.grad is not None:
-                part = Noise(take(noise[name].where, self.stored[name]), noise[name].below)
+                part = Noise(take(noise[name].where, self._stored[name]), noise[name].below)
                 parameter.grad = part.silence(parameter.grad)
 
-    def local(self, losses: tuple[Tensor, ...], gradients: Sequence[Tensors]) -> Local:
+    def local(self, losses: Sequence[Tensor], gradients: Sequence[Tensors]) -> Local:
         """What was computed, and the weights as they are now."""
         weights = {known: self._module.part(name).detach().clone() for known, name in self._names.items()}
-        return Local(self._rank, losses, tuple(gradients), weights, self.stored)
-
-
-def _train(
-    opened: _Opened, held: Sequence[_Held], task: Task, optimizer: Optimizer, begin: Callable[[int], object]
-) -> tuple[tuple[Tensor, ...], list[list[dict[str, Tensor]]]]:
-    """The losses, and for each module the gradients of each step."""
-    by_name: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in opened.trained():
-        by_name.setdefault(task.names[name], []).append(parameter)
-    ordered = [parameter for name in task.trained for parameter in by_name.get(name, ())]
-    dims = {task.state[name].dim() for name in task.trained}
-    update = optimizer(with_empties(ordered, dims)) if ordered else None
-    losses: list[Tensor] = []
-    gradients: list[list[dict[str, Tensor]]] = [[] for _ in held]
-    for step in range(NUM_STEPS):
-        begin(step + 1)
-        for one in held:
-            one.forget()
-        losses.append(opened.step(task, step))
-        for one, kept in zip(held, gradients, strict=True):
-            kept.append(one.gradients())
-            one.silence(task.noise[step] if task.noise else {})
-        if update is not None:
-            update.step()
-    return tuple(losses), gradients
+        return Local(self._rank, tuple(losses), tuple(gradients), weights, self._stored)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from functools import partial
 
 from weft.compile.model_file import Subject
+from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.files import Source, files_of
 from weft.verify.compare import Processes, Result, Sample, compare, count_silenced
 from weft.verify.generated import run_generated
-from weft.verify.locate import Traceable, locate, locate_in_code
+from weft.verify.locate import locate, locate_in_code
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
 from weft.verify.rounded import judge_rounding
@@ -36,18 +37,17 @@ def judge(
     tolerance: float,
     say: Say = lambda text: None,
     pool: Pool | None = None,
-    traceable: Traceable | None = None,
+    pieces: InPieces | None = None,
 ) -> Result:
     """Run both sides and compare them, a program for several sizes at some of them; on the processes of `pool` if there
     is one.
 
     Args:
         program: its files, or the directory that holds them.
-        traceable: what it was generated from.
+        pieces: what it was generated from.
     """
     files = files_of(program)
-    count = len(files.about["size_of"]) if files.in_pieces else 1
-    dims = files.about.get("dims")
+    count, dims = len(files.about["size_of"]), files.about["dims"]
     say(f"training on one device, {f'{count} micro-batches a step, ' if count > 1 else ''}in float64")
     run = partial(run_generated, files, graph, subject, seed=seed)
     on_one = partial(run_reference, subject, seed=seed, microbatches=count, dims=dims)
@@ -57,15 +57,15 @@ def judge(
     if pool is None:
         ours = run(wide=True, reference=reference)
     else:
-        ours, processes = run_both(files, graph, subject, reference, seed=seed, say=say, pool=pool)
+        ours, processes = run_both(partial(run, wide=True, reference=reference), say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal, first = largest < tolerance and not ours.disagreements, None
-    if not equal and traceable is None:
+    if not equal and pieces is None:
         first = locate_in_code(graph, ours, reference, tolerance)
-    elif not equal and traceable is not None:
+    elif not equal and pieces is not None:
         say("looking for the first difference")
-        first = locate(traceable, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
+        first = locate(pieces, graph, subject, ours, reference, seed=seed, tolerance=tolerance)
     say("training on both in the model's own precision")
     # a precision that was asked for is judged
     asked = subject.precision
@@ -84,14 +84,15 @@ def judge(
         processes=processes,
         rounded=rounded,
     )
-    return result if files.in_pieces else with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
+    return with_other_sizes(result, files, graph, subject, seed=seed, pool=pool, say=say)
 
 
-def run_both(
-    program: Source, graph: Graph, subject: Subject, reference: Sample, *, seed: int, say: Say, pool: Pool
-) -> tuple[Sample, Processes]:
-    """Train through a program on processes, and how they compare with the emulator."""
-    run = partial(run_generated, program, graph, subject, seed=seed, wide=True, reference=reference)
+def run_both(run: Callable[..., Sample], *, say: Say, pool: Pool) -> tuple[Sample, Processes]:
+    """Train through a program on processes, and how they compare with the emulator.
+
+    Args:
+        run: `run_generated` of the program.
+    """
     with one_thread():
         emulated = run()
     say(f"training on {pool.num_ranks} processes, in float64")

@@ -10,18 +10,17 @@ whose gradient differs. If the code that traces gives the reference's numbers, t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from weft.codegen import generate
 from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces
 from weft.ir.graph import Graph
 from weft.ir.layout import Layout
-from weft.ir.program import Compute, Program, walk
+from weft.ir.program import Compute, walk
+from weft.ir.schedule import Segment
 from weft.runtime.layout.execute import put
 from weft.verify.compare import FirstDifference, Sample, apart_in, compare, difference, scale_of
 from weft.verify.generated import Record, run_traced
@@ -32,49 +31,8 @@ OUTSIDE = (
 )
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A piece of a program: its name, what was lowered, and the rank of each of its devices."""
-
-    name: str
-    program: Program
-    ranks: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Traceable:
-    """What a program was generated from.
-
-    Args:
-        graphs: of a micro-batch of each size; pieces: at each size.
-        size_of: which of the sizes each micro-batch has.
-        generate: gives the files of the program that tells what its ops make.
-    """
-
-    graphs: tuple[Graph, ...]
-    pieces: tuple[tuple[Placed, ...], ...]
-    size_of: tuple[int, ...]
-    generate: Callable[[], Mapping[str, bytes]]
-
-    @staticmethod
-    def of_program(program: Program) -> Traceable:
-        """Of a whole program, which is one piece."""
-        placed = Placed("", program, range(program.devices))
-        return Traceable((program.graph,), ((placed,),), (0,), lambda: generate(program, traced=True))
-
-    @staticmethod
-    def of_pieces(made: InPieces) -> Traceable:
-        """Of a program in pieces."""
-        pieces = tuple(
-            tuple(Placed(part.piece.segment.name, part.program, part.piece.segment.devices) for part in one.parts)
-            for one in made.sizes
-        )
-        graphs = tuple(one.graph for one in made.sizes)
-        return Traceable(graphs, pieces, made.size_of, lambda: made.files(traced=True))
-
-
 def locate(
-    traceable: Traceable,
+    pieces: InPieces,
     graph: Graph,
     subject: Subject,
     ours: Sample,
@@ -85,12 +43,12 @@ def locate(
 ) -> FirstDifference | None:
     """The first op whose output differs, else the first gradient, else the first weight."""
     traced, records, expected = run_traced(
-        traceable.generate(), traceable.graphs, graph, subject, seed=seed, reference=reference
+        pieces.files(traced=True), [one.graph for one in pieces.sizes], graph, subject, seed=seed, reference=reference
     )
     if max(found.value for found in compare(traced, reference)) < tolerance and not traced.disagreements:
         return locate_in_code(graph, ours, reference, tolerance)
     return (
-        _first_op(traceable, records, expected, tolerance)
+        _first_op(pieces, records, expected, tolerance)
         or _first_loss(graph, ours, reference, tolerance)
         or _first_gradient(graph, ours, reference, tolerance)
         or _first_weight(ours, reference, tolerance)
@@ -110,19 +68,19 @@ def locate_in_code(graph: Graph, ours: Sample, reference: Sample, tolerance: flo
 
 
 def _first_op(
-    traceable: Traceable, records: Sequence[Record], expected: Record, tolerance: float
+    pieces: InPieces, records: Sequence[Record], expected: Record, tolerance: float
 ) -> FirstDifference | None:
-    for micro, size in enumerate(traceable.size_of):
+    for micro, size in enumerate(pieces.size_of):
         computes = [
-            (piece, {step.op: step for step in walk(piece.program.steps) if isinstance(step, Compute)})
-            for piece in traceable.pieces[size]
+            (part, {step.op: step for step in walk(part.program.steps) if isinstance(step, Compute)})
+            for part in pieces.sizes[size].parts
         ]
-        for op in traceable.graphs[size].ops:
-            for piece, steps in computes:
+        for op in pieces.sizes[size].graph.ops:
+            for part, steps in computes:
                 for output, value in enumerate(steps[op.name].outputs if op.name in steps else ()):
                     right = expected["", micro, op.name, output, 0]
-                    layout = piece.program.values[value].layout
-                    for whole in gather(layout, piece.name, piece.ranks, records, (micro, op.name, output)):
+                    layout, segment = part.program.values[value].layout, part.piece.segment
+                    for whole in gather(layout, segment, records, (micro, op.name, output)):
                         apart = difference(whole, right)
                         if apart > tolerance:
                             source = str(op.source) if op.source.line else ""
@@ -130,19 +88,17 @@ def _first_op(
     return None
 
 
-def gather(
-    layout: Layout, piece: str, ranks: Sequence[int], records: Sequence[Record], key: tuple[int, str, int]
-) -> Iterator[Tensor]:
+def gather(layout: Layout, segment: Segment, records: Sequence[Record], key: tuple[int, str, int]) -> Iterator[Tensor]:
     """The whole tensor, once for every copy of it that the devices hold.
 
     Args:
-        ranks: of the devices of a piece.
+        segment: of the piece that made it.
         key: micro-batch, op and output.
     """
     copies = [i for i, role in enumerate(layout.roles) if role.kind == "copy"]
     for at in itertools.product(*(range(layout.grid.axes[i].size) for i in copies)):
         parts = [part for part in layout.parts() if tuple(part.cell[i] for i in copies) == at]
-        tensors = [records[ranks[part.device]][(piece, *key, part.slot)] for part in parts]
+        tensors = [records[segment.devices[part.device]][(segment.name, *key, part.slot)] for part in parts]
         whole = torch.zeros(layout.shape, dtype=tensors[0].dtype)
         for part, tensor in zip(parts, tensors, strict=True):
             put(whole, part.ranges, tensor, add=whole.dtype != torch.bool)

@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.precision import Float64Mode, widen, widen_dtype
-
-__all__ = ["Float64Mode", "precision_of", "widen", "widen_dtype"]
-
 
 @contextmanager
 def precision_of(dtype: torch.dtype) -> Iterator[None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -52,8 +51,7 @@ def compare_with_emulator(processes: Sample, emulated: Sample, num_ranks: int) -
 
 
 def _same_samples(a: Sample, b: Sample) -> bool:
-    pairs: list[tuple[Any, Any]] = [(a.weights, b.weights), *zip(a.gradients, b.gradients, strict=True)]
-    return all(same_bits(x, y) for x, y in zip(a.losses, b.losses, strict=True)) and all(
+    return all(
         mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
-        for mine, theirs in pairs
+        for mine, theirs in zip(a.by_kind(), b.by_kind(), strict=True)
     )

@@ -14,13 +14,13 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from weft.compile.cache import origin
+from weft.compile.cache import Found, origin, read_program
 from weft.compile.model_file import Subject
 from weft.compile.optimizer import check_on_parts
 from weft.compile.subject import capture_subject, in_precision, make_subject
@@ -29,8 +29,8 @@ from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import Span, check_schedule
 from weft.runtime.program.batch import dtype_name
-from weft.runtime.program.files import CONSTANTS, META, PARTS, PIPELINE, ProgramFiles, changes, files_of
-from weft.runtime.program.load import cut_parameters, load_classes, load_constants
+from weft.runtime.program.files import CONSTANTS, PARTS, PieceFiles
+from weft.runtime.program.load import cut_parameters, load_classes, load_constants, tupled
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
@@ -42,17 +42,13 @@ ANEW = "move the directory away and write the program anew: weft show FILE --pla
 
 
 @dataclass(frozen=True)
-class ProgramDirectory:
+class ProgramDirectory(Found):
     """A program in a directory.
 
     Args:
-        edited: what became of files that are not as they were emitted, by name.
         stale: what it was made from that is not so now, in words.
     """
 
-    directory: Path
-    files: ProgramFiles
-    edited: Mapping[str, str]
     stale: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -66,7 +62,7 @@ class ProgramDirectory:
         return {"directory": str(self.directory), "edited": list(self.edited), "stale": list(self.stale)}
 
 
-def verify_program(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
+def verify_program(  # noqa: PLR0913 - public: each argument is a choice of the user's
     model_or_file: nn.Module | str | Path,
     example: Any = None,
     *,
@@ -109,7 +105,7 @@ def verify_program(  # noqa: PLR0913 - the public door: each argument is a choic
     with own_lines(found), make_pool(files.devices) if processes else nullcontext() as pool:
         result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
         summary: dict[str, Any] = {"operators": len(graph.ops)}
-        if files.in_pieces:
+        if not files.is_whole:
             summary = summarize_pieces(*order_of(files.about), spans_in(files.about), graph)
         return replace(result, summary={**summary, "program": found.as_json()})
 
@@ -119,52 +115,38 @@ def open_directory(directory: str | Path) -> ProgramDirectory:
     folder = Path(directory)
     if not folder.is_dir():
         raise RunError(f"there is no directory {folder}", remedy="weft show FILE --plan P --out DIR writes a program")
-    try:
-        files = files_of(folder)
-        found = ProgramDirectory(folder, files, changes(files))
-        missing = [name for name, what in found.edited.items() if what == "missing"]
-        for one in files.folders.values() if not missing else ():
-            _ = one.devices, str(one.about["class"]), one.about["ranks"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{folder} is no program of weft's: its {PIPELINE if (folder / PIPELINE).exists() else META} cannot "
-            f"be read "
-            f"({type(error).__name__}: {error})",
-            place=str(folder),
-            remedy="give the directory that weft show --out or weft train wrote; if this is one, write it anew",
-        ) from None
+    found = read_program(
+        folder, "give the directory that weft show --out or weft train wrote; if this is one, write it anew"
+    )
+    files = found.complete(ANEW)
     assert files.devices >= 1, f"{folder} is for {files.devices} devices"
-    if missing:
-        raise RunError(f"the program lacks {', '.join(missing)}", place=str(folder), remedy=ANEW)
-    for one in files.folders.values():
+    for one in files.pieces.values():
         _read_tables(one)
-    if files.in_pieces:
+    if not files.is_whole:
         # the events may be edited too: they are proven before they run
         check_schedule(*order_of(files.about))
-    return found
+    return ProgramDirectory(folder, files, found.edited)
 
 
-def _read_tables(files: ProgramFiles) -> None:
+def _read_tables(piece: PieceFiles) -> None:
     """Refuse tables and constants that cannot be read."""
     at = PARTS
     try:
-        _ = files.parts
+        _ = piece.parts
         at = CONSTANTS
-        load_constants(files, "cpu")
+        load_constants(piece, "cpu")
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise RunError(
             f"{at} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
-            place=files.path(at),
+            place=piece.program.path(piece.name(at)),
             remedy=ANEW,
         ) from None
 
 
 def order_of(told: Mapping[str, Any]) -> tuple[Pipeline, Schedule]:
     """The Pipeline and the Schedule of what is written about a program in pieces."""
-    segments = []
-    for one in told["sizes"][0]["pieces"]:
-        devices, reads = tuple(one["devices"]), tuple(one["reads"])
-        segments.append(Segment(one["name"], devices, reads, trains=one["trains"], splits=one["splits"]))
+    names = [field.name for field in fields(Segment)]
+    segments = [Segment(**{name: tupled(one[name]) for name in names}) for one in told["sizes"][0]["pieces"]]
     events = {
         int(device): tuple(Event(phase, piece, int(micro)) for phase, piece, micro in row)
         for device, row in told["events"].items()
@@ -210,9 +192,8 @@ def check_program_fits(
     ]
     tied = {each for cls in classes for part in cls.stored_parts().values() for each in part.tied}
     wrong += [f"the model has {name}, which it does not store" for name in known if name in held - tied - set(stored)]
-    about = found.files.about
-    batch = about.get("batch", {}).get("tensors", [])
-    inputs = [row[0] for row in batch] if found.files.in_pieces else [one["index"] for one in about.get("inputs", [])]
+    batch = found.files.about["batch"]["tensors"]
+    inputs = [row[0] for row in batch]
     if inputs != [one.index for one in graph.inputs]:
         wrong.append(
             f"it takes {len(inputs)} tensors of a batch, the example has {len(graph.inputs)}, or in other places"

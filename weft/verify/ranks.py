@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.capture.source import source_of_error
+from weft.capture.source import place_of_error
 from weft.errors import RunError, WeftError
 from weft.runtime.layout.execute import put, take
 from weft.runtime.layout.transfer import Index
@@ -66,9 +66,8 @@ def told(run: Callable[[], list[Any]]) -> list[Any]:
 def _place_of(error: BaseException | None) -> str:
     """The user's line that a rank was at: their own code, or the line above the statement in the generated text."""
     trace = None if error is None else error.__traceback__
-    source = source_of_error(trace)
-    if source.line:
-        return str(source)
+    if place := place_of_error(trace):
+        return place
     for frame in reversed(traceback.extract_tb(trace)):
         if frame.filename.startswith(GENERATED):
             lines = (linecache.getline(frame.filename, at).strip() for at in range(frame.lineno or 0, 0, -1))

@@ -10,7 +10,7 @@ save is memory, what they would cost is a second draw of every random number.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
@@ -25,12 +25,13 @@ from weft.capture.example import split_example
 from weft.compile.model_file import Subject, check_loss, inside
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
+from weft.ops.precision import Float64Mode, widen
 from weft.runtime.random import Stream
 from weft.runtime.training.microbatches import BatchDim, split_arguments
-from weft.verify.compare import Noise, Sample, noise_in
+from weft.verify.compare import Sample, noise_in
 from weft.verify.draw_mode import DrawMode
 from weft.verify.mixed import OneDevice
-from weft.verify.precision import Float64Mode, precision_of, widen
+from weft.verify.precision import precision_of
 
 NUM_STEPS = 2
 
@@ -103,13 +104,15 @@ def _train(
             losses.append(_accumulate(module, parts, subject, seed, step, wide=wide, mixed=mixed))
         gradients.append({name: one.grad.detach().clone() for name, one in named.items() if one.grad is not None})
         if wide:
-            _silence(module, noise_in(gradients[-1]))
+            # rounding only: taken as zero, as the devices do
+            for name, noise in noise_in(gradients[-1]).items():
+                named[name].grad = noise.silence(gradients[-1][name])
         if update is not None:
             with inside(subject.path, "the optimizer's step()"):
                 update.step()
         for parameter in named.values():
             parameter.grad = None
-    weights = {**weights_of(module), **{name: one.detach().clone() for name, one in named.items()}}
+    weights = {name: one.detach().clone() for name, one in (*named.items(), *module.named_buffers())}
     return Sample(losses=tuple(losses), gradients=tuple(gradients), weights=weights)
 
 
@@ -184,35 +187,17 @@ def _runs_narrow(subject: Subject) -> bool:
     return False
 
 
-def _silence(module: nn.Module, noise: Mapping[str, Noise]) -> None:
-    """Take gradients that are rounding only as zero, as the devices do."""
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None and name in noise:
-            parameter.grad = noise[name].silence(parameter.grad)
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their first name."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
 def copy_module(model: nn.Module) -> nn.Module:
     """A deep copy, so that the user's module stays as it is."""
-    attached = next((name for name, value in _attributes(model) if value.grad_fn is not None), None)
-    if attached is not None:
-        raise ModelFileError(
-            f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
-            remedy="detach() the attribute, or compute it in forward",
-        )
-    return copy.deepcopy(model)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}".lstrip("."), value
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                attached = f"{path}.{name}".lstrip(".")
+                raise ModelFileError(
+                    f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
+                    remedy="detach() the attribute, or compute it in forward",
+                )
+    return copy.deepcopy(model)
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:

@@ -3,19 +3,18 @@
 In: two steps in float64 (the truth), by the definition on one device, and on the devices. Out: how far the two lie from
 the truth, by kind, and whether the devices are about as near to it as one device is: for every tensor, their error is
 at most SLACK times that of one device, and some roundings. An error is the root mean square of the difference, over
-that of the tensor or, if it is larger, of all tensors of its kind.
+that of the tensor or, if it is larger, of all float tensors of its kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from weft.runtime.weights.precision import Precision
-from weft.verify.compare import KINDS, Difference, Rounded, Sample, Tensors
+from weft.verify.compare import KINDS, Difference, Rounded, Sample, Tensors, scale_of, wide
 
 SLACK = 2.0
 ROUNDINGS = 4
@@ -26,8 +25,8 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     """Are the devices as near to float64 as one device is?"""
     allowed = ROUNDINGS * torch.finfo(precision.compute).eps
     mine, theirs, wrong = [], [], []
-    for kind, right, found, plain in zip(KINDS, *(_by_kind(sample) for sample in (truth, ours, one)), strict=True):
-        scale = _rms(torch.cat([_finite(_flat(tensor)) for tensor in right.values()])) if right else 0.0
+    for kind, right, found, plain in zip(KINDS, *(sample.by_kind() for sample in (truth, ours, one)), strict=True):
+        scale = scale_of(right)
         errors = {
             name: (_error(found, right, name, scale), _error(plain, right, name, scale)) for name in sorted(right)
         }
@@ -39,38 +38,16 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     return Rounded(str(precision), tuple(mine), tuple(theirs), tuple(wrong))
 
 
-def _by_kind(sample: Sample) -> Iterator[Tensors]:
-    """The tensors of each kind; gradients of both steps."""
-    yield {f"of step {step + 1}": loss for step, loss in enumerate(sample.losses)}
-    yield {
-        f"{name} in step {step + 1}": gradient
-        for step, gradients in enumerate(sample.gradients)
-        for name, gradient in gradients.items()
-    }
-    yield sample.weights
-
-
 def _error(found: Tensors, right: Tensors, name: str, scale: float) -> float:
-    wanted = _flat(right[name])
-    mine = _flat(found[name]) if name in found else torch.zeros_like(wanted)
+    wanted = wide(right[name])
+    mine = wide(found[name]) if name in found else torch.zeros_like(wanted)
     # what is infinite in both, as in a mask, is equal
     difference = torch.where(mine == wanted, 0.0, mine - wanted)
-    apart, below = _rms(difference), max(_rms(_finite(wanted)), scale)
+    apart = float(difference.abs().square().mean().sqrt()) if difference.numel() else 0.0
+    below = max(scale_of({name: wanted}), scale)
     return apart / below if below else apart
 
 
 def _largest(kind: str, errors: Mapping[str, float]) -> Difference:
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]), default="")
     return Difference(kind, errors.get(worst, 0.0), worst)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return torch.where(tensor.isfinite(), tensor, 0.0)
-
-
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.abs().square().mean().sqrt()) if tensor.numel() else 0.0

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
 from weft.compile.model_file import Subject
+from weft.compile.pieces import stretched
 from weft.errors import WeftError
 from weft.ir.graph import Graph
 from weft.runtime.jobs.launch import Pool
@@ -45,8 +44,6 @@ def with_other_sizes(
 ) -> Result:
     """A verdict over a program at other sizes as well; as it was if its sizes are fixed."""
     files = files_of(program)
-    if "batch" not in files.about:
-        return result  # emitted by hand
     form, found = Form.from_json(files.about["batch"]), []
     for given in other_sizes(form):
         other = replace(subject, example=resized(subject.example, form, given))
@@ -91,13 +88,9 @@ def resized(example: Any, form: Form, given: Mapping[str, int]) -> Any:
     for at, _, shape, _ in form.tensors:
         for dim, size in enumerate(shape):
             if isinstance(size, str):
-                leaves[at] = _stretched(leaves[at], dim, evaluate(size, given))
+                leaves[at] = stretched(leaves[at], dim, evaluate(size, given))
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return kwargs or args
-
-
-def _stretched(tensor: Tensor, dim: int, size: int) -> Tensor:
-    return tensor.detach().index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
 
 
 def _words(given: Mapping[str, int]) -> str:

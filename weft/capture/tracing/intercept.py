@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch
@@ -34,11 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.capture.source import place_here
 from weft.capture.tracing.expect import define, expected_here
-from weft.capture.tracing.opaque import Opaque, applied, called, is_nested, original_apply
+from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Comparing, Heard, heard
 from weft.capture.tracing.stable import stable_form
 from weft.errors import CaptureError
+from weft.ops.arguments import bound
 from weft.runtime.operators.custom import CustomOp
 
 UNMARKED = (
@@ -89,13 +91,13 @@ class Interception:
             run, _, *rest = args
             with self.region(reentrant=True, tensors=tensors_of(rest)):
                 return run(*rest)
-        return self.mark(*applied(cls, args))
+        return self.mark(*opaque(cls, args))
 
     def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands in for the call of a registered function while tracing."""
         if not self.is_tracing():
             return op.function(*args, **kwargs)
-        return self.mark(*called(op, args, kwargs))
+        return self.mark(*opaque(op, (args, dict(kwargs))))
 
     def mark(self, function: Opaque, tensors: list[torch.Tensor]) -> Any:
         """Leave a marker for one call; what the function returns, with the marker's tensors in it."""
@@ -231,20 +233,9 @@ class Whole(TorchDispatchMode):
 
     def writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """True if an operator writes into the memory of an operand."""
-        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
-        written = [given.get(one.name) for one in func._schema.arguments if one.is_write]
+        given = bound(func, args, kwargs)
+        written = [given[one.name] for one in func._schema.arguments if one.is_write]
         return any(StorageWeakRef(one.untyped_storage()) in self.memory for one in tensors_of(written))
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this is entered, `owner.name` is `value`."""
-    saved = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, saved)
 
 
 @contextmanager
@@ -267,15 +258,14 @@ def intercept() -> Iterator[Interception]:
         torch.ops.weft.expect.default,
         *UNMARKED,
     } - set(lasting)
-    _SingleLevelFunction.apply = classmethod(found.apply)  # type: ignore[attr-defined]
     lasting.update(markers)
     try:
         with (
-            patched(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator),
-            patched(CustomOp, "__call__", lambda op, *args, **kwargs: found.call(op, args, kwargs)),
+            mock.patch.object(_SingleLevelFunction, "apply", classmethod(found.apply)),
+            mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator),
+            mock.patch.object(CustomOp, "__call__", lambda op, *args, **kwargs: found.call(op, args, kwargs)),
         ):
             yield found
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         lasting.difference_update(markers)
         library._destroy()

@@ -6,10 +6,9 @@ Opaque, which takes the flat leaves of those arguments, calls the function and g
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
@@ -27,6 +26,7 @@ class Opaque:
     """
 
     cls: Any
+    """The `autograd.Function`, its own backward intact, or the registered function."""
     leaves: tuple[Any, ...]
     """Flattened arguments; None where a tensor stands."""
     tensors: tuple[int, ...]
@@ -35,14 +35,16 @@ class Opaque:
     nested: bool = False
     """The results are more than a tensor, or a flat list of tensors."""
 
-    kind: ClassVar[str] = ""
-
     def __call__(self, *leaves: Any, **given: Any) -> Any:
         return tensors_in(self.outputs(leaves, given))
 
-    @abstractmethod
     def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
         """What it returns. `given`: what a cell is given besides, communicators and indices."""
+        tree = pytree.tree_unflatten(leaves, self.spec)
+        if not isinstance(self.cls, CustomOp):
+            return original_apply(self.cls, *tree)
+        args, kwargs = tree
+        return self.cls.function(*args, **kwargs, **(given or {}))
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """The flattened arguments with these tensors put in their places."""
@@ -58,31 +60,10 @@ class Opaque:
 
     @property
     def what(self) -> str:
-        return f"the {self.kind} {self.name}"
+        return f"the {'function' if isinstance(self.cls, CustomOp) else 'autograd.Function'} {self.name}"
 
     def __str__(self) -> str:
         return self.what
-
-
-@dataclass(frozen=True)
-class Called(Opaque):
-    """One call of a registered function (`weft.register_op`)."""
-
-    kind: ClassVar[str] = "function"
-
-    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.cls.function(*args, **kwargs, **(given or {}))
-
-
-@dataclass(frozen=True)
-class Applied(Opaque):
-    """One call of an `autograd.Function`, its own backward intact."""
-
-    kind: ClassVar[str] = "autograd.Function"
-
-    def outputs(self, leaves: Sequence[Any], given: Mapping[str, Any] | None = None) -> Any:
-        return original_apply(self.cls, *pytree.tree_unflatten(leaves, self.spec))
 
 
 def original_apply(cls: type, *args: Any) -> Any:
@@ -90,23 +71,13 @@ def original_apply(cls: type, *args: Any) -> Any:
     return super(_SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
 
 
-def applied(cls: type, args: tuple[Any, ...]) -> tuple[Applied, list[torch.Tensor]]:
-    """A call of an `autograd.Function` taken apart: what stays fixed, and the tensors."""
-    spec, fixed, positions, tensors = _apart(args)
-    return Applied(cls, fixed, positions, spec), tensors
-
-
-def called(op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Called, list[torch.Tensor]]:
-    """The same of a registered function."""
-    spec, fixed, positions, tensors = _apart((args, dict(kwargs)))
-    return Called(op, fixed, positions, spec), tensors
-
-
-def _apart(tree: Any) -> tuple[pytree.TreeSpec, tuple[Any, ...], tuple[int, ...], list[torch.Tensor]]:
+def opaque(cls: Any, tree: Any) -> tuple[Opaque, list[torch.Tensor]]:
+    """A call taken apart: what stays fixed, and the tensors. `tree` holds the arguments of an `autograd.Function`, or
+    (args, kwargs) of a registered function."""
     leaves, spec = pytree.tree_flatten(tree)
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     fixed = tuple(None if i in positions else leaf for i, leaf in enumerate(leaves))
-    return spec, fixed, positions, [leaves[i] for i in positions]
+    return Opaque(cls, fixed, positions, spec), [leaves[i] for i in positions]
 
 
 def is_nested(outputs: Any) -> bool:

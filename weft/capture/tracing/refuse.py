@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
 
 from weft.capture.example import forward_place
-from weft.capture.source import place_here, source_of_error
+from weft.capture.source import place_here, place_of_error
 from weft.errors import CaptureError
 
 BRANCH_REMEDY = (
@@ -57,18 +60,15 @@ OPERATOR = re.compile(r"aten\.(?!_local_scalar_dense)\w+\.\w+")
 DEVICE = re.compile(r"same device, but found|support for \w+ devices|not compiled with|No HIP GPUs|Found no NVIDIA")
 
 
-class Translating:
+@contextmanager
+def translating(module: nn.Module) -> Iterator[None]:
     """While this is entered, errors leave as `CaptureError`s."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CaptureError):
-            raise translate(error, self.module) from error
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise translate(error, module) from error
 
 
 @contextmanager
@@ -85,8 +85,7 @@ def telling(message: str, remedy: str) -> Iterator[None]:
 
 def translate(error: Exception, module: nn.Module) -> CaptureError:
     """The same fact as a user error."""
-    source = source_of_error(error.__traceback__)
-    place = str(source) if source.line else forward_place(module)
+    place = place_of_error(error.__traceback__) or forward_place(module)
     first = str(error).strip().split("\n")[0]
     if is_data_dependent(error):
         operator = f" ({first})" if OPERATOR.fullmatch(first) else ""
@@ -103,7 +102,7 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
             place=place,
             remedy="take the device from an input or a parameter (device=x.device) instead of naming one",
         )
-    if isinstance(error, ConstraintViolationError) or is_constraint(error):
+    if is_constraint(error):
         return CaptureError(
             f"a dim marked dynamic cannot vary: {reason(error)}",
             place=place,
@@ -117,17 +116,19 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    kinds = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
-    if isinstance(error, kinds):
-        return True
-    if isinstance(error, torch.fx.experimental.symbolic_shapes.PendingUnbackedSymbolNotFound):
-        return True
+    kinds = (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        PendingUnbackedSymbolNotFound,
+    )
     words = ("data-dependent", "unbacked", "_local_scalar_dense", "Cannot cast FakeTensor", "aten.item")
-    return any(word in str(error) for word in words)
+    return isinstance(error, kinds) or any(word in str(error) for word in words)
 
 
 def is_constraint(error: BaseException) -> bool:
-    return isinstance(error, UserError) and "onstraint" in str(error)
+    told = isinstance(error, UserError) and "onstraint" in str(error)
+    return told or isinstance(error, ConstraintViolationError)
 
 
 def reason(error: BaseException) -> str:

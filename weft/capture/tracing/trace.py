@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -27,9 +28,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
 from weft.capture.sizes import refuse_fixed
 from weft.capture.source import is_users, keep_users_frame, place_here
-from weft.capture.tracing.intercept import Interception, Listener, intercept, patched
+from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is
-from weft.capture.tracing.refuse import Translating
+from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm
 from weft.capture.tracing.surroundings import Surroundings
@@ -115,13 +116,13 @@ class Traced(nn.Module):
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         try:
             # translated here already: torch prints the whole graph beside an error of its own
-            with Translating(self.module), Listener(self.found, self.found.heard.append):
+            with translating(self.module), Listener(self.found, self.found.heard.append):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             watch.refuse_changes(run)
             if not watch.settling:
                 surroundings.clear_caches()
-                with Translating(self.module), unchanged(surroundings.again(), forward_place(self.module)):
+                with translating(self.module), unchanged(surroundings.again(), forward_place(self.module)):
                     self.found.repeat(run)
             for old, new in watch.updates():
                 with torch.no_grad():
@@ -162,18 +163,18 @@ def trace(
         stack.callback(Watch(module).restore)
         move_to_fake(module, example.precision)
         warnings.simplefilter("ignore")
-        stack.enter_context(patched(TracerBase, "_filter_traceback_frames", keep_users_frame))
-        stack.enter_context(patched(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
-        stack.enter_context(patched(_BatchNorm, "forward", forward_of_batch_norm))
-        stack.enter_context(patched(nn.Module, "to", to_where_it_is))
+        stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
+        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
+        stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
+        stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
         for owner, names, what, remedy in UNSEEN:
             for name in names:
-                stack.enter_context(patched(owner, name, refused(getattr(owner, name), what, remedy)))
+                stack.enter_context(mock.patch.object(owner, name, refused(getattr(owner, name), what, remedy)))
         if asked is not None:
             for name in ("is_compiling", "is_exporting"):
                 answer = told_no(getattr(torch.compiler, name), asked.append)
-                stack.enter_context(patched(torch.compiler, name, answer))
-        stack.enter_context(Translating(module))
+                stack.enter_context(mock.patch.object(torch.compiler, name, answer))
+        stack.enter_context(translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     output, watch = outputs[-1]
     for (path, name), value in watch.values.items():

@@ -6,7 +6,7 @@ containers, plain objects, generators), Python's and NumPy's random state. Reass
 are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found),
 attributes set to a number, word or flag (the length of the batch; something was set up at the first call) and forward
 hooks put in place on that occasion, if they settle: a second trace, from the changed state, changes nothing more and
-gives the same Graph (`door.py`).
+gives the same Graph (`api.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import forward_file, forward_place
-from weft.capture.source import is_users, package_of, place_of_frame
+from weft.capture.source import is_users, package_of, place_of
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
 
@@ -290,7 +291,7 @@ def blame(run: Callable[[], Any], state: Callable[[], Any], packages: set[str]) 
             found.append(lines[-1])
             return None
         if event == "line":
-            lines[:] = [place_of_frame(frame)]
+            lines[:] = [place_of(FrameSummary(frame.f_code.co_filename, frame.f_lineno, ""))]
         return on_line
 
     def on_call(frame: Any, _event: str, _arg: Any) -> Any:

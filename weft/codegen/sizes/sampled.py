@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.capture.specialise import hints, specialise
-from weft.codegen.emit import generate
 from weft.codegen.form import form_of, guards_of
 from weft.codegen.names import free_name
+from weft.codegen.pipeline import generate
 from weft.codegen.sheet import input_names
 from weft.codegen.sizes.generalise import Files, Home, form, generalise
 from weft.codegen.sizes.logical import logical_lines, tokens
@@ -34,7 +34,7 @@ from weft.ir.ranges import count
 from weft.lower import lower
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
-from weft.runtime.program.files import META, content_hash, file_hash
+from weft.runtime.program.files import PROGRAM, with_description
 from weft.runtime.program.sizes import FreeSize, refused
 
 MANY = 16
@@ -68,7 +68,7 @@ def generate_for_sizes(
     Args:
         graph: with symbols; plan: of the same Graph at the sizes of the example; make: plans it at other sizes.
         lowered: makes a Program of a Plan.
-        about: more to keep in meta.json.
+        about: more to write about it.
     """
     program = lowered(plan)
     report = check(program, plan.rules)
@@ -94,8 +94,9 @@ def generate_for_sizes(
         replace(one.size, step=steps[one.size.name], rest=one.size.example % steps[one.size.name]) for one in sizes
     )
     batch = form_of(graph, free, names).to_json()
-    files = _with_meta(general.files, {**(about or {}), "batch": batch})
-    return Sized(program, report, files)
+    contents = {name: content for name, content in general.files.items() if name != PROGRAM}
+    told = {**json.loads(general.files[PROGRAM]), **(about or {}), "batch": batch}
+    return Sized(program, report, with_description(contents, told))
 
 
 @dataclass(frozen=True)
@@ -268,14 +269,3 @@ def _first_difference(forms: Sequence[Any]) -> str:
             if a != b:
                 return f"{a.strip()} or {b.strip()}"
     return "tables"
-
-
-def _with_meta(files: Files, more: Mapping[str, Any]) -> dict[str, bytes]:
-    contents = {name: content for name, content in files.items() if name != META}
-    meta = {
-        **json.loads(files[META]),
-        "hash": content_hash(contents),
-        "hashes": {name: file_hash(content) for name, content in contents.items()},
-        **more,
-    }
-    return {**contents, META: (json.dumps(meta, indent=1) + "\n").encode()}

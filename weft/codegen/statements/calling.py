@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.codegen.cells import MANY, DrawPattern, Pattern, Varying
-from weft.codegen.moves import axes_text, cut_text
 from weft.codegen.statements.frame import Context, Frame
 from weft.codegen.statements.opaque import called, need_operator, opaque
 from weft.codegen.statements.operators import PRODUCTS, WEIGHTS, Written, expression
@@ -22,6 +21,7 @@ from weft.ir.ranges import whole
 from weft.lower.shared_heads import GROUPED, shares_heads
 from weft.ops.arguments import overload
 from weft.ops.rule import Group
+from weft.runtime.layout.cuts import axes_text
 from weft.runtime.operators.calls import FUNCTIONS
 
 LOSSES = ("weft.entropy", "weft.cross_entropy")
@@ -70,7 +70,7 @@ class _Call:
     def say(self, slots: Sequence[int], suffix: str = "") -> list[str]:
         """Say the statement; the names of its results."""
         frame, step = self.frame, self.step
-        where = [(rank, one) for rank in frame.sheet.team.ranks for one in slots]
+        where = [(rank, one) for rank in frame.sheet.ranks for one in slots]
         patterns = frame.sheet.cells.patterns(self.op, step, where)
         texts = [self._text(pattern) for pattern in patterns]
         names = [self._name(value, suffix) for value in step.outputs]
@@ -214,10 +214,7 @@ class _Call:
         if not axes:
             return None
         cut = spreads.describe(tables.by_axes(by_rank, axes), size, axes)
-        if cut is None:
-            return None
-        self.frame.sheet.need_cut(cut_text(cut))
-        return cut_text(cut)
+        return None if cut is None else self.frame.sheet.need_cut(cut)
 
 
 def _returns_list(target: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.codegen.cells import Where
 from weft.codegen.names import Names
 from weft.codegen.sheet import Layer, Sheet
 from weft.codegen.sources import Run
@@ -21,9 +22,6 @@ from weft.ir.program import Step
 Context = tuple[bool, Any]
 PLAIN: Context = (True, None)
 """Grad mode as it is, no autocast."""
-
-Where = tuple[int, int]
-"""A rank and a slot."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Frame:
         chunked: bool = False,
     ) -> None:
         self.sheet, self.layer, self.chunked = sheet, layer, chunked
-        self.program, self.rank = sheet.program, sheet.team.ranks[0]
+        self.program, self.rank = sheet.program, sheet.ranks[0]
         reserved = set(sheet.reserved) | ({layer.variable} if layer else set())
         self.names = Names(last_reads(steps, self.program, returned), reserved)
         self.env: dict[str, str] = {}

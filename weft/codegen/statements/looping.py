@@ -6,32 +6,37 @@ In: Takes, Chunks, Recomputes, Stacks. Out: calls of methods that hold the bodie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from weft.codegen.cells import Where
 from weft.codegen.sheet import Layer, attribute
 from weft.codegen.statements.frame import Frame
 from weft.codegen.statements.reads import Stack, from_outside
 from weft.codegen.text import literal
+from weft.ir.layout import Part, positions
+from weft.ir.merge import merge
 from weft.ir.program import Chunks, Compute, Give, Recompute, Step, Take
-from weft.lower.chunks import given, taken
 from weft.runtime.layout.execute import covers
+from weft.runtime.layout.transfer import Index
 
 
 def say_take(frame: Frame, step: Take) -> None:
     """Cut the chunk's part out of a value that the rank holds whole."""
-    sheet, count = frame.sheet, frame.slots(step.target)
-    found = {
-        (rank, chunk): taken(frame.program, step, rank, chunk) for rank in sheet.team.ranks for chunk in range(count)
+    sheet, layout = frame.sheet, frame.program.values[step.target].layout
+    found, merged = list(_chunks(frame, step.target, step.source)), merge(layout.grid)
+    assert merged is not None
+    # of several addends that one device holds, the first gets all, others zeros
+    index = {
+        where: positions(held, part) if merged.first(part.cell, layout.partial_axes) else None
+        for where, held, part in found
     }
-    held = frame.program.values[step.source].layout
     frame.inside.add(step.target)
-    if all(one.index is not None and covers(one.index, held.parts_on(r)[0].shape) for (r, _), one in found.items()):
+    if all((at := index[where]) is not None and covers(at, held.shape) for where, held, _ in found):
         frame.same(step.target, frame.read(step.source))
         return
-    index = {where: one.index for where, one in found.items()}
     words = [frame.env[step.source], frame.look_up(f"{sheet.base(step.target)}_at", index, None)]
-    if any(at is None for at in index.values()):
-        shapes = {where: one.shape for where, one in found.items()}
+    if None in index.values():
+        shapes = {where: part.shape for where, _, part in found}
         same = len(set(shapes.values())) == 1
         words.append(literal(next(iter(shapes.values()))) if same else frame.look_up("shape", shapes, None))
     frame.say(frame.name(step.target), f"self.take({', '.join(words)})", sheet.shape(step.target))
@@ -45,7 +50,7 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
         return
     gives = [inner for inner in step.body if isinstance(inner, Give)]
     words = [str(count), *_method(frame, "chunk", step.body, [give.source for give in gives], chunked=True)]
-    words.append(f"gives=[{', '.join(_given(frame, give, count) for give in gives)}]")
+    words.append(f"gives=[{', '.join(_given(frame, give) for give in gives)}]")
     words += ["recompute=True"] if step.recompute else []
     words += ["returned=True"] if step.ends else []
     frame.sheet.need("weft.runtime.program.module", {"Given"})
@@ -54,18 +59,31 @@ def say_chunks(frame: Frame, step: Chunks) -> None:
     frame.say(names, f"self.chunks({', '.join(words)})", shape)
 
 
-def _given(frame: Frame, give: Give, count: int) -> str:
+def _given(frame: Frame, give: Give) -> str:
     """What becomes of one result of a chunk: added up, or placed."""
-    sheet, ranks = frame.sheet, frame.sheet.team.ranks
-    found = {(rank, chunk): given(frame.program, give, rank, chunk) for rank in ranks for chunk in range(count)}
-    if all(one.index is None for one in found.values()):
+    tables, layout = frame.sheet.tables, frame.program.values[give.source].layout
+    merged = merge(layout.grid)
+    assert merged is not None
+    if merged.shrunk & set(layout.partial_axes):
         return "Given()"
-    index = {rank: tuple(found[rank, chunk].index for chunk in range(count)) for rank in ranks}
-    shapes = {rank: found[rank, 0].shape for rank in ranks}
-    key = sheet.tables.key("here", f"{sheet.base(give.target)}_at", index)
+    index: dict[int, tuple[Index, ...]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for (rank, _), held, part in _chunks(frame, give.source, give.target):
+        index[rank] = (*index.get(rank, ()), positions(held, part))
+        shapes[rank] = held.shape
+    key = tables.key("here", f"{frame.sheet.base(give.target)}_at", index)
     same = len(set(shapes.values())) == 1
-    shape = literal(shapes[ranks[0]]) if same else f"self.here.{sheet.tables.key('here', 'shape', shapes)}"
+    shape = literal(shapes[frame.rank]) if same else f"self.here.{tables.key('here', 'shape', shapes)}"
     return f"Given(self.here.{key}, {shape})"
+
+
+def _chunks(frame: Frame, inside: str, outside: str) -> Iterator[tuple[Where, Part, Part]]:
+    """For every rank and chunk what the rank holds outside of the loop, and the chunk's part of it."""
+    values = frame.program.values
+    for rank in frame.sheet.ranks:
+        (held,) = values[outside].layout.parts_on(rank)
+        for chunk, part in enumerate(values[inside].layout.parts_on(rank)):
+            yield (rank, chunk), held, part
 
 
 def say_recompute(frame: Frame, step: Recompute) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.codegen.moves import axes_text, cut_text, functions_of, moves_text
 from weft.codegen.statements.frame import Frame
 from weft.codegen.statements.reads import INPUT
 from weft.codegen.text import literal
 from weft.ir.program import Move as Change
 from weft.ir.program import Reshard, Use
+from weft.runtime.layout.cuts import axes_text
 from weft.runtime.layout.moves import Move
 
 Words = tuple[Move, ...]
@@ -61,8 +61,7 @@ def _used(frame: Frame, step: Use, sync: Sequence[Change]) -> str:
     words, back = sheet.words.all(step.moves, frame.program.stored[tensor]), sheet.words.all(sync, value.grad)
     home = frame.home(tensor)
     if words is not None and back is not None and frame.slots(step.value) == 1:
-        _import(frame, (*words, *back))
-        return f"self.comm.use({home}, {moves_text(words)}, sync={moves_text(back)})"
+        return f"self.comm.use({home}, {sheet.need_moves(words)}, sync={sheet.need_moves(back)})"
     if home == "None":
         home = literal(frame.program.graph.parameter_tensors[tensor].names[0])
     return f"self.comm.use_parts({home}, {literal(sheet.move_key(step.value, step.moves, sync, tensor, None))})"
@@ -94,21 +93,12 @@ def _reshard_text(frame: Frame, text: str, words: Words, back: Words | None) -> 
         return f"self.comm.all_reduce({text}, over={axes_text(words[0].axes)})"
     if not words and len(back) == 1 and back[0].kind == "all_reduce":
         return f"self.comm.sum_grad({text}, over={axes_text(back[0].axes)})"
-    _import(frame, (*words, *back))
-    return f"self.comm.reshard({text}, {moves_text(words)}, {moves_text(back)})"
+    return f"self.comm.reshard({text}, {frame.sheet.need_moves(words)}, {frame.sheet.need_moves(back)})"
 
 
 def _without_gradient(frame: Frame, text: str, words: Words) -> str:
-    if len(words) == 1 and words[0].kind == "slice":
-        cut = cut_text(words[0].cut)
-        frame.sheet.need_cut(cut)
-        return f"self.comm.slice({text}, {words[0].cut_dim}, over={cut})"
+    if len(words) == 1 and words[0].kind == "slice_to":
+        return f"self.comm.slice({text}, {words[0].cut_dim}, over={frame.sheet.need_cut(words[0].cut)})"
     if len(words) == 1 and words[0].kind == "all_reduce":
         return f"self.comm.all_reduce({text}, over={axes_text(words[0].axes)}, grad=False)"
-    _import(frame, words)
-    return f"self.comm.reshard({text}, {moves_text(words)}, None)"
-
-
-def _import(frame: Frame, words: Words) -> None:
-    frame.sheet.need("weft.runtime.layout.moves", functions_of(words))
-    frame.sheet.need_cut(moves_text(words))
+    return f"self.comm.reshard({text}, {frame.sheet.need_moves(words)}, None)"

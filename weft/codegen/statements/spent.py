@@ -6,10 +6,8 @@ what made them does not look at. A loss may turn such scores into what it keeps.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from weft.codegen.statements.reads import reads_of
 from weft.ir.program import Chunks, Compute, Program, Recompute, Step
 from weft.ops.arguments import family
 
@@ -23,11 +21,8 @@ PASSING = frozenset(
 
 def spent_values(program: Program) -> frozenset[str]:
     """The values that the step which reads them may write over."""
-    reads = Counter(name for step in program.steps for name in reads_of(step, program))
-    reads.update(program.ends)
-    return frozenset(
-        name for steps in _lists(program.steps) for name in _spent(steps, program, reads) if reads[name] == 1
-    )
+    reads = program.reads
+    return frozenset(name for steps in _lists(program.steps) for name in _spent(steps, program) if reads[name] == 1)
 
 
 def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
@@ -38,13 +33,13 @@ def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
             yield from _lists(step.body)
 
 
-def _spent(steps: Sequence[Step], program: Program, reads: Mapping[str, int]) -> set[str]:
+def _spent(steps: Sequence[Step], program: Program) -> set[str]:
     found: set[str] = set()
     for step in steps:
         if not isinstance(step, Compute) or len(step.outputs) != 1:
             continue
         op = program.graph.by_name[step.op]
-        passed = family(op) in PASSING and step.inputs[0] in found and reads[step.inputs[0]] == 1
+        passed = family(op) in PASSING and step.inputs[0] in found and program.reads[step.inputs[0]] == 1
         if (family(op) in FRESH and op.function is None) or passed:
             found.update(step.outputs)
     return found

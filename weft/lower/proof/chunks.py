@@ -1,6 +1,6 @@
 """Takes and gives as typed steps: what enters a loop over chunks part by part, and what leaves it put together.
 
-In: the values on both sides. Out: how cells fall together, or a FaultError. The value outside lies as the *merged*
+In: the values on both sides. Out: nothing, or a FaultError. The value outside lies as the *merged*
 layout of the one inside (`ir/merge.py`): splits joined, addends summed, copies once. Along the axes on which cells
 share a device:
 
@@ -27,14 +27,13 @@ class ChunkTypes:
         self._same = same
         self._found: set[tuple[Layout, Layout]] = set()
 
-    def take(self, source: Value, target: Value, back: bool) -> Merge:
+    def take(self, source: Value, target: Value, back: bool) -> None:
         """The target is cut out of the source."""
         merged = self._merged(target, source, back)
         for axis in merged.shrunk if back else ():
             if _pairs(target, axis) not in ((COPY, PARTIAL), (PARTIAL, COPY)) and not _is_split(target, axis):
                 raise FaultError(f"the chunks' gradients of %{target.name} cannot be put together: {_told(target)}")
         self._cut_out(source, target)
-        return merged
 
     def give(self, source: Value, target: Value, back: bool) -> None:
         """The target is put together from the source."""

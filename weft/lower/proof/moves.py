@@ -1,6 +1,6 @@
 """Moves as typed steps: a Move is proven to carry its source Layout to its target Layout, whatever the tensor holds.
 
-In: Moves. Out: how many collectives each takes and where its addends go; a FaultError if it does not carry the tensor.
+In: Moves. Out: how many collectives each takes; a FaultError if it does not carry the tensor.
 A tensor *lies as* a Layout if every part holds its ranges of the addend that its share names, and the shares make up
 the tensor. Proven of the transfers that `transfer.py` derives, device by device: members enter together, every piece
 that is sent is expected, each lands on its own indices, and a target part receives, on every index, exactly the source
@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from weft.errors import LayoutError
 from weft.ir.layout import COPY, PARTIAL, Cell, Layout, Part, verify_layout
@@ -61,21 +60,13 @@ def difference(found: Layout, needed: Layout) -> str:
     return f"{reason}lies as {found}, but {needed} is needed"
 
 
-@dataclass(frozen=True)
-class Proven:
-    """What a move does. `assigned`: for each addend of the source the share of the target that takes it."""
-
-    collectives: int
-    assigned: Mapping[Cell, Cell]
-
-
 class MoveProofs:
     """Proofs of layouts and moves, each done once."""
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
         self._sound: set[Layout] = set()
-        self._moves: dict[Move, Proven] = {}
+        self._moves: dict[Move, int] = {}
 
     def sound(self, layout: Layout, what: str) -> None:
         """A layout must cover its tensor, on devices that there are. `what` it is the layout of."""
@@ -91,8 +82,8 @@ class MoveProofs:
             raise FaultError(f"{what} lies on {layout.grid}, but devices are 0 to {self.num_devices - 1}")
         self._sound.add(layout)
 
-    def of(self, move: Move) -> Proven:
-        """The proof of a move."""
+    def of(self, move: Move) -> int:
+        """Prove a move; how many collectives it takes."""
         known = self._moves.get(move)
         if known is None:
             try:
@@ -101,7 +92,7 @@ class MoveProofs:
                 raise FaultError(f"a {move.kind} from {move.source} to {move.target}: {fault}") from None
         return known
 
-    def _prove(self, move: Move) -> Proven:
+    def _prove(self, move: Move) -> int:
         source, target = move.source, move.target
         self.sound(source, "its source")
         self.sound(target, "its target")
@@ -113,7 +104,7 @@ class MoveProofs:
         transfers = Transfers()
         counts = {_Slice(move, devices, transfers, assigned).prove() for devices in slices}
         require(len(counts) == 1, "devices that do the same enter different numbers of collectives")
-        return Proven(counts.pop() * number, assigned)
+        return counts.pop() * number
 
 
 def _shares(layout: Layout) -> list[Cell]:

@@ -38,24 +38,13 @@ class OpType:
         operands: the derived layouts.
         cells: how many cells run it.
         talk: collectives of its algorithms.
-        space: the names whose cut leaves addends in the outputs.
-        passed: operands that may arrive in addends and pass them on.
-        added: those of them that are added to the result.
         whole: the outputs are no sums at all.
     """
 
     operands: Operands
     cells: int
     talk: int
-    space: frozenset[str]
-    passed: frozenset[int]
-    added: frozenset[int]
     whole: bool
-
-    @property
-    def own(self) -> bool:
-        """True if every cell makes an addend of its own, whatever arrives."""
-        return self.passed <= self.added
 
 
 class OpTypes:
@@ -95,9 +84,7 @@ class OpTypes:
         elif not partial <= rule.added:
             raise FaultError(f"{_operands(op, partial - rule.added)} would arrive in addends, which are not passed on")
         _refuse_odd_sums(op, rule, step, space)
-        passed = carried or (rule.added if space else frozenset())
-        cells = len(step.layout.grid.devices)
-        return OpType(operands, cells, talk, space, passed, rule.added & passed, not space and not partial)
+        return OpType(operands, len(step.layout.grid.devices), talk, not space and not partial)
 
 
 def refuse_cuts(op: Op, rule: Rule, step: Compute, num_devices: int) -> None:

@@ -3,8 +3,8 @@
 In: a Program, whole or a piece of a pipeline. Out: the counts of what was proven, or a FaultError at the step that is
 wrong. The work depends on the steps and on the distinct ops, layouts and moves, hardly on the number of devices.
 
-Every value is shown to *lie as* its declared layout (`typed_moves`): a Use starts from a stored tensor, moves carry
-layout to layout, an op asks for the layouts that its rule derives and gives such (`typed_ops`). Backward alike: what a
+Every value is shown to *lie as* its declared layout (`moves.py`): a Use starts from a stored tensor, moves carry
+layout to layout, an op asks for the layouts that its rule derives and gives such (`ops.py`). Backward alike: what a
 use contributes to a gradient lies as the declared gradient layout of the value it reads; uses are told apart by op
 and operand, each is read once, so contributions to one value add up without counting twice; reshards carry them up
 to the value that an op made, or that a Use brought in: its *top*. There the gradient layout has no addends left,
@@ -47,7 +47,6 @@ from weft.ir.program import (
 from weft.lower.proof.chunks import ChunkTypes
 from weft.lower.proof.moves import FaultError, MoveProofs, difference, num_shares
 from weft.lower.proof.ops import OpType, OpTypes
-from weft.lower.proof.shares import Live, Shares
 from weft.ops.book import RuleBook
 
 
@@ -60,7 +59,6 @@ class TypedProof:
         self.moves = MoveProofs(program.devices)
         self.ops = OpTypes(book, self.moves)
         self.chunks = ChunkTypes(self.same)
-        self.shares = Shares()
         # a program without a loss starts backward from every output that it returns
         self.starts = frozenset(
             name
@@ -70,9 +68,8 @@ class TypedProof:
         self.wanted = _uses_reached(program, self.starts)
         self.counts = dict.fromkeys(("operands", "sums", "collectives", "gradients", "parameters"), 0)
         self.readable: set[str] = set()
-        self.live: dict[str, Live] = {}
         self.top: dict[str, str | None] = {}
-        """The value at which gradients of this one end up; None if they do not leave it."""
+        """For each value that is made the one at which its gradients end up; None if they do not leave it."""
         self.whole: dict[str, bool] = {}
         """For each tensor whether it is no sum."""
         self.run_ops: set[str] = set()
@@ -134,11 +131,11 @@ class TypedProof:
             raise FaultError(f"%{name} is read before it is made, or outside of the loop that makes it")
         return value
 
-    def _made(self, name: str, live: Live, top: str | None) -> None:
-        if name in self.live:
+    def _made(self, name: str, top: str | None) -> None:
+        if name in self.top:
             raise FaultError(f"%{name} is made twice")
         self.readable.add(name)
-        self.live[name], self.top[name] = live, top
+        self.top[name] = top
 
     def _stored(self, tensor: str) -> Layout:
         """Where a tensor lies before the step: one part on each of its devices."""
@@ -156,7 +153,7 @@ class TypedProof:
         if known is None:
             now, known = source, 0
             for move in moves:
-                known += self.moves.of(move).collectives
+                known += self.moves.of(move)
                 if not self.same(now, move.source):
                     raise FaultError(f"{what}%{name} before its {move.kind} {difference(now, move.source)}")
                 now = move.target
@@ -164,11 +161,6 @@ class TypedProof:
                 raise FaultError(f"{what}%{name} {difference(now, target)}")
             self._paths[key] = known
         self.counts["collectives"] += known
-
-    def _live_after(self, live: Live, moves: tuple[Move, ...]) -> Live:
-        for move in moves:
-            live = self.shares.moved(live, move.source, move.target, self.moves.of(move))
-        return live
 
     # forward
 
@@ -202,7 +194,7 @@ class TypedProof:
             raise FaultError(f"%{step.value} is brought in as if it were stored, but an op makes {value.tensor}")
         stored = self._stored(value.tensor)
         self._path(stored, step.moves, value.layout, "", step.value)
-        self._made(step.value, self._live_after(self.shares.every(stored), step.moves), step.value)
+        self._made(step.value, step.value)
         self.whole[value.tensor] = True
         parameter = self.graph.parameter_tensors.get(value.tensor)
         if parameter is not None and parameter.trainable and value.grad is not None:
@@ -218,7 +210,7 @@ class TypedProof:
                 raise FaultError(f"a gradient is brought back, but none is planned for %{lacking}")
             self._path(target.grad, step.backward, source.grad, "the gradient of ", step.source)
             top = self.top[step.source]
-        self._made(step.target, self._live_after(self.live[step.source], step.forward), top)
+        self._made(step.target, top)
 
     def _passed(self, step: Reshard | Take | Give) -> tuple[Value, Value]:
         """Source and target, which must be of one tensor."""
@@ -247,14 +239,8 @@ class TypedProof:
     def _pass(self, step: Take | Give) -> None:
         source, target = self._passed(step)
         back = source.grad is not None and target.grad is not None
-        live = self.live[step.source]
-        if isinstance(step, Take):
-            merged = self.chunks.take(source, target, back)
-            live = self.shares.taken(live, source.layout, target.layout, merged)
-        else:
-            self.chunks.give(source, target, back)
-            live = self.shares.given(live, source.layout, target.layout)
-        self._made(step.target, live, self.top[step.source] if back else None)
+        (self.chunks.take if isinstance(step, Take) else self.chunks.give)(source, target, back)
+        self._made(step.target, self.top[step.source] if back else None)
 
     def _compute(self, step: Compute) -> None:
         op = self.graph.by_name.get(step.op)
@@ -270,9 +256,8 @@ class TypedProof:
             self._operand(op, typed, position, name)
         self.counts["operands"] += typed.cells * len(op.inputs)
         self.counts["collectives"] += typed.talk
-        live = self.shares.made(typed, step.layout, [self.live[name] for name in step.inputs])
         for position, name in enumerate(step.outputs):
-            self._output(op, typed, position, name, live)
+            self._output(op, typed, position, name)
 
     def _operand(self, op: Op, typed: OpType, position: int, name: str) -> None:
         """An operand lies as the op asks; if a gradient flows, it does so as declared, and has a way up."""
@@ -282,8 +267,8 @@ class TypedProof:
         if not self.same(value.layout, asked.layout):
             told = difference(value.layout, asked.layout)
             raise FaultError(f"operand {position} of {op.name} ({tensor}, read as %{name}) {told}")
-        if not self.whole[tensor]:
-            self.counts["sums"] += self.shares.complete(value.layout, self.live[name])
+        if not self.whole[tensor] and num_shares(value.layout) == 1:
+            self.counts["sums"] += len(value.layout.grid.devices)
         if (op.name, position) in self.wanted.get(tensor, ()):
             if value.grad is None:
                 raise FaultError(
@@ -300,14 +285,14 @@ class TypedProof:
             raise FaultError(f"the gradient of %{name} is lost: nothing brings it back to where it is made")
         self.fed.add(top)
 
-    def _output(self, op: Op, typed: OpType, position: int, name: str, live: Live) -> None:
+    def _output(self, op: Op, typed: OpType, position: int, name: str) -> None:
         value, made, tensor = self._value(name), typed.operands.outputs[position], op.outputs[position]
         if value.tensor != tensor:
             raise FaultError(f"output {position} of {op.name} is {tensor}, but %{name} is of {value.tensor}")
         if not self.same(value.layout, made.layout):
             raise FaultError(f"output {position} of {op.name} (%{name}) {difference(made.layout, value.layout)}")
         self.whole[tensor] = typed.whole
-        self._made(name, live, name)
+        self._made(name, name)
         if tensor in self.wanted:
             if value.grad is None:
                 raise FaultError(f"the gradient of {tensor} is lost: none is planned for %{name}, where {op.name} runs")

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from weft.ir.graph import Ref
 from weft.ops.arguments import call, positive
-from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, names_of, numbered_dims, rules_of, when_cut
-from weft.ops.rule import Rule
-from weft.ops.rules.reductions import left_dims, reduced_dims, talking_rule
+from weft.ops.build import OpView, RuleOf, broadcast, broadcasting, numbered_dims, rules_of, talking
+from weft.ops.rule import Rule, names_of
+from weft.ops.rules.reductions import keeps, left_dims, reduced_dims, talking_rule
 from weft.runtime.operators.algorithms import Exchange
 
 
@@ -52,11 +52,10 @@ def _between(it: OpView, along: Sequence[int], target: str) -> Rule:
     dims = numbered_dims(shape)
     names = names_of(dims[d] for d in along)
     options = {name: it.args[name] for name in ("p", "eps") if name in it.args}
-    made = call(target, Ref("0"), Ref("1"), tuple(along), bool(it.args.get("keepdim", False)), **options)
+    made = call(target, Ref("0"), Ref("1"), tuple(along), keeps(it), **options)
     # an operand that broadcasts along the dim is compared with every part: its gradients are addends
-    exchanges = dict.fromkeys(names, _exchange(float(it.args.get("p", 2.0))))
-    inputs, left = broadcasting(dims, shape, it.reads), left_dims(it, dims, along)
-    return it.rule(inputs, [left], algorithms=exchanges, local=when_cut(names, made))
+    marks = talking(names, _exchange(float(it.args.get("p", 2.0))), made)
+    return it.rule(broadcasting(dims, shape, it.reads), [left_dims(it, dims, along)], **marks)
 
 
 def pairwise_distance(it: OpView) -> Rule:

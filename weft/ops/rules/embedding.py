@@ -14,8 +14,8 @@ from typing import Any
 from weft.ir.graph import Op
 from weft.ir.ranges import Ranges
 from weft.ops.arguments import call, call_with, numbered, operand
-from weft.ops.build import OpView, RuleOf, fixed_dims, groups, named, names_of, numbered_dims
-from weft.ops.rule import Call, CellView, Dims, Rule
+from weft.ops.build import OpView, RuleOf, fixed_dims, groups, named, numbered_dims
+from weft.ops.rule import Call, CellView, Dims, Rule, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 BAG = "weft.embedding_bag"

@@ -12,8 +12,8 @@ from typing import Any
 
 from weft.ir.graph import Op
 from weft.ops.arguments import call, operand
-from weft.ops.build import OpView, RuleOf, fixed_dims, named, names_of, numbered_dims
-from weft.ops.rule import Call, CellView, Rule, fixed
+from weft.ops.build import OpView, RuleOf, fixed_dims, named, numbered_dims
+from weft.ops.rule import Call, CellView, Rule, fixed, names_of
 
 
 def grouped_mm(it: OpView) -> Rule:

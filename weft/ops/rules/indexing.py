@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from weft.ir.graph import Op
 from weft.ops.arguments import call_with, operand, positive
 from weft.ops.build import (
     OpView,
@@ -23,13 +22,12 @@ from weft.ops.build import (
     broadcasting,
     fixed_dims,
     named,
-    names_of,
     numbered_dims,
     replaced,
     row,
     rules_of,
 )
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
+from weft.ops.rule import Dim, Dims, Rule, dim, fixed, names_of
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,9 @@ def put_rule(it: OpView) -> Rule:
     return it.rule([source, index, values], [source], linear=[[0, 2]], **marks)
 
 
-def _local_one_hot(op: Op, cell: CellView) -> Call:
-    # left to itself a part would count its own classes
-    return call_with(op, num_classes=cell.whole_outputs[0][-1])
+def one_hot_rule(it: OpView) -> Rule:
+    """Left to itself a part would count its own classes."""
+    return it.text("d* -> d* _", local=lambda op, cell: call_with(op, num_classes=it.result[-1]))
 
 
 def lookup_rule(it: OpView) -> Rule:
@@ -229,7 +227,7 @@ RULES: Mapping[str, RuleOf] = {
     "aten.index_reduce": index_reduce_rule,
     "aten.take": row("_*, d* -> d*", (0,)),
     "aten.put": put_rule,
-    "aten.one_hot": row("d* -> d* _", local=_local_one_hot),
+    "aten.one_hot": one_hot_rule,
     **rules_of(lookup_rule, "bucketize isin"),
     "aten.searchsorted": searchsorted_rule,
 }

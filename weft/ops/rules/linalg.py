@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.ops.build import OpView, RuleOf, aligned, fixed_dims, named, names_of, numbered_dims, rules_of
-from weft.ops.rule import Rule, dim, fixed
+from weft.ops.build import OpView, RuleOf, aligned, fixed_dims, named, numbered_dims, rules_of
+from weft.ops.rule import Rule, dim, fixed, names_of
 
 
 def matrix_rule(it: OpView) -> Rule:

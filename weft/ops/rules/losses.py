@@ -25,12 +25,11 @@ from weft.ops.build import (
     groups,
     is_empty,
     named,
-    names_of,
     numbered_dims,
     rules_of,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dims, Local, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Local, Rule, fixed, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -167,9 +166,12 @@ def _share_of_mean(it: OpView, names: tuple[str, ...], count: int) -> Local | No
     """Of a mean over `count` losses each part leaves the share of its own; any other reduction is the op's own call."""
     if it.args["reduction"] != MEAN:
         return None
+    return when_cut(names, _loss_part(it, count), talks=False)
+
+
+def _loss_part(it: OpView, count: int) -> Call:
     summed = call_with(it.op, reduction=SUM)
-    made = call("weft.loss_part", it.op.target, *summed.args, **dict(summed.kwargs), count=count)
-    return when_cut(names, made, talks=False)
+    return call("weft.loss_part", it.op.target, *summed.args, **dict(summed.kwargs), count=count)
 
 
 def row_loss(it: OpView) -> Rule:
@@ -195,11 +197,7 @@ def row_loss(it: OpView) -> Rule:
 
 def _sum_of_none(it: OpView) -> Local | None:
     """Torch's kernels leave the sum over no rows as they find it in memory: a function of the runtime gives 0."""
-    if it.args["reduction"] != SUM:
-        return None
-    own = call_with(it.op)
-    made = call("weft.loss_part", it.op.target, *own.args, **dict(own.kwargs), count=1)
-    return when_cut((), made, talks=False, empty=True)
+    return when_cut((), _loss_part(it, 1), talks=False, empty=True) if it.args["reduction"] == SUM else None
 
 
 def ctc_loss(it: OpView) -> Rule:

@@ -8,13 +8,13 @@ running statistics: their update is an op of its own in the Graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from weft.ir.graph import Op, Ref
+from weft.ir.graph import Ref
 from weft.ir.ranges import count as length
 from weft.ops.arguments import call, call_with, integers
-from weft.ops.build import OpView, RuleOf, groups, is_empty, names_of, numbered_dims, rules_of, when_cut
-from weft.ops.rule import Call, CellView, Group, Rule, dim
+from weft.ops.build import OpView, RuleOf, numbered_dims, rules_of, talking, when_cut
+from weft.ops.rule import Call, CellView, Local, Rule, dim, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 _EXCHANGE = Exchange(gradient="partial", forward=("all_reduce", "all_reduce"), backward=("all_reduce",))
@@ -45,22 +45,24 @@ def group_norm(it: OpView) -> Rule:
     names = ["c", *(f"s{i}" for i in range(len(it.shape) - 2))]
     count = math.prod(it.shape[1:]) // num_groups
 
-    def local(op: Op, cell: CellView) -> Call:
-        here = length(cell.names["g"]) if "g" in cell.names else num_groups
-        comms = groups(cell, names)
-        if comms or is_empty(cell):
-            tensors = (Ref("0"), args["weight"], args["bias"])
-            return call("weft.group_norm", *tensors, groups=here, count=count, eps=args["eps"], comms=comms)
-        return call_with(op, num_groups=here)
+    def here(cell: CellView) -> int:
+        return length(cell.names["g"]) if "g" in cell.names else num_groups
 
+    def made(cell: CellView) -> Call:
+        tensors = (Ref("0"), args["weight"], args["bias"])
+        return call("weft.group_norm", *tensors, groups=here(cell), count=count, eps=args["eps"])
+
+    local = when_cut(names, made, empty=True, own=lambda op, cell: call_with(op, num_groups=here(cell)))
     text = "n (g c!) s*!, (g c), (g c) -> n (g c) s*"
     return it.text(text, sizes={"g": num_groups}, exchange=_EXCHANGE, local=local)
 
 
-def _on_batch(it: OpView, count: int, comms: tuple[Group, ...]) -> Call:
-    """Batch norm that takes empty parts, of which any norm is empty."""
-    tensors = (Ref("0"), it.args["weight"], it.args["bias"])
-    return call("weft.batch_norm", *tensors, count=count, eps=it.args["eps"], comms=comms)
+def _on_batch(it: OpView, names: Sequence[str], count: int, own_statistics: bool) -> Local:
+    """Batch norm that talks along names, and takes empty parts, of which any norm is empty; else the op's own call,
+    told no running statistics where it does not read them."""
+    made = call("weft.batch_norm", Ref("0"), it.args["weight"], it.args["bias"], count=count, eps=it.args["eps"])
+    told = dict.fromkeys(("running_mean", "running_var")) if own_statistics else {}
+    return when_cut(names, made, empty=True, own=lambda op, cell: call_with(op, **told))
 
 
 def batch_norm(it: OpView) -> Rule:
@@ -68,27 +70,14 @@ def batch_norm(it: OpView) -> Rule:
     training = bool(it.args["training"])
     names = ["n", *(f"s{i}" for i in range(len(it.shape) - 2))] if training else []
     count = math.prod(it.shape) // max(it.shape[1], 1)
-
-    def local(op: Op, cell: CellView) -> Call:
-        comms = groups(cell, names)
-        if comms or is_empty(cell):
-            return _on_batch(it, count, comms)
-        return call_with(op, running_mean=None, running_var=None) if training else call_with(op)
-
     text = "n! c s*!, c, c, c, c -> n c s*" if training else "n c s*, c, c, c, c -> n c s*"
-    return it.text(text, exchange=_EXCHANGE, local=local)
+    return it.text(text, exchange=_EXCHANGE, local=_on_batch(it, names, count, training))
 
 
 def instance_norm(it: OpView) -> Rule:
     """Batch and channels are cut freely."""
     own = bool(it.args["use_input_stats"])
-
-    def local(op: Op, cell: CellView) -> Call:
-        if is_empty(cell):
-            return _on_batch(it, 1, ())
-        return call_with(op, running_mean=None, running_var=None) if own else call_with(op)
-
-    return it.text(f"n c s*{'^' * own}, c, c, c, c -> n c s*", local=local)
+    return it.text(f"n c s*{'^' * own}, c, c, c, c -> n c s*", local=_on_batch(it, (), 1, own))
 
 
 def weight_norm(it: OpView) -> Rule:
@@ -97,8 +86,8 @@ def weight_norm(it: OpView) -> Rule:
     at = int(it.args["dim"]) % len(dims)
     names = names_of(one for i, one in enumerate(dims) if i != at)
     lengths = tuple(one if i == at else dim() for i, one in enumerate(dims))
-    local = when_cut(names, call("weft.weight_norm", it.args["v"], it.args["g"], dim=at), empty=True)
-    return it.rule([dims, lengths], [dims], linear=[[1]], algorithms=dict.fromkeys(names, _ROOT_EXCHANGE), local=local)
+    made = call("weft.weight_norm", it.args["v"], it.args["g"], dim=at)
+    return it.rule([dims, lengths], [dims], linear=[[1]], **talking(names, _ROOT_EXCHANGE, made, empty=True))
 
 
 RULES: Mapping[str, RuleOf] = {

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from weft.ir.graph import Op, Ref
 from weft.ir.ranges import count
-from weft.ops.arguments import arguments, call, integers, positive
+from weft.ops.arguments import call, integers, positive
 from weft.ops.build import OpView, RuleOf, fixed_dims, named, numbered_dims, replaced, rules_of
 from weft.ops.rule import Call, CellView, Dim, Dims, Factor, Rule, dim, fixed
 from weft.ops.rules.windows import local_groups
@@ -43,9 +43,10 @@ def slice_rule(it: OpView) -> Rule:
     """slice, narrow. The sliced dim may be cut in units common to what is taken and what is left."""
     if isinstance(it.args["start"], Ref):
         raise it.error(f"{it.op.target}: the first index is a tensor, so what is taken is not known before the run")
-    at, start, step = _slice_arguments(it.op, it.shape)
-    size, taken = it.shape[at], it.result[at]
-    name = f"d{at}"
+    at, step = positive(it.args["dim"], len(it.shape)), int(it.args.get("step", 1))
+    size, taken, name = it.shape[at], it.result[at], f"d{at}"
+    start = int(it.args["start"] or 0)
+    start = max(start + size, 0) if start < 0 else min(start, size)
     target = numbered_dims(it.result)
     source, taken_dim, sizes = fixed(size), fixed(taken), dict[str, int]()
     if step == 1 and taken > 0:
@@ -54,29 +55,18 @@ def slice_rule(it: OpView) -> Rule:
         source, taken_dim, sizes = dim(name, step), dim(name), {name: taken}
     inputs = [replaced(target, at, source), *fixed_dims(*it.reads[1:])]
     outputs = [replaced(target, at, taken_dim)]
-    return it.rule(inputs, outputs, sizes=sizes, linear=[[0]], local=_local_slice, source="view")
 
+    def local(op: Op, cell: CellView) -> Call:
+        here = count(cell.outputs[0][at])
+        if step > 1:
+            # a slice may end before the dim does; then that dim is whole in every cell
+            end = _END if taken == -(-(size - start) // step) else start + max(0, (here - 1) * step + 1)
+            return call("aten.slice.Tensor", Ref("0"), at, start, end, step)
+        # pieces of one dim are cut in the same proportion
+        before = start * here // taken if taken else start
+        return call("aten.slice.Tensor", Ref("0"), at, before, before + here, 1)
 
-def _slice_arguments(op: Op, shape: Sequence[int]) -> tuple[int, int, int]:
-    """The dim, the first index and the step."""
-    values = arguments(op)
-    at = positive(values["dim"], len(shape))
-    start = int(values["start"] or 0)
-    start = max(start + shape[at], 0) if start < 0 else min(start, shape[at])
-    return at, start, int(values.get("step", 1))
-
-
-def _local_slice(op: Op, cell: CellView) -> Call:
-    at, start, step = _slice_arguments(op, cell.whole_inputs[0])
-    taken, whole = count(cell.outputs[0][at]), cell.whole_outputs[0][at]
-    if step > 1:
-        # a slice may end before the dim does; then that dim is whole in every cell
-        to_the_end = whole == -(-(cell.whole_inputs[0][at] - start) // step)
-        end = _END if to_the_end else start + max(0, (taken - 1) * step + 1)
-        return call("aten.slice.Tensor", Ref("0"), at, start, end, step)
-    # pieces of one dim are cut in the same proportion
-    before = start * taken // whole if whole else start
-    return call("aten.slice.Tensor", Ref("0"), at, before, before + taken, 1)
+    return it.rule(inputs, outputs, sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def select_rule(it: OpView) -> Rule:
@@ -97,7 +87,9 @@ def scatter_piece_rule(it: OpView) -> Rule:
 
 def split_rule(it: OpView) -> Rule:
     """split, chunk, tensor_split, in whatever words; the sizes are read off the outputs."""
-    at = _split_dim(it.op, len(it.shape))
+    num_dims = len(it.shape)
+    named_dim = {"hsplit": 1 if num_dims > 1 else 0, "vsplit": 0, "dsplit": 2}.get(it.kind)
+    at = positive(it.args["dim"], num_dims) if named_dim is None else named_dim
     source = numbered_dims(it.shape)
     lengths = [tensor.sizes[at] for tensor in it.makes]
     whole, parts, sizes = pieces_of(f"d{at}", lengths)
@@ -105,28 +97,30 @@ def split_rule(it: OpView) -> Rule:
         whole, parts, sizes = fixed(sum(lengths)), tuple(map(fixed, lengths)), {}
     outputs = [replaced(source, at, part) for part in parts]
     inputs = [replaced(source, at, whole), *fixed_dims(*it.reads[1:])]
-    return it.rule(inputs, outputs, sizes=sizes, linear=[[0]], local=_local_split, source="view")
 
+    def local(op: Op, cell: CellView) -> Call:
+        return call("aten.split_with_sizes.default", Ref("0"), tuple(count(ranges[at]) for ranges in cell.outputs), at)
 
-def _split_dim(op: Op, num_dims: int) -> int:
-    at = {"hsplit": 1 if num_dims > 1 else 0, "vsplit": 0, "dsplit": 2}
-    return at[op.kind] if op.kind in at else positive(arguments(op)["dim"], num_dims)
-
-
-def _local_split(op: Op, cell: CellView) -> Call:
-    at = _split_dim(op, len(cell.inputs[0]))
-    return call("aten.split_with_sizes.default", Ref("0"), tuple(count(ranges[at]) for ranges in cell.outputs), at)
+    return it.rule(inputs, outputs, sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def cat_rule(it: OpView) -> Rule:
     """The joined dim is cut in the operands' common unit; each part joins its share of every operand."""
-    target = numbered_dims(it.result)
-    at = positive(it.args["dim"], len(target))
+    at = positive(it.args["dim"], len(it.result))
     # torch lets an empty list of one dim stand among operands of any rank
-    fits = [len(shape) == len(target) for shape in it.shapes]
-    lengths = [shape[at] if fit else 0 for shape, fit in zip(it.shapes, fits, strict=True)]
+    return _joined(it, at, [() if len(shape) == len(it.result) else None for shape in it.shapes])
+
+
+def _joined(it: OpView, at: int, given: Sequence[tuple[int, ...] | None]) -> Rule:
+    """Operands laid end to end along a dim, after each was `given` more dims; None for one that holds nothing."""
+    target = numbered_dims(it.result)
+    pairs = list(zip(given, it.shapes, strict=True))
+    lengths = [0 if new is None else 1 if at in new else shape[at - sum(i < at for i in new)] for new, shape in pairs]
     whole, parts, sizes = pieces_of(f"d{at}", lengths)
-    inputs = [replaced(target, at, part) if fit else (dim(0),) for fit, part in zip(fits, parts, strict=True)]
+    inputs = [
+        (dim(0),) if new is None else tuple(one for i, one in enumerate(replaced(target, at, part)) if i not in new)
+        for new, part in zip(given, parts, strict=True)
+    ]
     return it.rule(inputs, [replaced(target, at, whole)], sizes=sizes, linear=[range(len(inputs))], source="view")
 
 
@@ -150,18 +144,8 @@ _JOINED: Mapping[str, Mapping[int, tuple[int, ...]]] = {
 
 def stack_by_name_rule(it: OpView) -> Rule:
     """hstack, vstack, dstack, column_stack: a cat of operands that are given more dims."""
-    target = numbered_dims(it.result)
-    at = {"hstack": min(1, len(target) - 1), "column_stack": 1, "dstack": 2}.get(it.kind, 0)
-    given = [_JOINED[it.kind].get(len(shape), ()) for shape in it.shapes]
-    lengths = [
-        1 if at in new else shape[at - sum(i < at for i in new)] for new, shape in zip(given, it.shapes, strict=True)
-    ]
-    whole, parts, sizes = pieces_of(f"d{at}", lengths)
-    inputs = [
-        tuple(one for i, one in enumerate(replaced(target, at, part)) if i not in new)
-        for new, part in zip(given, parts, strict=True)
-    ]
-    return it.rule(inputs, [replaced(target, at, whole)], sizes=sizes, linear=[range(len(inputs))], source="view")
+    at = {"hstack": min(1, len(it.result) - 1), "column_stack": 1, "dstack": 2}.get(it.kind, 0)
+    return _joined(it, at, [_JOINED[it.kind].get(len(shape), ()) for shape in it.shapes])
 
 
 def repeat_rule(it: OpView) -> Rule:
@@ -170,28 +154,20 @@ def repeat_rule(it: OpView) -> Rule:
     sizes: dict[str, int] = {}
     source: list[Dim] = []
     target: list[Dim] = []
+    repeats: dict[str, int] = {}
     for position, whole in enumerate(it.result):
         size = it.shape[position - missing] if position >= missing else 1
-        inner = named(f"d{position}", size)
-        times, outer = _times(whole, size), f"d{position}r"
+        inner, outer = named(f"d{position}", size), f"d{position}r"
+        times = repeats[outer] = whole // size if size else 1
         sizes.update(dict.fromkeys(inner.names, size) | ({outer: times} if times > 1 else {}))
         target.append(dim(*named(outer, times).products[0], *inner.products[0]))
         source.extend([inner] * (position >= missing))
-    return it.rule([tuple(source)], [tuple(target)], sizes=sizes, linear=[[0]], local=_local_repeat, source="view")
 
+    def local(op: Op, cell: CellView) -> Call:
+        here = (count(cell.names[name]) if name in cell.names else times for name, times in repeats.items())
+        return call("aten.repeat.default", Ref("0"), tuple(here))
 
-def _times(whole: int, size: int) -> int:
-    return whole // size if size else 1
-
-
-def _local_repeat(op: Op, cell: CellView) -> Call:
-    missing = len(cell.outputs[0]) - len(cell.inputs[0])
-    times = []
-    for position, whole in enumerate(cell.whole_outputs[0]):
-        size = cell.whole_inputs[0][position - missing] if position >= missing else 1
-        cut = cell.names.get(f"d{position}r")
-        times.append(_times(whole, size) if cut is None else count(cut))
-    return call("aten.repeat.default", Ref("0"), tuple(times))
+    return it.rule([tuple(source)], [tuple(target)], sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def repeat_interleave_rule(it: OpView) -> Rule:
@@ -208,40 +184,34 @@ def repeat_interleave_rule(it: OpView) -> Rule:
         at = positive(it.args["dim"], len(it.shape))
         target = replaced(source, at, dim(*source[at].products[0], *repeats))
     sizes["r"] = times
-    return it.rule([source], [target], sizes=sizes, linear=[[0]], local=_local_repeat_interleave, source="view")
 
+    def local(op: Op, cell: CellView) -> Call:
+        here = count(cell.names["r"]) if "r" in cell.names else times
+        return call("aten.repeat_interleave.self_int", Ref("0"), here, it.args["dim"])
 
-def _local_repeat_interleave(op: Op, cell: CellView) -> Call:
-    values = arguments(op)
-    times = count(cell.names["r"]) if "r" in cell.names else int(values["repeats"])
-    return call("aten.repeat_interleave.self_int", Ref("0"), times, values["dim"])
+    return it.rule([source], [target], sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def _uneven_repeat_rule(it: OpView) -> Rule:
     """Counts per index: the repeated dim may not be cut."""
     if it.op.target != "aten.repeat_interleave.self_Tensor" or it.args["dim"] is None:
         raise it.error(f"{it.op.target} without a dim has no rule", "name the dim")
-    whole = (positive(it.args["dim"], len(it.shape)),)
-    source, target = (numbered_dims(sizes, whole=whole) for sizes in (it.shape, it.result))
-    return it.rule([source, *fixed_dims(it.reads[1])], [target], linear=[[0]], source="view")
+    return it.beside([positive(it.args["dim"], len(it.shape))], linear=[[0]], source="view")
 
 
 def pad_rule(it: OpView) -> Rule:
     """Padded dims may not be cut, the others may. Linear unless the padding is a number other than 0."""
     amounts = integers(it.args.get("pad", it.args.get("padding")))
     padded = {len(it.result) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
-    source, target = (numbered_dims(sizes, whole=padded) for sizes in (it.shape, it.result))
     constant = it.args.get("mode", "constant") == "constant" and "value" in it.args
     linear = [[0]] if not constant or not it.args["value"] else []
-    return it.rule([source], [target], linear=linear, source="view")
+    return it.beside(padded, linear=linear, source="view")
 
 
 def shuffle_rule(it: OpView) -> Rule:
     """flip, roll, rot90: the dims whose order changes may not be cut."""
     listed = {"fliplr": (1,), "flipud": (0,)}.get(it.kind) or integers(it.args["dims"]) or range(len(it.shape))
-    moved = [positive(i, len(it.shape)) for i in listed]
-    source, target = (numbered_dims(sizes, whole=moved) for sizes in (it.shape, it.result))
-    return it.rule([source], [target], linear=[[0]], source="view")
+    return it.beside([positive(i, len(it.shape)) for i in listed], linear=[[0]], source="view")
 
 
 def meshgrid_rule(it: OpView) -> Rule:

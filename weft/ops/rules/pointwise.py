@@ -22,12 +22,11 @@ from weft.ops.build import (
     aligned,
     broadcasting,
     fixed_dims,
-    names_of,
     numbered_dims,
     rules_of,
-    when_cut,
+    talking,
 )
-from weft.ops.rule import Call, CellView, Dims, Rule, fixed
+from weft.ops.rule import Call, CellView, Dims, Rule, fixed, names_of
 from weft.runtime.operators.algorithms import Exchange
 
 Sets = tuple[tuple[str, ...], ...]
@@ -73,7 +72,7 @@ UNTAGGED = frozenset(f"aten.{name}" for name in _UNTAGGED.split())
 _NOT_ELEMENTWISE = frozenset({"aten.equal"})
 """Tagged pointwise, yet its result is one number."""
 
-_BY_EXAMPLE = frozenset({"aten.to.other", "aten.type_as.default"})
+BY_EXAMPLE = frozenset({"aten.to.other", "aten.type_as.default"})
 """Operators whose second operand only lends its dtype and device; it need not broadcast."""
 
 
@@ -95,7 +94,7 @@ def pointwise_rule(it: OpView) -> Rule:
     dims = numbered_dims(it.result)
     inputs: list[Dims] = []
     for position, tensor in enumerate(it.reads):
-        lent = position == 1 and it.op.target in _BY_EXAMPLE
+        lent = position == 1 and it.op.target in BY_EXAMPLE
         found = _lent(it, dims, tensor) if lent else aligned(dims, it.result, tensor.sizes)
         if found is None:
             raise it.error(f"{it.op.target}: an operand of shape {tensor.sizes} does not broadcast to {it.result}")
@@ -139,7 +138,7 @@ def copy_rule(it: OpView) -> Rule:
     def local(op: Op, cell: CellView) -> Call:
         if it.reads[1].dtype == dtype:
             return call("aten.expand.default", Ref("1"), cell.output_shape())
-        if cell.whole_inputs[1] == it.result:
+        if it.shapes[1] == it.result:
             return call("aten.to.dtype", Ref("1"), dtype)
         return call_with(op)
 
@@ -193,8 +192,8 @@ def masked_scatter_rule(it: OpView) -> Rule:
         refs = [Ref(str(i)) for i in range(3)]
         return call("weft.masked_scatter", *refs, shape=it.result, at=cell.outputs[0])
 
-    exchanges = dict.fromkeys(names_of(dims), Exchange(forward=("all_gather",)))
-    return it.rule(inputs, [dims], linear=[[0, 2]], algorithms=exchanges, local=when_cut(exchanges, made))
+    marks = talking(names_of(dims), Exchange(forward=("all_gather",)), made)
+    return it.rule(inputs, [dims], linear=[[0, 2]], **marks)
 
 
 def expect_rule(it: OpView) -> Rule:

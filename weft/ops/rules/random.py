@@ -19,13 +19,13 @@ from weft.ops.rule import Call, CellView, Local, Rule
 from weft.runtime.random import Draw
 
 
-def _drawing(made: Callable[[CellView, Draw], Call]) -> Local:
+def _drawing(it: OpView, made: Callable[[CellView, Draw], Call]) -> Local:
     """The call that takes a cell's share of the draw; the op's own if it draws nothing."""
 
     def local(op: Op, cell: CellView) -> Call:
         if op.draw is None:
             return call_with(op)
-        return made(cell, Draw(op.draw, cell.whole_outputs[0], cell.outputs[0]))
+        return made(cell, Draw(op.draw, it.result, cell.outputs[0]))
 
     return local
 
@@ -43,7 +43,7 @@ def _dropout(target: str, *options: str, per_channel: bool = False, is_linear: b
             return call(target, Ref("0"), *(it.args[name] for name in options), draw=draw)
 
         linear = [[0]] if is_linear and len(it.makes) == 1 else []
-        return it.rule([dims], [dims] * len(it.makes), linear=linear, local=_drawing(made))
+        return it.rule([dims], [dims] * len(it.makes), linear=linear, local=_drawing(it, made))
 
     return rule
 
@@ -64,7 +64,7 @@ def _numbers(target: str, numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]
         def made(cell: CellView, draw: Draw) -> Call:
             return call(target, *numbers(it.args), draw=draw, dtype=it.makes[0].dtype, device=device)
 
-        return _if_drawn(it, it.rule(broadcasting(dims, it.result, it.reads), [dims], local=_drawing(made)))
+        return _if_drawn(it, it.rule(broadcasting(dims, it.result, it.reads), [dims], local=_drawing(it, made)))
 
     return rule
 
@@ -78,7 +78,7 @@ def _multinomial(it: OpView) -> Rule:
         draw = Draw(draw.number, (*it.shape[:-1], count), (*cell.inputs[0][:-1], whole(count)))
         return call("weft.multinomial", Ref("0"), int(it.args["num_samples"]), replacement, draw=draw)
 
-    return _if_drawn(it, it.text("d* _ -> d* _", local=_drawing(made)))
+    return _if_drawn(it, it.text("d* _ -> d* _", local=_drawing(it, made)))
 
 
 def _if_drawn(it: OpView, rule: Rule) -> Rule:

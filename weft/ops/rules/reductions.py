@@ -20,18 +20,18 @@ from weft.ops.build import (
     broadcasting,
     fixed_dims,
     named,
-    names_of,
     numbered_dims,
     replaced,
     rules_of,
+    talking,
     when_cut,
 )
-from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed
+from weft.ops.rule import Call, CellView, Dim, Dims, Rule, dim, fixed, names_of
 from weft.ops.rules.pointwise import pointwise_rule
 from weft.runtime.operators.algorithms import Exchange
 
-Options = Callable[[OpView, Sequence[int], CellView], dict[str, Any]]
-"""What a function of the runtime is told beside the reduced dims, from the op, these dims and the cell."""
+Options = Callable[[OpView, CellView], dict[str, Any]]
+"""What a function of the runtime is told beside the reduced dims, from the op and the cell."""
 
 SUMMED = frozenset({"aten.sum", "aten.nansum", "aten.count_nonzero"})
 ONCE = Exchange(forward=("all_reduce",))
@@ -44,10 +44,14 @@ def reduced_dims(it: OpView) -> tuple[int, ...]:
     return tuple(positive(d, count) for d in listed) if listed and count else tuple(range(count))
 
 
+def keeps(it: OpView) -> bool:
+    """Whether reduced dims stay, with one index."""
+    return bool(it.args.get("keepdim", False))
+
+
 def left_dims(it: OpView, dims: Dims, reduced: Sequence[int]) -> Dims:
     """What a reduction leaves of its operand's dims."""
-    keep = bool(it.args.get("keepdim", False))
-    return tuple(dim() if d in reduced else one for d, one in enumerate(dims) if keep or d not in reduced)
+    return tuple(dim() if d in reduced else one for d, one in enumerate(dims) if keeps(it) or d not in reduced)
 
 
 def reduction_rule(it: OpView) -> Rule:
@@ -63,57 +67,46 @@ def mean_rule(it: OpView) -> Rule:
     """A part's sum over the whole count: an addend, no communication."""
     reduced, dims = reduced_dims(it), numbered_dims(it.shape)
     names = names_of(dims[d] for d in reduced)
-    options = {"count": _count(it, reduced), "dtype": it.args["dtype"]}
-    part = call("weft.mean_part", Ref("0"), reduced, bool(it.args.get("keepdim", False)), **options)
+    part = call("weft.mean_part", Ref("0"), reduced, keeps(it), count=_count(it), dtype=it.args["dtype"])
     local = when_cut(names, part, talks=False)
     return it.rule([dims], [left_dims(it, dims, reduced)], summed=names, linear=[[0]], local=local)
 
 
-def _count(it: OpView, reduced: Sequence[int]) -> int:
-    return math.prod(it.shape[d] for d in reduced)
+def _count(it: OpView) -> int:
+    return math.prod(it.shape[d] for d in reduced_dims(it))
 
 
-def talking(target: str, exchange: Exchange, options: Options | None = None, **more: Any) -> RuleOf:
+def by_runtime(target: str, exchange: Exchange, options: Options = lambda it, cell: {}, **more: Any) -> RuleOf:
     """The rule of a reduction whose cells talk: where reduced dims are cut, each calls a function of the runtime with
     its part, the dims, whether they are kept, and options."""
 
-    def rule(it: OpView) -> Rule:
-        def told(cell: CellView) -> dict[str, Any]:
-            return more if options is None else more | options(it, reduced_dims(it), cell)
-
-        return talking_rule(it, reduced_dims(it), target, exchange, told)
-
-    return rule
+    return lambda it: talking_rule(it, reduced_dims(it), target, exchange, lambda cell: more | options(it, cell))
 
 
 def talking_rule(
     it: OpView, reduced: Sequence[int], target: str, exchange: Exchange, told: Callable[[CellView], dict[str, Any]]
 ) -> Rule:
     """All outputs lack the reduced names, along which the cells talk."""
-    dims, keepdim = numbered_dims(it.shape), bool(it.args.get("keepdim", False))
+    dims = numbered_dims(it.shape)
     names = names_of(dims[d] for d in sorted(reduced))
 
     def made(cell: CellView) -> Call:
-        return call(target, Ref("0"), tuple(reduced), keepdim, **told(cell))
+        return call(target, Ref("0"), tuple(reduced), keeps(it), **told(cell))
 
-    return it.rule(
-        [dims],
-        [left_dims(it, dims, reduced)] * len(it.makes),
-        algorithms=dict.fromkeys(names, exchange),
-        local=when_cut(names, made),
-    )
+    return it.rule([dims], [left_dims(it, dims, reduced)] * len(it.makes), **talking(names, exchange, made))
 
 
-def _freedom(it: OpView, reduced: Sequence[int], cell: CellView) -> dict[str, Any]:
+def _freedom(it: OpView, cell: CellView) -> dict[str, Any]:
     given = it.args["correction"] if "correction" in it.args else float(it.args["unbiased"])
-    return {"count": _count(it, reduced), "correction": 1.0 if given is None else float(given)}
+    return {"count": _count(it), "correction": 1.0 if given is None else float(given)}
 
 
-def _positions(it: OpView, reduced: Sequence[int], cell: CellView) -> dict[str, Any]:
+def _positions(it: OpView, cell: CellView) -> dict[str, Any]:
+    reduced = reduced_dims(it)
     return {"shape": tuple(it.shape[d] for d in reduced), "at": tuple(cell.inputs[0][d] for d in reduced)}
 
 
-def _dtype(it: OpView, reduced: Sequence[int], cell: CellView) -> dict[str, Any]:
+def _dtype(it: OpView, cell: CellView) -> dict[str, Any]:
     return {"dtype": it.args["dtype"]}
 
 
@@ -123,8 +116,8 @@ def extreme(kind: str) -> RuleOf:
     both = Exchange(forward=("all_reduce",), backward=("all_reduce",))
     forms = {
         "other": pointwise_rule,
-        "dim": talking("weft.extreme_and_index", TWICE, _positions, kind=kind),
-        "": talking("weft.extreme", both, kind=kind),
+        "dim": by_runtime("weft.extreme_and_index", TWICE, _positions, kind=kind),
+        "": by_runtime("weft.extreme", both, kind=kind),
     }
     return lambda it: forms.get(it.op.target.split(".")[-1], forms[""])(it)
 
@@ -136,7 +129,7 @@ def softmax_rule(it: OpView) -> Rule:
     dtype = it.makes[0].dtype if it.makes[0].dtype != it.reads[0].dtype else None
     made = call("weft.softmax", Ref("0"), along, dtype=dtype, log="log" in it.kind)
     exchange = Exchange(forward=("all_reduce", "all_reduce"), backward=("all_reduce",))
-    return it.rule([dims], [dims], algorithms=dict.fromkeys(names, exchange), local=when_cut(names, made))
+    return it.rule([dims], [dims], **talking(names, exchange, made))
 
 
 def sum_to_size_rule(it: OpView) -> Rule:
@@ -193,8 +186,7 @@ def trapezoid_rule(it: OpView) -> Rule:
 
 def slope_rule(it: OpView) -> Rule:
     """gradient: differences along one dim or several, one result for each; these dims stay whole."""
-    dims = numbered_dims(it.shape, whole=reduced_dims(it))
-    return it.rule([dims, *fixed_dims(*it.reads[1:])], [dims] * len(it.makes), linear=[[0]])
+    return it.beside(reduced_dims(it), linear=[[0]])
 
 
 def renorm_rule(it: OpView) -> Rule:
@@ -227,20 +219,20 @@ RULES: Mapping[str, RuleOf] = {
     **rules_of(reduction_rule, "sum nansum count_nonzero median nanmedian mode kthvalue"),
     **rules_of(along_rule, "cumsum cumprod cummax cummin logcumsumexp sort argsort msort topk diff"),
     "aten.mean": mean_rule,
-    "aten.nanmean": talking("weft.nanmean_part", Exchange(output="partial", forward=("all_reduce",)), _dtype),
-    "aten.var": talking("weft.variance_only", TWICE, _freedom, root=False),
-    "aten.std": talking("weft.variance_only", TWICE, _freedom, root=True),
-    "aten.var_mean": talking("weft.variance", TWICE, _freedom, root=False),
-    "aten.std_mean": talking("weft.variance", TWICE, _freedom, root=True),
+    "aten.nanmean": by_runtime("weft.nanmean_part", Exchange(output="partial", forward=("all_reduce",)), _dtype),
+    "aten.var": by_runtime("weft.variance_only", TWICE, _freedom, root=False),
+    "aten.std": by_runtime("weft.variance_only", TWICE, _freedom, root=True),
+    "aten.var_mean": by_runtime("weft.variance", TWICE, _freedom, root=False),
+    "aten.std_mean": by_runtime("weft.variance", TWICE, _freedom, root=True),
     **rules_of(extreme("max"), "amax max"),
     **rules_of(extreme("min"), "amin min"),
-    "aten.argmax": talking("weft.extreme_index", TWICE, _positions, kind="max"),
-    "aten.argmin": talking("weft.extreme_index", TWICE, _positions, kind="min"),
-    "aten.aminmax": talking("weft.aminmax", Exchange(forward=("all_reduce",) * 2, backward=("all_reduce",) * 2)),
-    **rules_of(talking("weft.truth", ONCE, kind="max"), "any _is_any_true"),
-    **rules_of(talking("weft.truth", ONCE, kind="min"), "all _is_all_true"),
-    "aten.prod": talking("weft.prod", Exchange(forward=("all_gather",)), _dtype),
-    "aten.logsumexp": talking("weft.logsumexp", TWICE),
+    "aten.argmax": by_runtime("weft.extreme_index", TWICE, _positions, kind="max"),
+    "aten.argmin": by_runtime("weft.extreme_index", TWICE, _positions, kind="min"),
+    "aten.aminmax": by_runtime("weft.aminmax", Exchange(forward=("all_reduce",) * 2, backward=("all_reduce",) * 2)),
+    **rules_of(by_runtime("weft.truth", ONCE, kind="max"), "any _is_any_true"),
+    **rules_of(by_runtime("weft.truth", ONCE, kind="min"), "all _is_all_true"),
+    "aten.prod": by_runtime("weft.prod", Exchange(forward=("all_gather",)), _dtype),
+    "aten.logsumexp": by_runtime("weft.logsumexp", TWICE),
     **rules_of(softmax_rule, "softmax _softmax log_softmax _log_softmax"),
     "aten.sum_to_size": sum_to_size_rule,
     **rules_of(paired_rule, "cross linalg_cross linalg_vecdot"),

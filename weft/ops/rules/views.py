@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.ir.graph import Op, Ref
+from weft.ir.graph import Ref
 from weft.ops.arguments import call, operand, overload, positive
 from weft.ops.build import OpView, RuleOf, broadcasting, fixed_dims, numbered_dims, rules_of
-from weft.ops.rule import Call, CellView, Dim, Dims, Product, Rule, dim, fixed
+from weft.ops.rule import Dim, Dims, Local, Product, Rule, dim, fixed
 
 
 @dataclass(frozen=True)
@@ -123,33 +123,30 @@ def _place(shape: Sequence[int], kept: list[int], pieces: list[list[Piece]], nam
     return tuple(dims)
 
 
-def local_reshape(op: Op, cell: CellView) -> Call:
-    """The cell's own shape. `reshape`, because a part need not have the strides that allow a view."""
-    return call("aten.reshape.default", Ref("0"), cell.output_shape())
+def _shaped(target: str) -> Local:
+    """The call that gives a cell's part its own shape."""
+    return lambda op, cell: call(target, Ref("0"), cell.output_shape())
 
 
 def reshape_rule(it: OpView) -> Rule:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze; a second operand only lends its shape."""
     if it.op.target in ("aten.view.dtype", "aten.view_copy.dtype"):
         # the same bytes as another dtype: the last dim may change its size
-        whole = () if it.shape == it.result else (len(it.shape) - 1,)
-        return it.rule([numbered_dims(it.shape, whole=whole)], [numbered_dims(it.result, whole=whole)], source="view")
+        return it.beside(() if it.shape == it.result else (len(it.shape) - 1,), source="view")
     if len(it.makes) != 1:
         raise it.error(f"{it.op.target} of several tensors at once has no rule")
     source, target, sizes = common_factors(it.shape, it.result)
     inputs = [source, *(target for _ in it.reads[1:])]
-    return it.rule(inputs, [target], sizes=sizes, linear=[[0]], local=local_reshape, source="view")
+    # `reshape`, because a part need not have the strides that allow a view
+    local = _shaped("aten.reshape.default")
+    return it.rule(inputs, [target], sizes=sizes, linear=[[0]], local=local, source="view")
 
 
 def expand_rule(it: OpView) -> Rule:
     """expand, expand_as, broadcast_to: new or stretched dims may be cut too, each cell makes its own."""
     dims = numbered_dims(it.result)
     inputs = [*broadcasting(dims, it.result, it.reads[:1]), *(dims for _ in it.reads[1:])]
-    return it.rule(inputs, [dims], linear=[[0]], local=_local_expand, source="view")
-
-
-def _local_expand(op: Op, cell: CellView) -> Call:
-    return call("aten.expand.default", Ref("0"), cell.output_shape())
+    return it.rule(inputs, [dims], linear=[[0]], local=_shaped("aten.expand.default"), source="view")
 
 
 def broadcast_tensors_rule(it: OpView) -> Rule:
@@ -159,17 +156,24 @@ def broadcast_tensors_rule(it: OpView) -> Rule:
     return it.rule(inputs, [dims] * len(inputs), linear=[range(len(inputs))], source="view")
 
 
+def order_of(permute: Callable[[torch.Tensor], torch.Tensor], num_dims: int) -> list[int]:
+    """From which dim each dim of a permuted tensor comes."""
+    probe = torch.empty(tuple(range(2, 2 + num_dims)), device="meta")
+    return [int(size) - 2 for size in permute(probe).shape]
+
+
 def permute_rule(it: OpView) -> Rule:
     """permute, transpose, t, movedim: the order of dims is asked of torch, on a tensor that holds nothing."""
     num_dims = len(it.shape)
     operator = overload(it.op.target)
     assert operator is not None
-    probe = torch.empty(tuple(range(2, 2 + num_dims)), device="meta")
-    moved = operator(*(probe if operand(value) == 0 else value for value in it.args.values()))
+    order = order_of(
+        lambda probe: operator(*(probe if operand(value) == 0 else value for value in it.args.values())), num_dims
+    )
     target = numbered_dims(it.result)
     source = [dim()] * num_dims
-    for one, size in zip(target, moved.shape, strict=True):
-        source[size - 2] = one
+    for one, came_from in zip(target, order, strict=True):
+        source[came_from] = one
     return it.rule([tuple(source)], [target], linear=[[0]], source="view")
 
 
@@ -216,7 +220,7 @@ def _whole(source: str) -> RuleOf:
     )
 
 
-_RESHAPES = """
+RESHAPES = """
 view _unsafe_view view_copy _reshape_alias reshape reshape_as view_as flatten unflatten ravel squeeze squeeze_copy
 unsqueeze unsqueeze_copy atleast_1d atleast_2d atleast_3d
 """
@@ -225,7 +229,7 @@ permute permute_copy transpose transpose_copy t t_copy numpy_T mT movedim moveax
 """
 
 RULES: Mapping[str, RuleOf] = {
-    **rules_of(reshape_rule, _RESHAPES),
+    **rules_of(reshape_rule, RESHAPES),
     **rules_of(permute_rule, _PERMUTES),
     **rules_of(expand_rule, "expand expand_as expand_copy broadcast_to"),
     "aten.broadcast_tensors": broadcast_tensors_rule,

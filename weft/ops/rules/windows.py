@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from weft.ir.graph import Op
 from weft.ir.ranges import count
 from weft.ops.arguments import arguments, call_with, integers, operands_in, positive
-from weft.ops.build import OpView, RuleOf, never_empty, numbered_dims, refuse_empty, row, rules_of
+from weft.ops.build import OpView, RuleOf, never_empty, refuse_empty, row, rules_of
 from weft.ops.rule import Call, CellView, Rule
 
 
@@ -86,8 +86,7 @@ def fourier_rule(it: OpView) -> Rule:
     # as many of the last dims as lengths are given, else all
     first = num_dims - (len(integers(it.args.get("s"))) or num_dims)
     moved = [positive(i, num_dims) for i in integers(it.args["dim"]) or range(first, num_dims)]
-    source, target = (numbered_dims(sizes, whole=moved) for sizes in (it.shape, it.result))
-    return it.rule([source], [target], linear=[[0]], local=never_empty)
+    return it.beside(moved, linear=[[0]], local=never_empty)
 
 
 def frames_rule(it: OpView) -> Rule:

@@ -25,7 +25,7 @@ from weft.ops.work import contraction
 from weft.plan.colors import Color, Member, find_inner_colors, is_of_inputs
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
-from weft.plan.recipes.grow import cut_tensors, tightest
+from weft.plan.recipes.grow import neighbours, tightest
 from weft.plan.recipes.weigh import Weight, weigh
 
 LEAST_FLOPS_PER_BYTE = 1.5
@@ -99,7 +99,7 @@ def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain 
     """The chain of a color among the ops not taken that moves the fewest bytes per multiplication."""
     chains = []
     for members in free_groups(plan, color, parts, taken):
-        weight = weigh(plan.graph, plan.rules, {op: member.name for op, member in members.items()})
+        weight = weigh(plan.graph, plan.rules, cut_names(members))
         if weight.flops:
             chains.append(Chain(color, members, weight))
     return min(chains, key=lambda chain: chain.weight.bytes_per_flop, default=None)
@@ -108,11 +108,11 @@ def _best_chain(plan: Plan, color: Color, parts: int, taken: set[str]) -> Chain 
 def _tightened(plan: Plan, chain: Chain) -> Chain:
     """The part of a chain that moves fewer bytes for each multiplication than the whole; the whole if there is none, or
     if a multiplication would be left over that is not worth cutting by itself."""
-    found = tightest(plan, {op: member.name for op, member in chain.members.items()}, chain.weight)
+    names = cut_names(chain.members)
+    found = tightest(plan, names, chain.weight)
     if found is None:
         return chain
-    rest = {op: member.name for op, member in chain.members.items() if op not in found[0]}
-    left = (weigh(plan.graph, plan.rules, {op: name}) for op, name in rest.items())
+    left = (weigh(plan.graph, plan.rules, {op: name}) for op, name in names.items() if op not in found[0])
     if any(one.flops and one.bytes_per_flop * LEAST_FLOPS_PER_BYTE > 1 for one in left):
         return chain
     members = {op: member for op, member in chain.members.items() if op in found[0]}
@@ -129,13 +129,14 @@ def free_groups(plan: Plan, color: Color, parts: int, taken: Container[str]) -> 
     return connected(plan, members)
 
 
+def cut_names(members: Mapping[str, Member]) -> dict[str, str]:
+    """The name along which each op is cut."""
+    return {op: member.name for op, member in members.items()}
+
+
 def connected(plan: Plan, members: Mapping[str, Member]) -> list[dict[str, Member]]:
     """The ops in groups that share a tensor which both cut, each in execution order."""
-    tensors = {op: cut_tensors(plan, op, member.name) for op, member in members.items()}
-    holders: dict[str, list[str]] = {}
-    for op, names in tensors.items():
-        for name in names:
-            holders.setdefault(name, []).append(op)
+    beside = neighbours(plan, cut_names(members))
     position = {op: i for i, op in enumerate(members)}
     groups: list[dict[str, Member]] = []
     seen: set[str] = set()
@@ -147,7 +148,7 @@ def connected(plan: Plan, members: Mapping[str, Member]) -> list[dict[str, Membe
             if op not in seen:
                 seen.add(op)
                 group.append(op)
-                queue += [other for name in tensors[op] for other in holders[name]]
+                queue += beside[op]
         if group:
             groups.append({op: members[op] for op in sorted(group, key=position.__getitem__)})
     return groups

@@ -32,7 +32,7 @@ def tightest(plan: Plan, cuts: Mapping[str, str], whole: Weight) -> tuple[frozen
         whole: what cutting them all divides and moves.
     """
     limit = GAIN * whole.bytes_per_flop
-    beside = _neighbours(plan, cuts)
+    beside = neighbours(plan, cuts)
     best: tuple[frozenset[str], Weight] | None = None
     done: set[str] = set()
     for op in cuts:
@@ -46,19 +46,14 @@ def tightest(plan: Plan, cuts: Mapping[str, str], whole: Weight) -> tuple[frozen
     return best
 
 
-def cut_tensors(plan: Plan, op: str, name: str) -> list[str]:
-    """The operands and outputs of an op that have the name."""
-    one, rule = plan.graph.by_name[op], plan.rule(op)
-    pairs = zip((*one.inputs, *one.outputs), (*rule.inputs, *rule.outputs), strict=True)
-    return [tensor for tensor, dims in pairs if any(name in dim.names for dim in dims)]
-
-
-def _neighbours(plan: Plan, cuts: Mapping[str, str]) -> dict[str, dict[str, bool]]:
+def neighbours(plan: Plan, cuts: Mapping[str, str]) -> dict[str, dict[str, bool]]:
     """For each op those that cut a tensor with it, and whether that is a stored one."""
     holders: dict[str, list[str]] = {}
     for op, name in cuts.items():
-        for tensor in cut_tensors(plan, op, name):
-            holders.setdefault(tensor, []).append(op)
+        one, rule = plan.graph.by_name[op], plan.rule(op)
+        for tensor, dims in zip((*one.inputs, *one.outputs), (*rule.inputs, *rule.outputs), strict=True):
+            if any(name in dim.names for dim in dims):
+                holders.setdefault(tensor, []).append(op)
     found: dict[str, dict[str, bool]] = {op: {} for op in cuts}
     for tensor, ops in holders.items():
         stored = tensor in plan.graph.parameter_tensors

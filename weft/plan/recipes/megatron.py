@@ -17,12 +17,13 @@ from collections.abc import Mapping
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
+from weft.ops.rule import names_of
 from weft.ops.work import multiplications
 from weft.plan.colors import Color, Member, OpName, find_colors, is_of_inputs
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy
 from weft.plan.recipes.basic import check_count, cut_all, no_chain
-from weft.plan.recipes.chains import free_groups
+from weft.plan.recipes.chains import cut_names, free_groups
 from weft.plan.recipes.weigh import weigh
 
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
@@ -75,10 +76,9 @@ class _Cuts:
             if op.kind not in LOSSES:
                 continue
             rule = self.plan.rule(op)
-            made = {name for dims in rule.outputs for one in dims for name in one.names}
             for name in rule.algorithms:
                 color = self._colors.at(OpName(op.name, name))
-                if name not in made and color is not None and not self._is_input(op.name, name):
+                if name not in rule.made and color is not None and not self._is_input(op.name, name):
                     sizes.add(rule.sizes[name])
                     self._take(op.name, color)
         for op in self.plan.graph.ops:
@@ -101,7 +101,7 @@ class _Cuts:
                 continue
             for members in free_groups(self.plan, color, self.parts, self.chosen):
                 if self._is_hidden(members):
-                    weight = weigh(self.plan.graph, self.plan.rules, {op: one.name for op, one in members.items()})
+                    weight = weigh(self.plan.graph, self.plan.rules, cut_names(members))
                     found.append((weight.bytes_per_flop, color.number, members))
         for _, _, members in sorted(found, key=lambda one: one[:2]):
             if not self.chosen.keys() & members.keys():
@@ -118,7 +118,7 @@ class _Cuts:
     def _heads(self, op: Op) -> list[str]:
         """Names of a product that both factors and the result have, the batch aside."""
         rule = self.plan.rule(op)
-        held = [frozenset(name for one in dims for name in one.names) for dims in (*rule.inputs[:2], rule.outputs[0])]
+        held = [frozenset(names_of(dims)) for dims in (*rule.inputs[:2], rule.outputs[0])]
         shared = frozenset.intersection(*held) - rule.frozen
         return [name for name in rule.names if name in shared and not self._is_input(op.name, name)]
 
@@ -130,11 +130,10 @@ class _Cuts:
         made = summed = False
         for op, member in members.items():
             rule = self.plan.rule(op)
-            outputs = {name for dims in rule.outputs for one in dims for name in one.names}
             if multiplications(rule):
-                made |= member.name in outputs
+                made |= member.name in rule.made
                 summed |= member.name in rule.summed
-            elif member.talks or member.name in rule.summed or member.name not in outputs:
+            elif member.talks or member.name in rule.summed or member.name not in rule.made:
                 return False
         return made and summed
 

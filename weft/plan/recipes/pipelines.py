@@ -19,7 +19,7 @@ from weft.plan.plan import Plan
 from weft.plan.recipes.basic import cut_all
 from weft.plan.recipes.megatron import LOSSES, vocabulary_cuts
 from weft.plan.recipes.recycling import recycled_stages
-from weft.plan.recipes.stages import balanced, begun_at
+from weft.plan.recipes.stages import stages_of
 
 
 def pp(
@@ -56,11 +56,7 @@ def pp(
         for one in recycled_stages(plan, stages, begins):
             plan = _stage(plan, one.name, one.ops, one.place, size)
         return plan.cut_batch(microbatches).order(schedule)
-    if begins:
-        parts = begun_at(plan.graph, plan.rules, begins, without=everywhere)
-    else:
-        parts = balanced(plan.graph, plan.rules, count, without=everywhere)
-    for number, ops in enumerate(parts):
+    for number, ops in enumerate(stages_of(plan.graph, plan.rules, count, begins, without=everywhere)):
         turn, place = divmod(number, stages)
         # a V: the second half of the stages runs back over the devices
         home = stages - 1 - place if wanted == "vee" and turn % 2 else place

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.ir.graph import Op
-from weft.ops.work import light_ops
 from weft.plan.plan import Plan
-from weft.plan.recipes.stages import balanced, begun_at
+from weft.plan.recipes.stages import heavy_ops, stages_of
 
 START = "start"
 """The stage of what runs once, before the first pass."""
@@ -41,8 +40,7 @@ class Passes:
 
 def recycled_stages(plan: Plan, stages: int, begins: Sequence[str] = ()) -> list[Turn]:
     """The stages of every pass, in program order."""
-    light = light_ops(plan.graph, plan.rules)
-    ops = [op for op in plan.graph.ops if op.name not in light]
+    ops = heavy_ops(plan.graph, plan.rules)
     weights = plan.graph.parameter_tensors
     readers = [at for at, op in enumerate(ops) if any(name in weights for name in op.inputs)]
     words = [tuple(name for name in ops[at].inputs if name in weights) for at in readers]
@@ -95,10 +93,7 @@ def _begun(
     last = readers[first : first + found.length]
     outside = {op.name for op in ops[: last[0]]}
     names = [ops[at].name for at in last]
-    if begins:
-        parts = begun_at(plan.graph, plan.rules, begins, without=outside)
-    else:
-        parts = balanced(plan.graph, plan.rules, stages, without=outside, cuts=names[1:])
+    parts = stages_of(plan.graph, plan.rules, stages, begins, without=outside, cuts=names[1:])
     place = {op.name: at for at, op in enumerate(ops)}
     begun = [0]
     for part in parts[1:]:

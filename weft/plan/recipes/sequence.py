@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from weft.errors import PlanError
 from weft.ir.graph import Op
 from weft.ir.oplayout import Cut, OpLayout
+from weft.ops.rule import names_of
 from weft.plan.colors import Color, Colors, Member, TensorDim, find_colors
 from weft.plan.follow import resolve
 from weft.plan.plan import Plan
@@ -89,10 +90,9 @@ def _fits(plan: Plan, op: Op, member: Member, parts: int) -> bool:
     whole = [
         math.prod(tensors[name].sizes)
         for name, dims in zip(op.inputs, rule.inputs, strict=True)
-        if name in plan.graph.parameter_tensors and not any(member.name in one.names for one in dims)
+        if name in plan.graph.parameter_tensors and member.name not in names_of(dims)
     ]
-    split = any(member.name in one.names for dims in rule.outputs for one in dims)
-    return split and sum(whole) <= made
+    return member.name in rule.made and sum(whole) <= made
 
 
 def _touches(plan: Plan, group: Iterable[str], edges: list[str]) -> bool:

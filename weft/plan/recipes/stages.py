@@ -36,15 +36,27 @@ class _Weights:
     crossing: tuple[float, ...]
 
 
-def balanced(
-    graph: Graph, book: RuleBook, count: int, *, without: Collection[str] = (), cuts: Collection[str] | None = None
+def stages_of(
+    graph: Graph,
+    book: RuleBook,
+    count: int,
+    begins: Sequence[str] = (),
+    *,
+    without: Collection[str] = (),
+    cuts: Collection[str] | None = None,
 ) -> list[tuple[Op, ...]]:
     """The ops of each stage. What every piece may make for itself is in none (`light_ops`), nor is `without`.
 
     Args:
-        cuts: ops at which a stage may begin; any if not given.
+        begins: modules at which the stages after the first begin; balanced by weight if not given.
+        cuts: ops at which a balanced stage may begin; any if not given.
     """
-    ops = _heavy(graph, book, without)
+    ops = [op for op in heavy_ops(graph, book) if op.name not in without]
+    edges = _begun_at(ops, begins) if begins else _balanced(graph, book, ops, count, cuts)
+    return [tuple(ops[start:stop]) for start, stop in itertools.pairwise((0, *edges, len(ops)))]
+
+
+def _balanced(graph: Graph, book: RuleBook, ops: Sequence[Op], count: int, cuts: Collection[str] | None) -> list[int]:
     if len(ops) < count:
         raise PlanError(
             f"{count} stages for a model of {len(ops)} operators that compute something: a stage would have no work",
@@ -55,15 +67,11 @@ def balanced(
         candidates = _candidates(weights, len(ops), count)
     else:
         candidates = [at for at, op in enumerate(ops) if at and op.name in cuts]
-    edges = [0, *_best_cuts(weights, candidates, len(ops), count), len(ops)]
-    return [tuple(ops[start:stop]) for start, stop in itertools.pairwise(edges)]
+    return _best_cuts(weights, candidates, len(ops), count)
 
 
-def begun_at(
-    graph: Graph, book: RuleBook, modules: Sequence[str], *, without: Collection[str] = ()
-) -> list[tuple[Op, ...]]:
-    """The ops of each stage, where a new one begins at each of these modules."""
-    ops = _heavy(graph, book, without)
+def _begun_at(ops: Sequence[Op], modules: Sequence[str]) -> list[int]:
+    """The first ops of stages that begin at these modules."""
     edges = [0]
     for module in modules:
         inside = [at for at, op in enumerate(ops) if op.path == module or op.path.startswith(f"{module}.")]
@@ -78,13 +86,13 @@ def begun_at(
                 remedy="name modules in the order in which they run, the first one's stage left out",
             )
         edges.append(inside[0])
-    edges.append(len(ops))
-    return [tuple(ops[start:stop]) for start, stop in itertools.pairwise(edges)]
+    return edges[1:]
 
 
-def _heavy(graph: Graph, book: RuleBook, without: Collection[str]) -> list[Op]:
+def heavy_ops(graph: Graph, book: RuleBook) -> list[Op]:
+    """The ops that pieces do not make for themselves."""
     light = light_ops(graph, book)
-    return [op for op in graph.ops if op.name not in light and op.name not in without]
+    return [op for op in graph.ops if op.name not in light]
 
 
 def _some_paths(ops: Sequence[Op]) -> list[str]:

@@ -16,15 +16,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.ir.graph import Graph, Op
+from weft.ir.graph import Graph
+from weft.ir.layout import COPY, PARTIAL, Role
 from weft.ops.book import RuleBook
-from weft.ops.rule import Dims, Rule
+from weft.ops.derive import cut_roles
+from weft.ops.rule import Rule
 from weft.ops.work import contraction
 
-Roles = tuple[str, str]
-"""Of a value and of its gradient; a split is written with its dim."""
+Roles = tuple[Role, Role]
+"""Of a value and of its gradient."""
 
-WHOLE: Roles = ("copy", "copy")
+WHOLE: Roles = (COPY, COPY)
 
 
 @dataclass(frozen=True)
@@ -52,64 +54,40 @@ def moved(graph: Graph, rules: RuleBook, cut: Mapping[str, str], name: str) -> i
     tensor, producer = graph.tensors[name], graph.producers.get(name)
     size = tensor.num_bytes
     consumers = {
-        role for op in graph.consumers[name] for role in _operand_roles(rules.rule(op), cut.get(op.name), op, name)
+        _input_roles(rules.rule(op), cut.get(op.name), position)
+        for op in graph.consumers[name]
+        for position, operand in enumerate(op.inputs)
+        if operand == name
     }
     if producer is None:
         parameter = graph.parameter_tensors.get(name)
-        summed = parameter is not None and parameter.trainable and any(grad == "partial" for _, grad in consumers)
+        summed = parameter is not None and parameter.trainable and any(grad == PARTIAL for _, grad in consumers)
         return 2 * size if summed else 0
     if name in graph.outputs:
         consumers.add(WHOLE)
-    made = _output_roles(rules.rule(producer), cut.get(producer.name), producer.outputs.index(name))
+    rule, along = rules.rule(producer), cut.get(producer.name)
+    made = WHOLE if along is None else cut_roles(rule, along, rule.outputs[producer.outputs.index(name)], None)
     moved = 0
     for value, gradient in consumers:
         moved += size * _times(made[0], value)
         if tensor.needs_grad:
             moved += size * _times(gradient, made[1])
-    if name != producer.outputs[0]:
-        return moved
-    return moved + _talk(rules.rule(producer), cut.get(producer.name), made, size)
+    return moved + _talk(rule, along, made, size) if name == producer.outputs[0] else moved
 
 
-def _times(source: str, target: str) -> int:
+def _times(source: Role, target: Role) -> int:
     """How often a tensor crosses the links on the way from one role to another."""
-    if source in (target, "copy"):
+    if source in (target, COPY):
         return 0
-    return 2 if (source, target) == ("partial", "copy") else 1
+    return 2 if (source, target) == (PARTIAL, COPY) else 1
 
 
-def _operand_roles(rule: Rule, name: str | None, op: Op, tensor: str) -> set[Roles]:
-    if name is None:
-        return {WHOLE}
-    return {_input_roles(rule, name, position) for position, operand in enumerate(op.inputs) if operand == tensor}
-
-
-def _input_roles(rule: Rule, name: str, position: int) -> Roles:
-    split = _split(rule.inputs[position], name)
-    if split is not None:
-        return split
-    if name in rule.algorithms:
-        return "copy", rule.algorithms[name].gradient
-    # an added operand goes into one cell: no sum in backward
-    return WHOLE if name in rule.summed and position in rule.added else ("copy", "partial")
-
-
-def _output_roles(rule: Rule, name: str | None, position: int) -> Roles:
+def _input_roles(rule: Rule, name: str | None, position: int) -> Roles:
     if name is None:
         return WHOLE
-    split = _split(rule.outputs[position], name)
-    if split is not None:
-        return split
-    if name in rule.algorithms:
-        return rule.algorithms[name].output, "copy"
-    return "partial", "copy"
-
-
-def _split(dims: Dims, name: str) -> Roles | None:
-    for position, one in enumerate(dims):
-        if name in one.names:
-            return f"split{position}", f"split{position}"
-    return None
+    roles = cut_roles(rule, name, rule.inputs[position], position)
+    # an added operand goes into one cell: no sum in backward
+    return WHOLE if roles[0] == PARTIAL else roles
 
 
 def _talk(rule: Rule, name: str | None, made: Roles, size: int) -> int:
@@ -119,4 +97,4 @@ def _talk(rule: Rule, name: str | None, made: Roles, size: int) -> int:
         return 0
     if exchange.bytes is not None:
         return exchange.bytes
-    return 2 * size if made[0] == "copy" and exchange.forward else 0
+    return 2 * size if made[0] == COPY and exchange.forward else 0

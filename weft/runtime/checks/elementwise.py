@@ -74,8 +74,12 @@ def mixing_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the answer depends on: the class, and settings; of numbers whether they are 0."""
-    told = {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
-    return type(optimizer), *((name, _kind(value)) for name, value in sorted(told.items()))
+    told = sorted(_settings(group).items())
+    return type(optimizer), *((name, _kind(value)) for name, value in told if name != "lr")
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
 
 
 def _kind(value: Any) -> str:
@@ -138,7 +142,7 @@ def _mixing_like(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], num
 def _likes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[Make]:
     """What makes optimizers of the same class and settings."""
     own, kind = vars(optimizer), cast(Callable[..., torch.optim.Optimizer], type(optimizer))
-    settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    settings = _settings(group)
     if "lr" in settings:
         settings["lr"] = torch.tensor(RATE) if isinstance(settings["lr"], Tensor) else RATE
     if "capturable" in settings:

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
-from weft.runtime.checks.guards import Guard, Held, Refuse
+from weft.runtime.checks.guards import Guard, RankParameters, Refuse
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
+from weft.runtime.training.shard_owners import tell_numbers
 
 
-def held_by(module: OneRank) -> Held:
+def held_by(module: OneRank) -> RankParameters:
     """What a rank holds of the trained parameters."""
     parts = module.program.trained_parts()
     trained = tuple((name, one) for name, one in module.named_parameters() if name in parts)
     stored = module.stored
     cut = frozenset(name for name, _ in trained if size(stored[name]) != parts[name].shape)
-    return Held(trained, cut, not cut and all(name in stored for name in parts))
+    return RankParameters(trained, cut, not cut and all(name in stored for name in parts))
 
 
 def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
@@ -31,10 +30,7 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
 
     def tell(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
         group = tuple(range(transport.num_ranks)) if ranks is None else ranks
-        if len(group) == 1:
-            return mine
-        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
-        return [number for one in transport.all_gather(told, group) for number in one.tolist()]
+        return [number for one in tell_numbers(transport, mine, group) for number in one]
 
     known = tell([float(held.complete), float(held.holds)])
     holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)
@@ -49,7 +45,7 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     holders = tuple(rank for rank, one in enumerate(held) if one.holds)
     guard = Guard(held, len(held), all(one.complete for one in held), refuse, _told_here, holders)
     for number, module in enumerate(ranks):
-        module.watched_by(guard, partial(guard.remember_rank, number))
+        module.watched_by(guard, partial(guard.remember, number))
     return guard
 
 

@@ -81,7 +81,7 @@ NO_MARK = Mark()
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """What one rank holds.
 
     Args:
@@ -112,7 +112,7 @@ class Guard:
         holders: the ranks that hold something. The others have no gradients that could be written to.
     """
 
-    ranks: tuple[Held, ...]
+    ranks: tuple[RankParameters, ...]
     num_ranks: int
     alike: bool
     refuse: Refuse
@@ -140,16 +140,11 @@ class Guard:
         """True if a rank that scales its gradients by itself does wrong."""
         return len(self.holders) > 1 and not self.alike
 
-    def remember(self) -> None:
-        """Gradients are as they are to be: from now on they are watched."""
+    def remember(self, rank: int | None = None) -> None:
+        """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
         if self.watches_scales:
-            for one in self.scales:
+            for one in self.scales if rank is None else (self.scales[rank],):
                 one.remember()
-
-    def remember_rank(self, rank: int) -> None:
-        """The same, of one of the ranks here."""
-        if self.watches_scales:
-            self.scales[rank].remember()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Bytes:
         return self.parameters + self.kept + self.gradients + self.optimizer + self.buffers
 
     def as_json(self) -> dict[str, int]:
-        return {one.name: int(getattr(self, one.name)) for one in fields(self)}
+        return asdict(self)
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -81,23 +81,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a module and its optimizer hold, as storages."""
-
-    parameters: Mapping[int, int]
-    kept: Mapping[int, int]
-    gradients: Mapping[int, int]
-    optimizer: Mapping[int, int]
-    buffers: Mapping[int, int]
-
-    @property
-    def lasting(self) -> dict[int, int]:
-        """What is there before a step begins."""
-        return {**self.parameters, **self.kept, **self.optimizer, **self.buffers}
-
-
-@dataclass(frozen=True)
-class Owner:
+class RankMemory:
     """Whose memory is counted: one rank's.
 
     Args:
@@ -110,38 +94,41 @@ class Owner:
     programs: Sequence[ParallelModule]
     messages: Callable[[], Iterable[Tensor]] = tuple
 
+    def held(self) -> dict[str, dict[int, int]]:
+        """Storages that are alive now, by kind; each under the first kind that it is of."""
+        parameters = list(self.module.parameters())
+        constants = [one for program in self.programs for one in program.constants.values()]
+        found = {
+            "parameters": storages(parameters),
+            "kept": storages(
+                one for program in self.programs for one in (*program.parameters(), *program.full_weights.memory())
+            ),
+            "gradients": storages(one.grad for one in parameters if one.grad is not None),
+            "optimizer": storages(state_tensors(self.optimizer)),
+            "buffers": storages((*self.module.buffers(), *constants)),
+        }
+        seen: set[int] = set()
+        for kind, each in found.items():
+            found[kind] = {key: size for key, size in each.items() if key not in seen}
+            seen.update(each)
+        return found
 
-def held_by(owner: Owner) -> Held:
-    """What is alive now; each storage under the first kind that it is of."""
-    parameters = list(owner.module.parameters())
-    constants = [one for program in owner.programs for one in program.constants.values()]
-    found = {
-        "parameters": storages(parameters),
-        "kept": storages(
-            one for program in owner.programs for one in (*program.parameters(), *program.full_weights.memory())
-        ),
-        "gradients": storages(one.grad for one in parameters if one.grad is not None),
-        "optimizer": storages(state_tensors(owner.optimizer)),
-        "buffers": storages((*owner.module.buffers(), *constants)),
-    }
-    seen: set[int] = set()
-    for kind, each in found.items():
-        found[kind] = {key: size for key, size in each.items() if key not in seen}
-        seen.update(each)
-    return Held(**found)
+    def lasting(self) -> dict[int, int]:
+        """Storages that are there before a step begins."""
+        return {key: size for kind, each in self.held().items() if kind != "gradients" for key, size in each.items()}
 
 
 class Ledger(TorchDispatchMode):
     """Counts storages that operators make while it is on.
 
     Args:
-        lasting: gives the storages that count as something else than activations.
+        known: gives the storages that count as something else than activations.
     """
 
-    def __init__(self, lasting: Callable[[], Mapping[int, int]]) -> None:
+    def __init__(self, known: Callable[[], Collection[int]]) -> None:
         super().__init__()
         self.now = self.peak = self.activations = 0
-        self._lasting, self._depth, self._hooks = lasting, 0, ExitStack()
+        self._known, self._depth, self._hooks = known, 0, ExitStack()
         self._live: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
         """By storage: what tells of its end, its bytes, and whether a forward made it."""
         # storages may end in the thread of another lane, or while a lock is held here
@@ -189,9 +176,9 @@ class Ledger(TorchDispatchMode):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(module, ParallelModule):
             self._depth -= 1
-            lasting = self._lasting()
+            known = self._known()
             with self._lock:
-                kept = sum(size for key, (_, size, made) in self._live.items() if made and key not in lasting)
+                kept = sum(size for key, (_, size, made) in self._live.items() if made and key not in known)
             self.activations = max(self.activations, kept)
 
 
@@ -199,25 +186,20 @@ def _strided(leaves: Iterable[Any]) -> Iterator[Tensor]:
     return (one for one in leaves if isinstance(one, Tensor) and one.layout is torch.strided)
 
 
-def counted_step(owner: Owner, step: Callable[[], Any]) -> Bytes:
+def counted_step(memory: RankMemory, step: Callable[[], Any]) -> Bytes:
     """Run a step, forward to update, and count; it leaves gradients where they are."""
 
-    def lasting() -> Mapping[int, int]:
-        held = held_by(owner)
-        return {**storages(owner.messages()), **held.lasting, **held.gradients}
+    def known() -> set[int]:
+        return {key for each in (storages(memory.messages()), *memory.held().values()) for key in each}
 
-    before = sum(held_by(owner).lasting.values())
-    with Ledger(lasting) as ledger:
+    before = sum(memory.lasting().values())
+    with Ledger(known) as ledger:
         step()
-    held = held_by(owner)
-    carried = {key: size for key, size in storages(owner.messages()).items() if key not in held.lasting}
+    held, lasting = memory.held(), memory.lasting()
+    carried = {key: size for key, size in storages(memory.messages()).items() if key not in lasting}
     return Bytes(
-        parameters=sum(held.parameters.values()),
-        kept=sum(held.kept.values()),
-        gradients=sum(held.gradients.values()),
-        optimizer=sum(held.optimizer.values()),
+        **{kind: sum(each.values()) for kind, each in held.items()},
         activations=ledger.activations,
-        messages=sum(size for key, size in carried.items() if key not in held.gradients),
-        buffers=sum(held.buffers.values()),
+        messages=sum(size for key, size in carried.items() if key not in held["gradients"]),
         peak=before + ledger.peak + sum(carried.values()),
     )

@@ -13,8 +13,7 @@ import base64
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import torch.distributed as dist
@@ -46,11 +45,14 @@ class Job:
         self._num_shared += 1
         key = f"shared/{self._num_shared}"
         if self.transport.rank == 0:
-            with _told(self._store, key):
+            try:
                 found = dict(make())
-                for name, content in found.items():
-                    self._store.set(f"{key}/{name}", base64.b64encode(content).decode())
-                self._store.set(key, "\n".join(found))
+            except BaseException:
+                self._store.set(f"{key}/failed", "1")
+                raise
+            for name, content in found.items():
+                self._store.set(f"{key}/{name}", base64.b64encode(content).decode())
+            self._store.set(key, "\n".join(found))
             return found
         while not self._store.check([key]):
             if self._store.check([f"{key}/failed"]):
@@ -58,16 +60,6 @@ class Job:
             time.sleep(POLL)
         names = self._store.get(key).decode().splitlines()
         return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}
-
-
-@contextmanager
-def _told(store: Store, key: str) -> Iterator[None]:
-    """Lets the waiting ranks know if rank 0 fails."""
-    try:
-        yield
-    except BaseException:
-        store.set(f"{key}/failed", "1")
-        raise
 
 
 def connect(*, timeout: float = TIMEOUT) -> Job:
@@ -97,7 +89,6 @@ def connect(*, timeout: float = TIMEOUT) -> Job:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         timeout=timeout,
     )
-    transport.always_check = os.environ.get("WEFT_CHECK") == "1"
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
 

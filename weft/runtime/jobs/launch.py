@@ -32,7 +32,7 @@ import torch
 from weft.runtime.jobs.worker import Crew, Job, serve
 from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore, choose_backend
 from weft.runtime.links.processes import TIMEOUT, ProcessTransport
-from weft.runtime.links.transport import CollectiveMismatch, Doing, Group, RankFailed
+from weft.runtime.links.transport import CollectiveMismatch, Doing, RankFailed
 from weft.runtime.links.watch import GRACE, Failure, describe, failure_key, read_states
 
 Entry = Callable[[ProcessTransport, Any], Any]
@@ -107,7 +107,6 @@ class Pool:
         payload: Any = None,
         *,
         each: Sequence[Any] | None = None,
-        known: Sequence[Group] = (),
         check: bool = True,
         timeout: float = TIMEOUT,
     ) -> list[Any]:
@@ -115,7 +114,6 @@ class Pool:
 
         Args:
             each: a payload for each rank, instead of one for all.
-            known: groups of ranks that will talk made before the function is called.
             check: before every collective, members make sure that they mean the same.
             timeout: seconds that one collective may take.
         """
@@ -125,14 +123,13 @@ class Pool:
         assert self._store is not None
         self._num_jobs += 1
         job = f"job{self._num_jobs}"
-        groups = tuple(sorted({tuple(sorted(group)) for group in known}))
         with tempfile.TemporaryDirectory(prefix="weft-") as folder, ExitStack() as unless_well:
             files = self._save(Path(folder), payload, each)
             # whatever comes, Ctrl-C among it: nothing of the job may go on
             unless_well.callback(self.close)
             for rank, (_, pipe) in enumerate(self._workers):
                 result = str(Path(folder) / f"result{rank}")
-                pipe.send(Job(job, name, str(files[rank]), result, groups, check, timeout))
+                pipe.send(Job(job, name, str(files[rank]), result, check, timeout))
             failures = self._watch(PrefixStore(job, self._store))
             if failures:
                 raise _error(failures, describe(read_states(PrefixStore(job, self._store), self.num_ranks)))

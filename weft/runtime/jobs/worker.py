@@ -24,7 +24,6 @@ from weft.runtime.jobs.heap import give_memory_back
 from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore, backend_named
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import ProcessTransport
-from weft.runtime.links.transport import Group
 
 FAILED = 1
 """Exit code of a process whose rank failed."""
@@ -56,7 +55,6 @@ class Job:
     """File with what the function gets."""
     result: str
     """File for what it returns."""
-    known: tuple[Group, ...]
     check: bool
     timeout: float
 
@@ -91,20 +89,15 @@ def _tell(pipe: Connection, word: Any) -> None:
 def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection) -> None:
     """Run one job and tell the launcher."""
     transport = ProcessTransport(
-        store,
-        groups,
-        crew.num_ranks,
-        local_rank=groups.rank,
-        known=job.known,
-        check=job.check,
-        timeout=job.timeout,
+        store, groups, crew.num_ranks, local_rank=groups.rank, check=job.check, timeout=job.timeout
     )
-    transport.always_check = os.environ.get("WEFT_CHECK") == "1"
-    with _Reported(transport, pipe):
+    try:
         # written by the launcher, which is this program
         payload = torch.load(job.payload, weights_only=False)
         result = resolve(job.entry)(transport, payload)
         torch.save(result, job.result)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher raises it
+        end_failed(transport, pipe, error)
     transport.close()
     _tell(pipe, "done")
 
@@ -119,21 +112,11 @@ def resolve(entry: str) -> Callable[[ProcessTransport, Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-class _Reported:
+def end_failed(transport: ProcessTransport, pipe: Connection, error: BaseException) -> None:
     """Whatever a rank raises is told to the others and to the launcher, and is the end of the process."""
-
-    def __init__(self, transport: ProcessTransport, pipe: Connection) -> None:
-        self._transport, self._pipe = transport, pipe
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        failure = self._transport.fail(error)
-        _tell(self._pipe, failure.to_json())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # not by an exception: the backend's threads may hang in a call whose members are gone
-        os._exit(FAILED)
+    failure = transport.fail(error)
+    _tell(pipe, failure.to_json())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not by an exception: the backend's threads may hang in a call whose members are gone
+    os._exit(FAILED)

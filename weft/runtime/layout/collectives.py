@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes
+from weft.runtime.layout.cuts import Axes, Cut, as_axes
 from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.intern import Numbers
-from weft.runtime.layout.moves import Move, all_reduce, slice_to
+from weft.runtime.layout.moves import Move, all_reduce, chain, slice_to
 from weft.runtime.layout.reshard import Reshard, run_reshard
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Doing, GroupComm, Transport
+from weft.runtime.links.transport import Doing, GroupComm
 from weft.runtime.weights.by_chunk import ByChunk, ChunkRoute
-from weft.runtime.weights.full_weights import FullWeights
-from weft.runtime.weights.prefetch import Prefetch
-from weft.runtime.weights.tape import Tape, Tell, Used, tie
+from weft.runtime.weights.tape import tie
 from weft.runtime.weights.unshard import Gather
 from weft.runtime.weights.unsharded import Use
+
+if TYPE_CHECKING:
+    from weft.runtime.program.module import ParallelModule
 
 Parts = Tensor | tuple[Tensor, ...] | None
 """What a rank holds of a value: a tensor, one for each of its chunks, or nothing."""
@@ -36,57 +37,26 @@ Moves = Sequence[Move]
 
 
 @dataclass(frozen=True)
-class Irregular:
+class Irregular(Reshard):
     """A change of layout that does not follow the axes: this rank's transfers, from the tables of the program."""
 
-    forward: tuple[Transfer, ...]
-    backward: tuple[Transfer, ...] | None
-    source_shapes: tuple[tuple[int, ...], ...]
-    target_shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
     chunks: bool
     """The result is a tuple with a tensor per chunk, even if there is one."""
     by_chunk: tuple[ChunkRoute, ...] = ()
     """For a parameter that is gathered chunk by chunk: the ways of each."""
 
 
-class Owner(Protocol):
-    """The module whose tensors these are."""
-
-    tape: Tape
-    full_weights: FullWeights
-    """Those that are kept."""
-    prefetch: Prefetch
-    """Those that a forward gathers."""
-    prefetch_back: Prefetch
-    """Those that a backward gathers."""
-
-    def name_of(self, parameter: Tensor) -> str:
-        """The name of a parameter, or of a leaf that stands for one."""
-        ...
-
-    def part(self, name: str) -> Any:
-        """The parameter itself."""
-        ...
-
-    def keeps(self, name: str) -> bool:
-        """True if a parameter stays as it is used."""
-        ...
-
-    def used(self, use: Used) -> None:
-        """Something has been added to the gradient of a use, or backward has passed it."""
-        ...
-
-
 class Collectives:
-    """Changes of layout along the axes of the grid, for one rank."""
+    """Changes of layout along the axes of the grid, for one rank.
 
-    def __init__(
-        self, transport: Transport, place: Place, tables: Mapping[str, Irregular], owner: Owner, anchor: Tensor
-    ) -> None:
-        self._transport, self._place, self._tables = transport, place, dict(tables)
-        self._owner, self._anchor = owner, anchor
-        self._steps: dict[Any, Reshard] = {}
+    Args:
+        module: whose tensors these are.
+    """
+
+    def __init__(self, module: ParallelModule, tables: Mapping[str, Irregular]) -> None:
+        self._module, self._tables = module, dict(tables)
+        self._transport, self._place = module.transport, module.place
+        self._steps: dict[Any, tuple[str, Reshard]] = {}
         self._numbers = Numbers()
         self._gathers: dict[tuple[str, int], Gather] = {}
         self._chains: dict[Any, tuple[tuple[Transfer, ...], tuple[int, ...]]] = {}
@@ -108,15 +78,13 @@ class Collectives:
 
     def reshard(self, x: Tensor, forward: Moves, backward: Moves | None) -> Tensor:
         """Forward and backward as told. `backward=None`: no gradient flows."""
-        step = self._step(tuple(forward), None if backward is None else tuple(backward), x)
-        return self._run(step, [x])[0]
+        named = self._step(tuple(forward), None if backward is None else tuple(backward), x)
+        return self._run(*named, [x])[0]
 
     def move(self, x: Parts, key: str) -> Any:
         """A change of layout from the tables: a tensor, one per chunk, or None, as the rank holds of the result."""
         found = self._tables[key]
-        step = Reshard(key, key, found.forward, found.backward, found.source_shapes, found.target_shapes, found.dtype)
-        results = self._run(step, _listed(x))
-        return _joined(results, found.chunks)
+        return _joined(self._run(key, found, _listed(x)), found.chunks)
 
     def know(self, key: str, found: Irregular) -> str:
         """One more change of layout for `move` and `use_parts`; its key."""
@@ -127,18 +95,18 @@ class Collectives:
         """A trained parameter in another layout than it is stored in; `sync` brings the gradient of this use back."""
         transfers, shape = self._chain(tuple(forward), tuple(parameter.shape))
         back, _ = self._chain(tuple(sync), shape)
-        name = self._owner.name_of(parameter)
+        name = self._module.name_of(parameter)
         # gradients of this use have a leaf of their own, and the parameter may be laid elsewhere
-        parameter = self._owner.part(name)
+        parameter = self._module.part(name)
         talks = any(transfer.kind != "local" for transfer in transfers)
-        if not talks or self._owner.keeps(name) or not torch.is_grad_enabled():
-            return self._used(name, [parameter], transfers, back, parameter.dtype, self._owner.used)[0]
-        use = self._use(self._gather(name, parameter, transfers))
-        return self._owner.tape.gather(use, parameter, shape, back, self._anchor, self._owner.used)
+        if not talks or self._module.keeps(name) or not torch.is_grad_enabled():
+            return self._used(name, [parameter], transfers, back, parameter.dtype, tell=True)[0]
+        use, tape = self._use(self._gather(name, parameter, transfers)), self._module.tape
+        return tape.first(use, *tape.expect(use, back))
 
     def gather(self, name: str, moves: Moves) -> Gather:
         """How a parameter that this rank stores a shard of is brought to where it is used."""
-        parameter = self._owner.part(name)
+        parameter = self._module.part(name)
         return self._gather(name, parameter, self._chain(tuple(moves), tuple(parameter.shape))[0])
 
     def _gather(self, name: str, parameter: Tensor, transfers: tuple[Transfer, ...]) -> Gather:
@@ -149,17 +117,17 @@ class Collectives:
         return found
 
     def _use(self, gather: Gather) -> Use:
-        return Use(gather, self._owner.prefetch, self._owner.prefetch_back)
+        return Use(gather, self._module.prefetch, self._module.prefetch_back)
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""
         found = self._tables[key]
-        name = parameter if isinstance(parameter, str) else self._owner.name_of(parameter)
+        name = parameter if isinstance(parameter, str) else self._module.name_of(parameter)
         if isinstance(parameter, Tensor):
-            parameter = self._owner.part(name)
+            parameter = self._module.part(name)
         if found.by_chunk and isinstance(parameter, Tensor):
             uses = [self._use(self._gather(name, parameter, way.forward)) for way in found.by_chunk]
-            return ByChunk(self._owner, parameter, uses, found.by_chunk, self._anchor, self._owner.used)
+            return ByChunk(self._module, uses, [way.backward for way in found.by_chunk])
         sources = [] if isinstance(parameter, str) else [parameter]
         parts = self._used(name, sources, found.forward, found.backward, found.dtype)
         return _joined(parts, found.chunks)
@@ -171,17 +139,18 @@ class Collectives:
         forward: tuple[Transfer, ...],
         sync: tuple[Transfer, ...] | None,
         dtype: torch.dtype,
-        tell: Tell | None = None,
+        *,
+        tell: bool = False,
     ) -> list[Tensor]:
         self._transport.doing = Doing(f"use of {name}")
-        if self._owner.keeps(name):
-            parts = self._owner.full_weights.get(name, sources, forward, self._transport, dtype)
-            self._owner.tape.rely_on(name, sources)
+        if self._module.keeps(name):
+            parts = self._module.full_weights.get(name, sources, forward, self._transport, dtype)
+            self._module.tape.rely_on(name, sources)
         else:
             parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
         if sync is None or not torch.is_grad_enabled():
             return [part.detach() for part in parts]
-        return self._owner.tape.use(name, parts, sync, dtype, self._anchor, tell)
+        return self._module.tape.use(name, parts, sync, dtype, tell=tell)
 
     def along(self, axes: Axes) -> GroupComm:
         """The communicator of the ranks along these axes, for operators that talk."""
@@ -196,34 +165,30 @@ class Collectives:
 
     def reached(self, *results: Tensor) -> Any:
         """What an operator that talks has made, so that backward reaches it on every rank, used or not."""
-        tied = tie(results, self._owner.tape.tokens)
+        tied = tie(results, self._module.tape.tokens)
         return tied[0] if len(tied) == 1 else tuple(tied)
 
-    def _run(self, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
-        results, token = run_reshard(step, sources, self._transport, self._anchor)
+    def _run(self, name: str, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
+        results, token = run_reshard(name, step, sources, self._transport, self._module.anchor)
         if token is not None:
-            self._owner.tape.tokens.append(token)
+            self._module.tape.tokens.append(token)
         return results
 
-    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> Reshard:
+    def _step(self, forward: tuple[Move, ...], backward: tuple[Move, ...] | None, x: Tensor) -> tuple[str, Reshard]:
         key = (forward, backward, x.shape, x.dtype)
         if key not in self._steps:
             shape = tuple(x.shape)
             there, target = self._chain(forward, shape)
             back = None if backward is None else self._chain(backward, target)[0]
             name = " then ".join(f"{move.kind} over {', '.join(move.axes)}" for move in (*forward, *(backward or ())))
-            self._steps[key] = Reshard(name, "result", there, back, (shape,), (target,), x.dtype)
+            self._steps[key] = name, Reshard(there, back, (shape,), (target,), x.dtype)
         return self._steps[key]
 
     def _chain(self, moves: tuple[Move, ...], shape: tuple[int, ...]) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
         """The transfers of moves one after the other, and the shape of what comes out."""
         key = moves, shape
         if key not in self._chains:
-            transfers = []
-            for move in moves:
-                transfers.append(move.transfer(shape, self._place))
-                shape = transfers[-1].shapes[0]
-            self._chains[key] = tuple(transfers), shape
+            self._chains[key] = chain(moves, shape, self._place)
         return self._chains[key]
 
 

@@ -11,14 +11,15 @@ takes the same units of each: a fused query-key-value projection cut by heads.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from weft.runtime.layout.indices import Intervals
 from weft.runtime.layout.transfer import Index
 
-Intervals = tuple[tuple[int, int], ...]
 Axes = str | tuple[str, ...]
 
 
@@ -89,6 +90,12 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def axes_text(axes: Axes) -> str:
+    """Axes as they are written in a program: one by its name, several as a tuple."""
+    names = list(map(json.dumps, as_axes(axes)))
+    return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
 @dataclass(frozen=True)
 class Cut:
     """How one dim is cut.
@@ -104,6 +111,18 @@ class Cut:
     groups: int | tuple[int, ...] = 1
     units: int | None = None
     sizes: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        """As it is written in a program: the axes alone if it is plain.
+
+        >>> print(Cut("tp"), Cut(("dp", "tp"), units=4))
+        "tp" Cut(("dp", "tp"), units=4)
+        """
+        words = [axes_text(self.axes)]
+        words += [f"groups={self.groups}"] if self.groups != 1 else []
+        words += [f"units={self.units}"] if self.units is not None else []
+        words += [f"sizes={self.sizes}"] if self.sizes is not None else []
+        return words[0] if len(words) == 1 else f"Cut({', '.join(words)})"
 
     def ranges(self, size: int, place: Place) -> Intervals:
         """The indices of a dim of that size that a rank holds, in stored order."""

@@ -9,7 +9,7 @@ all members.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,19 @@ from weft.runtime.layout.index import Shape, covers, put, size, take
 from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.transport import Expected, Transport
 
-__all__ = ["assembled", "covers", "execute", "execute_all", "put", "real_dtype", "size", "take", "together"]
+__all__ = [
+    "assembled",
+    "covers",
+    "execute",
+    "execute_all",
+    "expected",
+    "put",
+    "real_dtype",
+    "size",
+    "take",
+    "taken",
+    "together",
+]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,31 +39,33 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def execute(
-    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def execute(transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype) -> list[Tensor]:
     """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`.
 
     Args:
-        dtype: of the value; needed where the rank holds no part of the source.
+        dtype: of the value, where the rank holds no part of the source.
     """
     tensors = [tensor.detach() for tensor in tensors]
     if transfer.kind == "all_reduce":
         assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
         return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
-    if tensors:
-        dtype = tensors[0].dtype
-    elif dtype is not None:
-        dtype = real_dtype(dtype)
-    pieces = _received(transfer, tensors, transport, dtype)
-    return assembled(transfer, pieces, dtype, transport.device, kept=tensors)
+    dtype = tensors[0].dtype if tensors else real_dtype(dtype)
+    sends, expects = taken(transfer, tensors), expected(transfer, dtype)
+    own = sends.pop(transport.rank, [])
+    expects.pop(transport.rank, None)
+    if transfer.kind == "local":
+        assert not sends and not expects, f"a local transfer of rank {transport.rank} names other ranks"
+        arrived: dict[int, list[Tensor]] = {}
+    else:
+        arrived = transport.all_to_all(sends, expects, transfer.group, transfer.kind)
+    return assembled(transfer, {**arrived, transport.rank: own}, dtype, transport.device, kept=tensors)
 
 
 @torch.no_grad()
 def assembled(
     transfer: Transfer,
-    pieces: Sequence[Tensor],
-    dtype: torch.dtype | None,
+    came: Mapping[int, Sequence[Tensor]],
+    dtype: torch.dtype,
     device: torch.device,
     *,
     kept: Sequence[Tensor] = (),
@@ -59,21 +73,23 @@ def assembled(
     """The tensors that a rank gets, one per slot, put together from the pieces of `transfer.receives`.
 
     Args:
+        came: by peer, in order; from the rank itself views of its own.
         kept: tensors that others hold, not to be written to.
     """
+    queues = {peer: iter(pieces) for peer, pieces in came.items()}
+    received = [(piece, next(queues[piece.peer])) for piece in transfer.receives]
     results = []
     for slot, shape in enumerate(transfer.shapes):
-        mine = [pair for pair in zip(transfer.receives, pieces, strict=True) if pair[0].slot == slot]
+        mine = [pair for pair in received if pair[0].slot == slot]
         if mine:
             results.append(_assemble(mine, shape, add=transfer.add, kept=kept))
         else:
-            assert dtype is not None, "the dtype of a value is not known on a rank that gets none of it"
             results.append(torch.zeros(shape, dtype=real_dtype(dtype), device=device))
     return results
 
 
 def execute_all(
-    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype | None = None
+    transfers: Sequence[Transfer], tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype
 ) -> list[Tensor]:
     """Carry out transfers one after the other, each on the result of the one before."""
     current = list(tensors)
@@ -82,37 +98,21 @@ def execute_all(
     return current
 
 
-def _received(
-    transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, dtype: torch.dtype | None
-) -> list[Tensor]:
-    """The tensors of `transfer.receives`, in that order; those from the rank itself are views of its own."""
-    sends, own, expects = _pieces(transfer, tensors, transport.rank, dtype)
-    if transfer.kind == "local":
-        assert not sends and not expects, f"a local transfer of rank {transport.rank} names other ranks"
-        arrived: dict[int, list[Tensor]] = {}
-    else:
-        arrived = transport.all_to_all(sends, expects, transfer.group, transfer.kind)
-    return _in_order(transfer, {**arrived, transport.rank: own})
-
-
-def _pieces(
-    transfer: Transfer, tensors: Sequence[Tensor], rank: int, dtype: torch.dtype | None
-) -> tuple[dict[int, list[Tensor]], list[Tensor], dict[int, list[Expected]]]:
-    """What goes to others, what stays, and what others send."""
-    by_peer: dict[int, list[Tensor]] = {}
+def taken(transfer: Transfer, tensors: Sequence[Tensor], spared: Collection[int] = ()) -> dict[int, list[Tensor]]:
+    """By peer, the pieces that go to it; nothing goes to those that are spared."""
+    found: dict[int, list[Tensor]] = {}
     for piece in transfer.sends:
-        by_peer.setdefault(piece.peer, []).append(take(tensors[piece.slot], piece.index))
-    own = by_peer.pop(rank, [])
-    expects: dict[int, list[Expected]] = {}
+        if piece.peer not in spared:
+            found.setdefault(piece.peer, []).append(take(tensors[piece.slot], piece.index))
+    return found
+
+
+def expected(transfer: Transfer, dtype: torch.dtype) -> dict[int, list[Expected]]:
+    """By peer, shapes and dtype of the pieces that come from it."""
+    found: dict[int, list[Expected]] = {}
     for piece in transfer.receives:
-        if piece.peer != rank:
-            expects.setdefault(piece.peer, []).append((size(piece.index), dtype))
-    return by_peer, own, expects
-
-
-def _in_order(transfer: Transfer, by_peer: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-    queues = {peer: iter(found) for peer, found in by_peer.items()}
-    return [next(queues[piece.peer]) for piece in transfer.receives]
+        found.setdefault(piece.peer, []).append((size(piece.index), dtype))
+    return found
 
 
 def _assemble(mine: Sequence[tuple[Piece, Tensor]], shape: Shape, *, add: bool, kept: Sequence[Tensor]) -> Tensor:

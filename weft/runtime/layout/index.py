@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.indices import extent
 from weft.runtime.layout.transfer import Index
 
 Shape = tuple[int, ...]
@@ -56,7 +57,7 @@ def _runs(intervals: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
 
 def size(index: Index) -> Shape:
     """Shape of what the index takes."""
-    return tuple(sum(stop - start for start, stop in intervals) for intervals in index)
+    return tuple(map(extent, index))
 
 
 def covers(index: Index, shape: Shape) -> bool:

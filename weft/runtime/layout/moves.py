@@ -13,15 +13,19 @@ joined dim where its parts are not all equal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.runtime.layout.cuts import Axes, Cut, Intervals, Place, as_axes, as_cut, whole
+from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, axes_text, whole
+from weft.runtime.layout.indices import Intervals, extent
 from weft.runtime.layout.transfer import Index, Piece, Transfer
 
 Shape = tuple[int, ...]
 
 
 UNCUT = Cut(())
+TRAVELS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Kinds that take several ranks."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,27 @@ class Move:
     joined: Cut = UNCUT
     of: int | None = None
 
+    def __str__(self) -> str:
+        """The call that makes it, as it is written in a program.
+
+        >>> print(all_to_all(1, "tp", joined=2), all_reduce("dp"))
+        all_to_all(1, "tp", joined=2) all_reduce("dp")
+        """
+        cuts, joins = self.cut_dim >= 0, self.joined_dim >= 0
+        words = [str(self.cut_dim), str(self.cut)] if cuts else [str(self.joined_dim), str(self.joined)]
+        words = words if cuts or joins else [axes_text(self.axes)]
+        words += [f"joined={self.joined_dim}"] if cuts and joins else []
+        words += [f"by={self.joined}"] if cuts and joins and self.joined != Cut(self.axes) else []
+        words += [f"of={self.of}"] if self.of is not None else []
+        return f"{self.kind}({', '.join(words)})"
+
     def transfer(self, shape: Shape, place: Place) -> Transfer:
         """What a rank with a local tensor of that shape does."""
-        match self.kind:
-            case "all_reduce":
-                group = place.group(self.axes)
-                return Transfer("all_reduce", group, (), (), (shape,)) if len(group) > 1 else _kept(shape, place)
-            case "first":
-                return _kept(shape, place) if place.at(self.axes) == 0 else _zeros(shape, place)
-            case "slice":
-                index = _replaced(whole(shape), self.cut_dim, self.cut.ranges(shape[self.cut_dim], place))
-                return _local(index, place)
-            case _:
-                return self._collective(shape, place)
-
-    def _collective(self, shape: Shape, place: Place) -> Transfer:
-        group = place.group(self.axes)
+        group = place.group(self.axes) if self.kind in TRAVELS else (place.rank,)
+        if self.kind == "all_reduce" and len(group) > 1:
+            return Transfer("all_reduce", group, (), (), (shape,))
+        if self.kind == "first" and place.at(self.axes):
+            return Transfer("local", group, (), (), (shape,))
         target = self._target(shape, place)
         sends, receives = [], []
         for peer in sorted(group):
@@ -59,13 +68,13 @@ class Move:
             taken = whole(shape)
             if self.cut_dim >= 0:
                 taken = _replaced(taken, self.cut_dim, self.cut.ranges(shape[self.cut_dim], there))
-            if _size(taken):
+            if all(taken):
                 sends.append(Piece(peer, 0, taken))
         for peer in group:
             put = whole(target)
             if self.joined_dim >= 0:
                 put = _replaced(put, self.joined_dim, self.joined.ranges(target[self.joined_dim], place.of(peer)))
-            if _size(put):
+            if all(put):
                 receives.append(Piece(peer, 0, put))
         kind = self.kind if len(group) > 1 else "local"
         return Transfer(kind, group, tuple(sends), tuple(receives), (target,), self.kind == "reduce_scatter")
@@ -73,11 +82,20 @@ class Move:
     def _target(self, shape: Shape, place: Place) -> Shape:
         target = list(shape)
         if self.cut_dim >= 0:
-            target[self.cut_dim] = _length(self.cut.ranges(shape[self.cut_dim], place))
+            target[self.cut_dim] = extent(self.cut.ranges(shape[self.cut_dim], place))
         if self.joined_dim >= 0:
             even = shape[self.joined_dim] * place.count(self.axes)
             target[self.joined_dim] = even if self.of is None else self.of
         return tuple(target)
+
+
+def chain(moves: Sequence[Move], shape: Shape, place: Place) -> tuple[tuple[Transfer, ...], Shape]:
+    """The transfers of moves one after the other, and the shape of what comes out."""
+    found = []
+    for move in moves:
+        found.append(move.transfer(shape, place))
+        shape = found[-1].shapes[0]
+    return tuple(found), shape
 
 
 def all_reduce(axes: Axes) -> Move:
@@ -107,7 +125,7 @@ def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Cut | None = None
 def slice_to(dim: int, axes: Axes | Cut) -> Move:
     """The rank's own part of a dim that it holds whole."""
     cut = as_cut(axes)
-    return Move("slice", as_axes(cut.axes), cut_dim=dim, cut=cut)
+    return Move("slice_to", as_axes(cut.axes), cut_dim=dim, cut=cut)
 
 
 def first(axes: Axes) -> Move:
@@ -115,32 +133,9 @@ def first(axes: Axes) -> Move:
     return Move("first", as_axes(axes))
 
 
-def _kept(shape: Shape, place: Place) -> Transfer:
-    return _local(whole(shape), place)
-
-
-def _zeros(shape: Shape, place: Place) -> Transfer:
-    return Transfer("local", (place.rank,), (), (), (shape,))
-
-
-def _local(index: Index, place: Place) -> Transfer:
-    target = tuple(map(_length, index))
-    if not _size(index):
-        return _zeros(target, place)
-    sent, received = Piece(place.rank, 0, index), Piece(place.rank, 0, whole(target))
-    return Transfer("local", (place.rank,), (sent,), (received,), (target,))
+MOVES = tuple(one.__name__ for one in (all_reduce, all_gather, reduce_scatter, all_to_all, slice_to, first))
+"""What programs call. A Move's kind is the name of the function that makes it."""
 
 
 def _replaced(index: Index, dim: int, ranges: Intervals) -> Index:
     return (*index[:dim], ranges, *index[dim + 1 :])
-
-
-def _length(ranges: Intervals) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _size(index: Index) -> int:
-    size = 1
-    for ranges in index:
-        size *= _length(ranges)
-    return size

@@ -27,47 +27,46 @@ from weft.runtime.links.transport import Doing, Transport
 class Reshard:
     """A change of layout. `backward` is None where no gradient flows."""
 
-    source: str
-    target: str
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...] | None
     source_shapes: tuple[tuple[int, ...], ...]
     """Shapes of this rank's source slots (none if it holds nothing)."""
     target_shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    place: str = ""
 
 
 def run_reshard(
-    step: Reshard, sources: Sequence[Tensor], transport: Transport, anchor: Tensor
+    name: str, step: Reshard, sources: Sequence[Tensor], transport: Transport, anchor: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The target's local tensors, and a token if a backward will come."""
-    _check_shapes(step, "source", sources, step.source_shapes)
+    """The target's local tensors, and a token if a backward will come. `name`: for messages."""
+    _check_shapes(f"source of reshard {name}", sources, step.source_shapes)
     if step.backward is None or not torch.is_grad_enabled():
-        outputs = _forward(step, sources, transport)
+        outputs = _forward(name, step, sources, transport)
         return [tensor.detach() for tensor in outputs], None
-    *results, token = _Differentiable.apply(step, transport, anchor, *sources)
+    *results, token = _Differentiable.apply(name, step, transport, anchor, *sources)
     return results, token
 
 
-def _forward(step: Reshard, sources: Sequence[Tensor], transport: Transport) -> list[Tensor]:
-    transport.doing = Doing(f"reshard {step.source} -> {step.target}", step.place)
+def _forward(name: str, step: Reshard, sources: Sequence[Tensor], transport: Transport) -> list[Tensor]:
+    transport.doing = Doing(f"reshard {name}")
     outputs = execute_all(step.forward, sources, transport, dtype=step.dtype)
-    _check_shapes(step, "target", outputs, step.target_shapes)
+    _check_shapes(f"target of reshard {name}", outputs, step.target_shapes)
     return outputs
 
 
-def _check_shapes(step: Reshard, side: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+def _check_shapes(what: str, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
     found = tuple(tuple(tensor.shape) for tensor in tensors)
-    assert found == tuple(shapes), f"reshard {step.source} -> {step.target}: {side} is {found}, planned as {shapes}"
+    assert found == tuple(shapes), f"the {what} is {found}, planned as {shapes}"
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Reshard, transport: Transport, anchor: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.step, ctx.transport, ctx.dtype = step, transport, real_dtype(step.dtype)
+    def forward(
+        ctx: Any, name: str, step: Reshard, transport: Transport, anchor: Tensor, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.name, ctx.step, ctx.transport, ctx.dtype = name, step, transport, real_dtype(step.dtype)
         ctx.set_materialize_grads(False)
-        outputs = _forward(step, sources, transport)
+        outputs = _forward(name, step, sources, transport)
         # two slots may be one tensor: each needs its own place in the autograd graph
         return (*(tensor.detach() for tensor in outputs), anchor.new_zeros(()))
 
@@ -75,12 +74,11 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         step, transport = ctx.step, ctx.transport
-        transport.doing = Doing(f"backward of reshard {step.source} -> {step.target}", step.place)
+        transport.doing = Doing(f"backward of reshard {ctx.name}")
         arrived = [
             torch.zeros(shape, dtype=ctx.dtype, device=transport.device) if gradient is None else gradient
             for gradient, shape in zip(gradients[:-1], step.target_shapes, strict=True)
         ]
         results = execute_all(step.backward, arrived, transport, dtype=step.dtype)
-        found = tuple(tuple(tensor.shape) for tensor in results)
-        assert found == step.source_shapes, f"gradient of {step.source} is {found}, planned as {step.source_shapes}"
-        return (None, None, None, *results)
+        _check_shapes(f"gradient of reshard {ctx.name}", results, step.source_shapes)
+        return (None, None, None, None, *results)

@@ -2,8 +2,7 @@
 
 In: tensors and the ranks of a group. Out: the members' tensors, or their sum. How each kind is carried:
 
-    all_to_all      one exchange of everything packed
-    all_gather      one exchange, the same tensor to everybody
+    all_to_all      one exchange of everything packed; gathers are such
     all_reduce      two members or little data: everybody's tensor to everybody, added locally in group order;
                     else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
                     large tensors in blocks, so that one is under way while another is added up (sums.py)
@@ -15,9 +14,9 @@ is preceded by a small exchange of fixed size in which members make sure that th
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,11 @@ from torch import Tensor
 
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.p2p_mailbox import P2PMailbox
-from weft.runtime.links.signature import NUMBERS, Signature, Words, difference, from_json
+from weft.runtime.links.signature import EMPTY, NUMBERS, Signature, Words, difference
 from weft.runtime.links.sums import add_up
-from weft.runtime.links.transport import CollectiveMismatch, Group
+from weft.runtime.links.transport import CollectiveMismatch, Expected, Expects, Group, Sends
 from weft.runtime.links.watch import PeerLost, Watch
-from weft.runtime.links.wire import LARGE, NOTHING, Want, as_bytes, as_it_lies, num_bytes, pack, unpack
+from weft.runtime.links.wire import LARGE, NOTHING, as_bytes, as_it_lies, num_bytes, pack, unpack
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -71,49 +70,40 @@ class Channel:
         self._since = 0.0
         self._pools: dict[Group, SharedPool] = {}
 
-    def number(self, group: Group) -> int:
-        """How many calls the rank has made in this group before."""
-        return self._numbers.get(group, 0)
-
     @torch.no_grad()
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], wants: Mapping[int, Sequence[Want]], signature: Signature
-    ) -> dict[int, list[Tensor]]:
+    def exchange(self, sends: Sends, expects: Expects, group: Group, kind: str) -> dict[int, list[Tensor]]:
         """Everybody's tensors to everybody."""
-        members = sorted(signature.group)
-        with self._entered(signature):
-            mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
-            wanted = [wants.get(peer, ()) if peer != self.rank else () for peer in members]
-            found = dict(zip(members, self._exchanged(mine, wanted, signature), strict=True))
-        if self.rank in wants:
+        members = sorted(group)
+        self._enter(kind, group, sends=sends, expects=expects)
+        mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
+        wanted = [expects.get(peer, ()) if peer != self.rank else () for peer in members]
+        found = dict(zip(members, self._exchanged(mine, wanted, group, kind), strict=True))
+        self._leave()
+        if self.rank in expects:
             found[self.rank] = [tensor.detach().clone() for tensor in sends.get(self.rank, ())]
-        return {peer: found[peer] for peer in wants}
+        return {peer: found[peer] for peer in expects}
 
     @torch.no_grad()
-    def gather(self, tensor: Tensor, signature: Signature) -> list[Tensor]:
-        """Everybody's tensor, in group order."""
-        with self._entered(signature):
-            return self._gather(tensor, signature.group)
-
-    @torch.no_grad()
-    def reduce(self, tensor: Tensor, op: str, signature: Signature, *, in_place: bool = False) -> Tensor:
+    def reduce(self, tensor: Tensor, op: str, group: Group, *, in_place: bool = False) -> Tensor:
         """The sum of everybody's tensor. `in_place`: in the tensor itself, if it is contiguous."""
-        group, backend = signature.group, self._groups.backend
-        with self._entered(signature):
-            source = tensor.detach().contiguous()
-            total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
-            if backend.sums_natively(tensor.dtype, op):
-                total.copy_(source)
-                self.wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
-            else:
-                add_up(self, source.view(-1), total.view(-1), group, op)
+        backend = self._groups.backend
+        self._enter(f"all_reduce({op})", group, alike=tensor)
+        source = tensor.detach().contiguous()
+        total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
+        if backend.sums_natively(tensor.dtype, op):
+            total.copy_(source)
+            self.wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
+        else:
+            add_up(self, source.view(-1), total.view(-1), group, op)
+        self._leave()
         return total
 
-    def run_shared(self, work: Work, signature: Signature) -> None:
+    def run_shared(self, work: Work, kind: str, alike: Tensor, group: Group) -> None:
         """What all members do with memory of their pools."""
-        members = tuple(sorted(signature.group))
-        with self._entered(signature):
-            work(self._pools[members], [members.index(peer) for peer in signature.group])
+        self._enter(kind, group, alike=alike)
+        members = sorted(group)
+        work([members.index(peer) for peer in group])
+        self._leave()
 
     def pool(self, group: Group) -> SharedPool | None:
         """Memory that these ranks see; None if they are not on one host. At first use all of them ask."""
@@ -127,9 +117,10 @@ class Channel:
             self._pools[members] = SharedPool(segments)
         return self._pools[members]
 
-    def mailbox(self, num_ranks: int) -> ShmMailbox | P2PMailbox:
+    def mailbox(self) -> ShmMailbox | P2PMailbox:
         """The mailbox of all ranks of the job. At first use all of them ask."""
         if self._mailbox is None:
+            num_ranks = self._watch.num_ranks
             pipes = self._groups.pipes(tuple(range(num_ranks)), MESSAGES, self._watch.check)
             if pipes is None:
                 heads, ways = self._groups.messages(num_ranks, MESSAGES)
@@ -138,22 +129,23 @@ class Channel:
                 from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415
 
-                self._mailbox = ShmMailbox(pipes, Segments(self.rank, num_ranks, pipes, self._look), self._look)
+                segments = Segments(self.rank, num_ranks, pipes, self._look, most=math.inf)
+                self._mailbox = ShmMailbox(pipes, segments, self._look)
         return self._mailbox
 
-    def post(self, peer: int, tag: str, tensors: Sequence[Tensor], num_ranks: int) -> None:
+    def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for a rank."""
-        self.mailbox(num_ranks).post(peer, tag, tensors)
+        self.mailbox().post(peer, tag, tensors)
         self._watch.posted(self._lane, peer)
 
-    def take(self, peer: int, tag: str, wants: Sequence[Want], num_ranks: int) -> list[Tensor]:
+    def take(self, peer: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank leaves under a tag."""
         self._watch.check()
         self._since, self._awaited = time.monotonic(), (peer, tag)
         self._tell_message()
-        found = self.mailbox(num_ranks).take(peer, tag, wants)
+        found = self.mailbox().take(peer, tag, wants)
         self._awaited = None
-        self.end()
+        self._leave()
         return found
 
     def _tell_message(self) -> None:
@@ -162,63 +154,30 @@ class Channel:
             came = 0 if self._mailbox is None else self._mailbox.num_came(peer)
             self._watch.enter_message(self._lane, peer, came, f"wait for {tag}")
 
-    def barrier(self, signature: Signature) -> None:
-        """Wait for all members."""
-        with self._entered(signature):
-            self._gather(torch.zeros(1, dtype=torch.uint8, device=self._device), signature.group)
-
-    def _gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        segments = self._segments_of(group) if len(group) > 1 else None
-        if segments is not None and tensor.nbytes < LARGE:
-            others = [peer for peer in group if peer != self.rank]
-            found = self._pass_small(
-                segments, group, dict.fromkeys(others, tensor), dict.fromkeys(others, _want(tensor))
-            )
-            found[self.rank] = tensor.detach().clone(memory_format=torch.contiguous_format)
-            return [found[peer] for peer in group]
-        flat, members = as_bytes(tensor), sorted(group)
-        sizes = [0 if peer == self.rank else flat.numel() for peer in members]
-        came = self._carry(flat, sizes, sizes, group, same=True)
-        want = _want(tensor)
-        parts = unpack(came, [() if peer == self.rank else (want,) for peer in members])
-        by_rank = {peer: tensors[0] for peer, tensors in zip(members, parts, strict=True) if tensors}
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return [by_rank.get(peer, own) for peer in group]
-
-    def _pass_small(
-        self, segments: Segments, group: Group, mine: Mapping[int, Tensor], wants: Mapping[int, Want]
-    ) -> dict[int, Tensor]:
-        """A tensor for each of some members, and one of each of some; all are small, and their time is the calls'."""
-        members = sorted(group)
-        came = {peer: torch.empty(shape, dtype=dtype, device=self._device) for peer, (shape, dtype) in wants.items()}
-        sent = [as_it_lies(mine[peer]) if peer in mine else NOTHING for peer in members]
-        segments.pass_small(sent, [came.get(peer, NOTHING) for peer in members])
-        return came
-
     def _exchanged(
-        self, mine: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Want]], signature: Signature
+        self, mine: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Expected]], group: Group, kind: str
     ) -> list[list[Tensor]]:
         """Tensors for each member, and of each; ranks ascending."""
-        group = signature.group
         segments = self._segments_of(group) if len(group) > 1 else None
         single = all(len(one) <= 1 for one in (*mine, *wanted))
         sizes = [num_bytes(one) for one in wanted]
         if segments is not None and single and max(0, *sizes, *(one[0].nbytes for one in mine if one)) < LARGE:
-            members = sorted(group)
-            sent = {peer: one[0] for peer, one in zip(members, mine, strict=True) if one}
-            found = self._pass_small(
-                segments, group, sent, {p: w[0] for p, w in zip(members, wanted, strict=True) if w}
-            )
-            return [[found[peer]] if peer in found else [] for peer in members]
+            # their time is the calls'
+            found = [[torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in one] for one in wanted]
+            sent = [as_it_lies(one[0]) if one else NOTHING for one in mine]
+            segments.pass_small(sent, [one[0] if one else NOTHING for one in found])
+            return found
         mixed = len({dtype for want in wanted for _, dtype in want}) > 1
         if segments is None or mixed or not single:
             flat, lengths = pack(mine, self._device, self.scratch)
-            return unpack(self._carry(flat, lengths, sizes, group), wanted)
+            came = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            self.begin_carry(came, flat, sizes, lengths, group)()
+            return unpack(came, wanted)
         # single tensors go into the segments from where they lie
         outgoing = [as_bytes(one[0]) if one else NOTHING for one in mine]
         same = len({(one.data_ptr(), one.numel()) for one in outgoing if one.numel()}) == 1
         # what is gathered comes with a hole for the rank's own, so that it need not be put together elsewhere
-        hole = max(one.numel() for one in outgoing) if same and signature.kind == "all_gather" else 0
+        hole = max(one.numel() for one in outgoing) if same and kind == "all_gather" else 0
         position = sorted(group).index(self.rank)
         came = torch.empty(sum(sizes) + hole, dtype=torch.uint8, device=self._device)
         parts = list(came.split([*sizes[:position], hole, *sizes[position + 1 :]]))
@@ -226,16 +185,10 @@ class Channel:
         segments.carry(outgoing, parts, same=same)()
         return [unpack(part, [want])[0] for part, want in zip(parts, wanted, strict=True)]
 
-    def _carry(self, flat: Tensor, sizes: list[int], wanted: list[int], group: Group, *, same: bool = False) -> Tensor:
-        """One exchange of bytes; sizes per member, ranks ascending. What comes is new memory."""
-        came = torch.empty(sum(wanted), dtype=torch.uint8, device=self._device)
-        self.begin_carry(came, flat, wanted, sizes, group, same=same)()
-        return came
-
     def begin_carry(
         self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
     ) -> Callable[[], None]:
-        """Begin one exchange of bytes; what is returned waits for its end.
+        """Begin one exchange of bytes, sizes per member, ranks ascending; what is returned waits for its end.
 
         Args:
             same: `flat` is one message, for every member that something is for.
@@ -327,36 +280,44 @@ class Channel:
             message = f"rank {self.rank} waited {self.timeout:g} s for {what}"
             raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
-    def _entered(self, signature: Signature) -> _Entered:
-        group = signature.group
+    def _enter(
+        self, kind: str, group: Group, *, alike: Tensor | None = None, sends: Sends = EMPTY, expects: Expects = EMPTY
+    ) -> None:
+        """Before a call's own bytes: tell the watch, and agree with the members if calls are checked.
+
+        If the call fails it stays entered: that is what the rank was doing."""
+        number = self._numbers.get(group, 0)
+        signature = Signature(kind, group, number, alike=alike, sends=sends, expects=expects)
         self._watch.check()
         if self.rank not in group:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is in {signature}"})
-        self._numbers[group] = signature.number + 1
-        return _Entered(self, signature)
-
-    def begin(self, signature: Signature) -> None:
-        """Before a call's own bytes: tell the watch, and agree with the members if calls are checked."""
+        self._numbers[group] = number + 1
         self._since = time.monotonic()
-        self._watch.enter(self._lane, signature.group, signature.number, signature)
-        if not self.check:
-            return
-        members, words = sorted(signature.group), signature.words
-        mine = torch.tensor([words.numbers(peer) for peer in members], dtype=torch.int64, device=self._device)
-        each = [NUMBERS * mine.itemsize] * len(members)
-        theirs = self._carry(as_bytes(mine), each, each, signature.group).view(torch.int64).view(-1, NUMBERS).tolist()
-        apart = [p for p, found in zip(members, theirs, strict=True) if p != self.rank and not words.fits(p, found)]
-        if apart:
-            self._refuse(words, apart[0])
+        self._watch.enter(self._lane, group, number, signature)
+        if self.check:
+            self._agree(signature.words)
+
+    def _leave(self) -> None:
+        """After a call."""
+        self._watch.leave(self._lane)
+
+    def _agree(self, words: Words) -> None:
+        """Make sure that all members mean the same."""
+        members = sorted(words.group)
+        mine = [[torch.tensor(words.numbers(peer), dtype=torch.int64, device=self._device)] for peer in members]
+        wanted = [[((NUMBERS,), torch.int64)]] * len(members)
+        for peer, (found,) in zip(members, self._exchanged(mine, wanted, words.group, "check"), strict=True):
+            if peer != self.rank and not words.fits(peer, found.tolist()):
+                self._refuse(words, peer)
 
     def _refuse(self, mine: Words, other: int) -> None:
         """Find out what the other meant, and raise."""
-        self._watch.say(f"clash/{self.rank}", json.dumps(mine.as_json()))
+        self._watch.say(f"clash/{self.rank}", mine.to_json())
         heard = self._watch.hear(f"clash/{other}")
         message = f"ranks {self.rank} and {other} entered different collectives, in {mine.where}"
         if heard:
-            message = difference(self.rank, mine, other, from_json(json.loads(heard)))
+            message = difference(self.rank, mine, other, Words.from_json(heard)) or message
         raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def memory(self) -> list[Tensor]:
@@ -377,24 +338,6 @@ class Channel:
             segments.close()
         self._pools, self._segments = {}, {}
 
-    def end(self) -> None:
-        """After a call."""
-        self._watch.leave(self._lane)
-
-
-class _Entered:
-    """A call from its entry to its result. If it fails the call stays entered: that is what the rank was doing."""
-
-    def __init__(self, channel: Channel, signature: Signature) -> None:
-        self._channel, self._signature = channel, signature
-
-    def __enter__(self) -> None:
-        self._channel.begin(self._signature)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._channel.end()
-
 
 def _repeated(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     """One message for each member that something is for."""
@@ -408,7 +351,3 @@ def _settle(work: Any) -> None:
         work.wait()
     except RuntimeError as error:
         raise PeerLost(str(error).partition(". This is typically")[0]) from error
-
-
-def _want(tensor: Tensor) -> Want:
-    return tuple(tensor.shape), tensor.dtype

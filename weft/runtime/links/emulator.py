@@ -10,7 +10,8 @@ is received belongs to the receiver.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.signature import Signature, difference, text_of
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -29,6 +31,7 @@ from weft.runtime.links.transport import (
     Stopped,
     Transport,
     combine,
+    copied,
 )
 from weft.runtime.program.context import Ambient
 
@@ -66,8 +69,13 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
     ambient = Ambient.here()
 
     def work(rank: int) -> None:
-        with _Watch(board, rank), ambient.entered():
-            results[rank] = body(transports[rank])
+        try:
+            with ambient.entered():
+                results[rank] = body(transports[rank])
+        except BaseException as error:  # noqa: BLE001 - whatever it is, `run_ranks` raises it
+            board.end(rank, error)
+        else:
+            board.end(rank, None)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
@@ -80,7 +88,7 @@ def run_ranks(num_ranks: int, body: Callable[[Transport], T], *, timeout: float 
         grace = GRACE
     finally:
         # if the caller is interrupted the ranks must not outlive the call, nor must the user wait for them
-        board.stop(None)
+        board.stop()
         board.wait_for_end(grace)
         for rank in tuple(board.ended):
             threads[rank].join()
@@ -96,38 +104,19 @@ def _load_late_modules() -> None:
 
 
 @dataclass
-class _Entry:
-    """One member's side of a collective."""
-
-    kind: str
-    sends: Mapping[int, Sequence[Tensor]]
-    """To one peer or, under the key -1, to all."""
-    expects: Mapping[int, Sequence[Expected]]
-    doing: Doing
-
-    def __str__(self) -> str:
-        if -1 in self.sends:
-            return f"{self.kind} of {_text(self.sends[-1])}"
-        sent = ", ".join(f"{_text(tensors)} to {peer}" for peer, tensors in self.sends.items())
-        wanted = ", ".join(f"{_text(shapes)} from {peer}" for peer, shapes in self.expects.items())
-        return f"{self.kind}" + (f" sending {sent}" if sent else "") + (f" expecting {wanted}" if wanted else "")
-
-
-@dataclass
 class _Meeting:
-    """One collective call of a group: who is there, and the result once everybody is."""
+    """One collective call of a group: who is there, meaning what, and the result once everybody is."""
 
-    group: tuple[int, ...]
-    number: int
-    entries: dict[int, _Entry] = field(default_factory=dict)
+    entries: dict[int, Signature] = field(default_factory=dict)
+    doing: dict[int, Doing] = field(default_factory=dict)
     result: Any = None
     done: bool = False
 
     def describe(self, rank: int) -> str:
-        entry = self.entries[rank]
-        missing = [str(other) for other in self.group if other not in self.entries]
+        words = self.entries[rank].words
+        missing = [str(other) for other in words.group if other not in self.entries]
         absent = f", waiting for rank {' and '.join(missing)}" if missing else ""
-        return f"is in {entry}, call {self.number} of group {self.group}{absent} ({entry.doing})"
+        return f"is in {words}, {words.where}{absent} ({self.doing[rank]})"
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,6 @@ class _Board:
         self.num_ranks, self.timeout = num_ranks, timeout
         self.changed = threading.Condition()
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self.calls: dict[tuple[int, tuple[int, ...]], int] = {}
         self.waiting: dict[int, _Meeting | _Message] = {}
         self.inboxes = [Inbox[list[Tensor]]() for _ in range(num_ranks)]
         self.ended: set[int] = set()
@@ -157,14 +145,16 @@ class _Board:
         self.mismatch: CollectiveMismatch | None = None
         self.errors: dict[int, BaseException] = {}
 
-    def meet(self, rank: int, group: tuple[int, ...], entry: _Entry, finish: Callable[[_Meeting], Any]) -> _Meeting:
+    def meet(
+        self, rank: int, mine: Signature, doing: Doing, finish: Callable[[_Meeting], Any] = lambda meeting: None
+    ) -> _Meeting:
         """Enter the group's next collective and come back when all members have; the last one runs `finish`."""
-        meeting = self._enter(rank, group, entry)
-        if len(meeting.entries) == len(group):
+        meeting = self._enter(rank, mine, doing)
+        if len(meeting.entries) == len(mine.group):
             result = finish(meeting)
             with self.changed:
                 meeting.result, meeting.done = result, True
-                for other in group:
+                for other in mine.group:
                     self.waiting.pop(other, None)
                 self.changed.notify_all()
             return meeting
@@ -203,15 +193,15 @@ class _Board:
                 raise Stopped
             return inbox.pop(*key)
 
-    def _enter(self, rank: int, group: tuple[int, ...], entry: _Entry) -> _Meeting:
+    def _enter(self, rank: int, mine: Signature, doing: Doing) -> _Meeting:
+        group, number = mine.group, mine.number
         with self.changed:
             if self.stopped:
                 raise Stopped
-            number = self.calls.get((rank, group), 0)
-            self.calls[rank, group] = number + 1
-            meeting = self.meetings.setdefault((group, number), _Meeting(group, number))
-            fault = next((f for other in meeting.entries if (f := _difference(rank, entry, other, meeting))), "")
-            meeting.entries[rank] = entry
+            meeting = self.meetings.setdefault((group, number), _Meeting())
+            faults = (difference(rank, mine.words, other, one.words) for other, one in meeting.entries.items())
+            fault = next(filter(None, faults), "")
+            meeting.entries[rank], meeting.doing[rank] = mine, doing
             if fault or rank not in group:
                 self.waiting[rank] = meeting
                 self._refuse(fault or f"rank {rank} entered a collective of group {group}, which it is not in", rank)
@@ -241,9 +231,9 @@ class _Board:
             self.stopped, self.mismatch = True, mismatch
         self.changed.notify_all()
 
-    def stop(self, mismatch: CollectiveMismatch | None) -> None:
+    def stop(self) -> None:
         with self.changed:
-            self._stop(mismatch)
+            self._stop(None)
 
     def end(self, rank: int, error: BaseException | None) -> None:
         """The rank's thread is over."""
@@ -273,25 +263,13 @@ class _Board:
                 raise RankFailed(rank, transports[rank].doing, self.errors[rank])
 
 
-class _Watch:
-    """Tells the board how a rank's thread ended, whatever it raised."""
-
-    def __init__(self, board: _Board, rank: int) -> None:
-        self._board, self._rank = board, rank
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._board.end(self._rank, error)
-        return True
-
-
 class _Emulated(Transport):
     """The transport of one emulated rank."""
 
     def __init__(self, board: _Board, rank: int) -> None:
         self._board = board
+        self._calls = Counter[Group]()
+        """How many the rank has made in each group."""
         self.rank, self.num_ranks = rank, board.num_ranks
         self.device, self._doing = torch.device("cpu"), Doing()
 
@@ -307,85 +285,34 @@ class _Emulated(Transport):
         self._doing = doing
 
     @torch.no_grad()
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...], op: str = "sum") -> Tensor:
-        entry = _Entry(f"all_reduce({op})", {-1: [tensor.detach()]}, {}, self.doing)
+    def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+        mine = Signature(f"all_reduce({op})", group, self._number(group), alike=tensor.detach())
 
         def finish(meeting: _Meeting) -> Tensor:
             # every member is inside the call: their tensors cannot change under our hands
-            return combine([meeting.entries[other].sends[-1][0] for other in group], op)
+            return combine([one.alike for rank in group if (one := meeting.entries[rank]).alike is not None], op)
 
-        return _copy(self._board.meet(self.rank, group, entry, finish).result)
-
-    @torch.no_grad()
-    def all_gather(self, tensor: Tensor, group: tuple[int, ...]) -> list[Tensor]:
-        entry = _Entry("all_gather", {-1: [_copy(tensor)]}, {}, self.doing)
-        meeting = self._board.meet(self.rank, group, entry, _nothing)
-        return [_copy(meeting.entries[other].sends[-1][0]) for other in group]
+        return copied(self._board.meet(self.rank, mine, self.doing, finish).result)
 
     @torch.no_grad()
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        outside = (sends.keys() | expects.keys()) - set(group)
-        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
-        copies = {peer: [_copy(tensor) for tensor in tensors] for peer, tensors in sends.items()}
-        entry = _Entry(kind, copies, expects, self.doing)
-        meeting = self._board.meet(self.rank, group, entry, _nothing)
+        copies = {peer: [copied(tensor) for tensor in tensors] for peer, tensors in sends.items()}
+        mine = Signature(kind, group, self._number(group), sends=copies, expects=expects)
+        meeting = self._board.meet(self.rank, mine, self.doing)
         return {peer: list(meeting.entries[peer].sends.get(self.rank, ())) for peer in expects}
 
     @torch.no_grad()
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._board.post(self.rank, peer, tag, [_copy(tensor) for tensor in tensors])
+        self._board.post(self.rank, peer, tag, [copied(tensor) for tensor in tensors])
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         found = self._board.take(self.rank, _Message(peer, tag, self.doing))
-        assert _fits(found, expects), f"{tag} from rank {peer} is {_text(found)}, not {_text(expects)}"
+        there, wanted = text_of(found), text_of(expects)
+        assert there == wanted, f"{tag} from rank {peer} is {there}, not {wanted}"
         return found
 
-    def barrier(self, group: tuple[int, ...]) -> None:
-        self._board.meet(self.rank, group, _Entry("barrier", {}, {}, self.doing), _nothing)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _nothing(meeting: _Meeting) -> None:
-    return None
-
-
-def _difference(rank: int, mine: _Entry, other: int, meeting: _Meeting) -> str:
-    """Why the two sides do not fit, or "" if they do."""
-    theirs = meeting.entries[other]
-    where = f"call {meeting.number} of group {meeting.group}"
-    if other == rank:
-        return f"rank {rank} entered {where} twice"
-    same = mine.kind == theirs.kind
-    if same and -1 in mine.sends:
-        same = _text(mine.sends[-1]) == _text(theirs.sends[-1])
-    if not same:
-        return f"rank {rank} entered {mine} where rank {other} entered {theirs}, in {where}"
-    for sender, sent, taker, taken in ((rank, mine, other, theirs), (other, theirs, rank, mine)):
-        tensors, wanted = sent.sends.get(taker, ()), taken.expects.get(sender, ())
-        if not _fits(tensors, wanted):
-            return (
-                f"rank {sender} sent {_text(tensors)} to rank {taker}, which expects {_text(wanted)}, "
-                f"in {mine.kind}, {where}"
-            )
-    return ""
-
-
-def _fits(tensors: Sequence[Tensor], wanted: Sequence[Expected]) -> bool:
-    return len(tensors) == len(wanted) and all(
-        tuple(tensor.shape) == tuple(shape) and dtype in (None, tensor.dtype)
-        for tensor, (shape, dtype) in zip(tensors, wanted, strict=True)
-    )
-
-
-def _text(tensors: Sequence[Tensor] | Sequence[Expected]) -> str:
-    """`float64[2 3]` for each, `nothing` if there are none."""
-    words = []
-    for one in tensors:
-        shape, dtype = (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one
-        words.append(f"{str(dtype).removeprefix('torch.')}[{' '.join(map(str, shape))}]")
-    return " and ".join(words) or "nothing"
+    def _number(self, group: Group) -> int:
+        self._calls[group] += 1
+        return self._calls[group] - 1

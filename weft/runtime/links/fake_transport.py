@@ -8,11 +8,12 @@ one host: sums of gradients lie in memory that is lent once and then kept (`shm/
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Sharded, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.mailbox import SMALL
@@ -30,7 +31,7 @@ class FakeTransport(Transport):
         self.device, self.doing = device or torch.device("cpu"), Doing()
         self._largest: dict[tuple[int, ...], int] = {}
         """Bytes of the largest message in each group that does not go through a pipe."""
-        self._inbox = Inbox[list[Tensor]]()
+        self._own_posts = OwnPosts()
         self._staged: dict[str, int] = {}
         self._seen: set[int] = set()
         """Memory that others see."""
@@ -97,7 +98,7 @@ class FakeTransport(Transport):
         self._note(group, tensor.nbytes)
         return _like(tensor)
 
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, group: Group, **how: Any) -> list[Tensor]:
         if tensor.numel() <= FEW:
             return [tensor for _ in group]
         self._note(group, tensor.nbytes)
@@ -114,15 +115,14 @@ class FakeTransport(Transport):
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         if peer == self.rank:
-            self._inbox.put(peer, tag, [tensor.detach().clone() for tensor in tensors])
+            self._own_posts.leave(tag, tensors)
         else:
             self._note(tuple(sorted((self.rank, peer))), sum(tensor.nbytes for tensor in tensors), SMALL)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        return self._inbox.pop(peer, tag) if peer == self.rank else self._made(expects)
+        return self._own_posts.fetch(tag) if peer == self.rank else self._made(expects)
 
     def _made(self, expects: Sequence[Expected]) -> list[Tensor]:
-        assert all(dtype is not None for _, dtype in expects), "a dtype is not known on the rank that gets the tensor"
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in expects]
 
     def _note(self, group: Group, num_bytes: int, least: int = LARGE) -> None:

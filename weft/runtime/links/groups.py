@@ -90,6 +90,3 @@ class Groups:
 
     def _prefixed(self, members: Group, lane: str) -> Store:
         return PrefixStore(f"{lane}/{'-'.join(map(str, members))}", self._store)
-
-    def __len__(self) -> int:
-        return len(self._made)

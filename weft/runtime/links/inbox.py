@@ -1,13 +1,17 @@
 """Inbox: what has been posted for a rank and was not yet taken. The bookkeeping of every mailbox.
 
-In: posts, by sender and tag. Out: for each request the first post of that sender under that tag.
+In: posts, by sender and tag. Out: for each request the first post of that sender under that tag. What a rank posts for
+itself travels by no mailbox: `OwnPosts` keeps it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -34,3 +38,20 @@ class Inbox(Generic[T]):
         if not waiting:
             del self._posts[sender, tag]
         return found
+
+
+class OwnPosts:
+    """What a rank has posted for itself."""
+
+    def __init__(self) -> None:
+        self._posts = Inbox[list[Tensor]]()
+
+    def leave(self, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Keep copies."""
+        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._posts.put(0, tag, copies)
+
+    def fetch(self, tag: str) -> list[Tensor]:
+        """What was left under a tag."""
+        assert self._posts.has(0, tag), f"a rank takes {tag} from itself before it posts it"
+        return self._posts.pop(0, tag)

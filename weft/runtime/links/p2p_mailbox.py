@@ -24,14 +24,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
+from weft.runtime.links.transport import Expected
 from weft.runtime.links.watch import PeerLost
-from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
+from weft.runtime.links.wire import as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")
 """Digest of the tag, bytes of the body, and whether it is a message or the word that no more will come."""
@@ -41,18 +42,6 @@ LOOK = 0.1
 """Seconds between two looks at whether a wait is in vain."""
 HEADS, BODIES = 1, 2
 """Tags of gloo's."""
-
-
-class Ways(Protocol):
-    """How bodies travel on a device whose own streams wait for them. Called by the rank's own thread only."""
-
-    def send(self, to: int, body: Tensor) -> None:
-        """Send to a rank what belongs to nobody else; does not wait."""
-        ...
-
-    def receive(self, sender: int, size: int) -> Tensor:
-        """The next body from a rank, for whatever runs after this on the device."""
-        ...
 
 
 @dataclass(eq=False)
@@ -81,7 +70,7 @@ class P2PMailbox:
     """
 
     def __init__(
-        self, rank: int, heads: Any, ways: Ways | None, device: torch.device, look: Callable[[], None]
+        self, rank: int, heads: Any, ways: StreamPaths | None, device: torch.device, look: Callable[[], None]
     ) -> None:
         self._rank, self._heads, self._ways, self._device, self._look = rank, heads, ways, device, look
         self._changed = threading.Condition()
@@ -96,9 +85,6 @@ class P2PMailbox:
         # always a copy: whoever posts may go on writing
         body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
         digest = _digest(tag)
-        if to == self._rank:
-            self._inbox.put(to, digest, _Post(body.numel(), body))
-            return
         if to not in self._takers:
             self._takers[to] = _Taker(self._heads, self._rank, to)
         follows = self._ways is None
@@ -107,11 +93,9 @@ class P2PMailbox:
         self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
 
     @torch.no_grad()
-    def take(self, sender: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+    def take(self, sender: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank left under a tag."""
         digest, size = _digest(tag), num_bytes(wants)
-        if sender == self._rank:
-            assert self._inbox.has(sender, digest), f"rank {self._rank} takes {tag} from itself before it posts it"
         body = self._wait(sender, digest)
         assert body.numel() == size, f"{tag} has {body.numel()} bytes, {size} were expected"
         return unpack(body, [wants])[0]
@@ -141,9 +125,8 @@ class P2PMailbox:
     def _wait(self, sender: int, digest: bytes) -> Tensor:
         if sender not in self._senders:
             self._senders[sender] = _Sender()
-            if sender != self._rank:
-                name = f"rank {self._rank} receives from rank {sender}"
-                threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
+            name = f"rank {self._rank} receives from rank {sender}"
+            threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
         while True:
             with self._changed:
                 if self._inbox.has(sender, digest):
@@ -228,7 +211,7 @@ class _Taker:
 
 
 class StreamPaths:
-    """Bodies on the streams of NCCL: a group of two for each direction between two ranks.
+    """Bodies on the streams of NCCL: a group of two for each direction between two ranks. For the rank's own thread.
 
     Args:
         outgoing, incoming: by the other rank; the sender is the first of the two.
@@ -239,10 +222,12 @@ class StreamPaths:
         self._under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, to: int, body: Tensor) -> None:
+        """Send to a rank what belongs to nobody else; does not wait."""
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         self._under_way.append((self._outgoing[to].send([body], 1, 0), body))
 
     def receive(self, sender: int, size: int) -> Tensor:
+        """The next body from a rank, for whatever runs after this on the device."""
         body = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._incoming[sender].recv([body], 0, 0).wait()
         return body

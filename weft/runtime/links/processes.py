@@ -9,8 +9,8 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -21,9 +21,8 @@ from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
-from weft.runtime.links.signature import Signature
+from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import (
-    CollectiveMismatch,
     Doing,
     Expected,
     Expects,
@@ -31,11 +30,11 @@ from weft.runtime.links.transport import (
     Handle,
     Sends,
     Sharded,
-    Stopped,
+    Then,
     Transport,
 )
-from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, mismatch_failure
-from weft.runtime.links.wire import LARGE, Want
+from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, failure_of
+from weft.runtime.links.wire import LARGE
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -76,11 +75,9 @@ class ProcessTransport(Transport):
         store: of this job alone.
         num_ranks: how many processes the job has; `groups` knows this one's rank.
         local_rank: number of the process on its host, which chooses its device.
-        known: groups to make now, by all ranks in one order; others are made at first use.
         check: members make sure, before every call, that they mean the same. It costs a small exchange. All ranks must
             switch it at the same place of their programs; a program whose first step was checked needs no more of it.
         timeout: seconds that one collective may take.
-        ends_process: end the process if it does not stop by itself when another rank failed.
     """
 
     def __init__(
@@ -90,19 +87,17 @@ class ProcessTransport(Transport):
         num_ranks: int,
         *,
         local_rank: int,
-        known: Sequence[Group] = (),
         check: bool = True,
         timeout: float = TIMEOUT,
-        ends_process: bool = True,
     ) -> None:
         self.rank, self.num_ranks = groups.rank, num_ranks
         self.device, self.doing = groups.backend.device(local_rank), Doing()
-        self.store = store
+        self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
-        self.always_check = False
+        self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
         self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy, ends_process=ends_process)
+        self._watch = Watch(store, self.rank, num_ranks, self._busy)
         self._main, self._background = (
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
             for lane in (MAIN, BACKGROUND)
@@ -111,8 +106,6 @@ class ProcessTransport(Transport):
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
-        for group in sorted(tuple(sorted(group)) for group in known if self.rank in group):
-            self._main.open(group)
 
     @property
     def backend(self) -> Backend:
@@ -130,32 +123,30 @@ class ProcessTransport(Transport):
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
         if check is not None:
-            self.check = self.always_check or check
+            self.check = self._always_check or check
         return self.check
 
     # -- the Transport interface
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        return self._main.reduce(tensor, op, self._same(self._main, f"all_reduce({op})", tensor, group))
-
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        return self._main.gather(tensor, self._same(self._main, "all_gather", tensor, group))
+        return self._main.reduce(tensor, op, group)
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        return self._exchange(self._main, sends, self._wants(sends, expects, group), group, kind)
-
-    def barrier(self, group: Group) -> None:
-        self._main.barrier(Signature("barrier", group, self._main.number(group)))
+        return self._main.exchange(sends, expects, group, kind)
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._main.post(peer, tag, tensors, self.num_ranks)
+        if peer == self.rank:
+            self._own_posts.leave(tag, tensors)
+        else:
+            self._main.post(peer, tag, tensors)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        wants = [self._known(one, peer) for one in expects]
+        if peer == self.rank:
+            return self._own_posts.fetch(tag)
         try:
-            return self._main.take(peer, tag, wants, self.num_ranks)
+            return self._main.take(peer, tag, expects)
         except PeerLost as error:
             raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
 
@@ -164,44 +155,26 @@ class ProcessTransport(Transport):
     def start_all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:
-        wants = self._wants(sends, expects, group)
-        return self._start(group, lambda: self._exchange(self._background, sends, wants, group, kind))
+        return self._start(group, lambda: self._background.exchange(sends, expects, group, kind))
 
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
-        pool = self._pool(group)
-        if pool is not None and sum(part.nbytes for part in parts) >= LARGE:
+        pool = self._pool(group, sum(part.nbytes for part in parts))
+        if pool is not None:
             return self._sum_shared(pool, parts, group)
         private = len(parts) > 1 or is_private(parts[0])
         flat = torch.cat([part.detach().reshape(-1) for part in parts]) if len(parts) > 1 else _flat(parts[0])
-
-        def work() -> Tensor:
-            signature = self._same(self._background, "all_reduce(sum)", flat, group)
-            return self._background.reduce(flat, "sum", signature, in_place=private)
-
-        return self._start(group, work)
+        return self._start(group, lambda: self._background.reduce(flat, "sum", group, in_place=private))
 
     def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        pool = self._pool(group)
-        if pool is None or _num_bytes(tensors) < LARGE:
-            return super().start_all_gather(tensors, group)
-        from weft.runtime.shm.collectives import all_gather, shared  # noqa: PLC0415 - loaded where it is used only
-
-        shards, addresses = shared(pool, [one.shard.detach() for one in tensors])
-        return self._start_shared("all_gather", tensors, group, all_gather(tensors, addresses), shards)
+        return self._start_sharded("all_gather", tensors, group) or super().start_all_gather(tensors, group)
 
     def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        pool = self._pool(group)
-        if pool is None or _num_bytes(tensors) < LARGE:
-            return super().start_reduce_scatter(tensors, group)
-        from weft.runtime.shm.collectives import reduce_scatter, shared  # noqa: PLC0415 - loaded where it is used only
-
-        full, addresses = shared(pool, [one.full.detach() for one in tensors])
-        return self._start_shared("reduce_scatter", tensors, group, reduce_scatter(tensors, full, addresses))
+        return self._start_sharded("reduce_scatter", tensors, group) or super().start_reduce_scatter(tensors, group)
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
-        pool = self._pool(group)
-        memory = None if pool is None else pool.lend(numel * dtype.itemsize, brief=brief)
-        return super().buffer(numel, dtype, group) if memory is None else memory.view(dtype)
+        num_bytes = numel * dtype.itemsize
+        pool = self._pool(group, num_bytes)
+        return super().buffer(numel, dtype, group) if pool is None else pool.lend(num_bytes, brief=brief).view(dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, *, brief: bool = False) -> Tensor:
         if not LARGE <= numel * dtype.itemsize <= SPARE or self.device.type != "cpu":
@@ -209,12 +182,22 @@ class ProcessTransport(Transport):
         return self._spare[brief].take(numel, dtype)
 
     def lay(self, tensors: Sequence[Tensor], group: Group) -> None:
-        pool = self._pool(group)
-        if pool is not None and sum(one.nbytes for one in tensors) >= LARGE:
+        pool = self._pool(group, sum(one.nbytes for one in tensors))
+        if pool is not None:
             from weft.runtime.shm.collectives import shared  # noqa: PLC0415 - loaded where it is used only
 
             for tensor, laid in zip(tensors, shared(pool, [one.data for one in tensors], brief=False)[0], strict=True):
                 tensor.data = laid
+
+    def _start_sharded(self, kind: str, tensors: Sequence[Sharded], group: Group) -> Handle[None] | None:
+        """Members read what lies in their pools; None: it is sent."""
+        alike = torch.empty(sum(one.full.nbytes for one in tensors), dtype=torch.uint8, device="meta")
+        pool = self._pool(group, alike.nbytes)
+        if pool is None:
+            return None
+        from weft.runtime.shm.collectives import SHARDED  # noqa: PLC0415 - loaded where it is used only
+
+        return self._start_shared(kind, alike, group, SHARDED[kind](pool, tensors))
 
     @torch.no_grad()
     def _sum_shared(self, pool: SharedPool, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
@@ -223,30 +206,19 @@ class ProcessTransport(Transport):
         flat, address = parts[0], pool.address(parts[0]) if len(parts) == 1 else None
         if address is None:
             memory = pool.lend(sum(part.nbytes for part in parts))
-            assert memory is not None
             flat = torch.cat([part.detach().reshape(-1) for part in parts], out=memory.view(parts[0].dtype))
             address = pool.address(flat)
             assert address is not None
-        signature = "all_reduce(sum)", flat, group
-        held = [all_reduce(flat, address)]
+        return Then(self._start_shared("all_reduce(sum)", flat, group, all_reduce(pool, flat, address)), lambda _: flat)
 
-        def work() -> Tensor:
-            self._background.run_shared(held.pop(), self._same(self._background, *signature))
-            return flat
-
-        return self._start(group, work)
-
-    def _start_shared(
-        self, kind: str, tensors: Sequence[Sharded], group: Group, work: Work, kept: object = None
-    ) -> Handle[None]:
-        """Begin what all members do with what lies in their pools; `kept`: is held until that has ended."""
-        alike = torch.empty(_num_bytes(tensors), dtype=torch.uint8, device="meta")
+    def _start_shared(self, kind: str, alike: Tensor, group: Group, work: Work) -> Handle[None]:
+        """Begin what all members do with what lies in their pools; `alike`: of one shape and dtype on all."""
         # taken out: whoever waits for the end may use again what it holds, and the executor lets go of it later still
-        held = [(work, kept)]
+        held = [(work, alike)]
 
         def run() -> None:
-            now, _ = held.pop()
-            self._background.run_shared(now, self._same(self._background, kind, alike, group))
+            now, like = held.pop()
+            self._background.run_shared(now, kind, like, group)
 
         return self._start(group, run)
 
@@ -263,20 +235,10 @@ class ProcessTransport(Transport):
             self._opened.add(group)
         return self._worker
 
-    def _pool(self, group: Group) -> SharedPool | None:
+    def _pool(self, group: Group, num_bytes: int) -> SharedPool | None:
+        """Memory that the members see; None if they cannot, or this is too little to be shared."""
         self._opened_worker(group)
-        return self._background.pool(group) if self.rank in group else None
-
-    def _exchange(
-        self, channel: Channel, sends: Sends, wants: Mapping[int, Sequence[Want]], group: Group, kind: str
-    ) -> dict[int, list[Tensor]]:
-        signature = Signature(kind, group, channel.number(group), sends=sends, expects=wants)
-        return channel.exchange(sends, wants, signature)
-
-    def _wants(self, sends: Sends, expects: Expects, group: Group) -> dict[int, list[Want]]:
-        outside = (sends.keys() | expects.keys()) - set(group)
-        assert not outside, f"rank {self.rank} exchanges with ranks {sorted(outside)} outside the group {group}"
-        return {peer: [self._known(one, peer) for one in expected] for peer, expected in expects.items()}
+        return self._background.pool(group) if self.rank in group and num_bytes >= LARGE else None
 
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
@@ -286,7 +248,7 @@ class ProcessTransport(Transport):
 
     def fail(self, error: BaseException) -> Failure:
         """Tell all ranks that this one failed, and how."""
-        failure = self._failure(error)
+        failure = failure_of(self.rank, error, *self._busy())
         self._watch.tell()
         if failure.sort != "stopped":
             self._watch.fail(failure)
@@ -300,33 +262,9 @@ class ProcessTransport(Transport):
         self._background.close()
         self._watch.close()
 
-    def _failure(self, error: BaseException) -> Failure:
-        if isinstance(error, CollectiveMismatch):
-            return mismatch_failure(error, self.doing, self.step)
-        sort = {Stopped: "stopped", PeerLost: "lost"}.get(type(error), "error")
-        text = "".join(traceback.format_exception(error))
-        what, place = self.doing.what, self.doing.place
-        return Failure(self.rank, sort, type(error).__name__, str(error), what, place, self.step, text)
-
     def _busy(self) -> tuple[Doing, int | None]:
         return self.doing, self.step
-
-    def _same(self, channel: Channel, kind: str, tensor: Tensor, group: Group) -> Signature:
-        """The signature of a call in which all members' tensors are alike."""
-        return Signature(kind, group, channel.number(group), alike=tensor)
-
-    def _known(self, expected: Expected, peer: int) -> Want:
-        shape, dtype = expected
-        assert dtype is not None, f"the dtype of what rank {peer} sends is not known on rank {self.rank}"
-        # a mode may have its own way with dtypes
-        plain = not torch._C._len_torch_dispatch_stack()
-        return tuple(shape), dtype if plain else torch.empty(0, dtype=dtype).dtype
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
-
-
-def _num_bytes(tensors: Sequence[Sharded]) -> int:
-    """The same on all members."""
-    return sum(one.full.nbytes for one in tensors)

@@ -8,8 +8,9 @@ signatures differ. Only the numbers travel with every call; the words travel whe
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.links.transport import Expected
+from weft.runtime.links.transport import Expected, Expects, Sends
 
 NUMBERS = 3
 """Numbers per peer."""
@@ -59,14 +60,14 @@ class Words:
         wanted = ", ".join(f"{text} from {peer}" for peer, text in self.expects.items())
         return self.kind + (f" sending {sent}" if sent else "") + (f" expecting {wanted}" if wanted else "")
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "kind": self.kind,
-            "group": self.group,
-            "number": self.number,
-            "sends": dict(self.sends),
-            "expects": dict(self.expects),
-        }
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Words:
+        found = json.loads(text)
+        sends, expects = ({int(peer): words for peer, words in found[key].items()} for key in ("sends", "expects"))
+        return Words(found["kind"], tuple(found["group"]), found["number"], sends, expects)
 
 
 Tensors = Sequence[Tensor] | Sequence[Expected]
@@ -88,17 +89,19 @@ class Signature:
         number: int,
         *,
         alike: Tensor | None = None,
-        sends: Mapping[int, Tensors] = EMPTY,
-        expects: Mapping[int, Tensors] = EMPTY,
+        sends: Sends = EMPTY,
+        expects: Expects = EMPTY,
     ) -> None:
+        outside = (sends.keys() | expects.keys()) - set(group)
+        assert not outside, f"an exchange with ranks {sorted(outside)} outside the group {group}"
         self.kind, self.group, self.number = kind, group, number
-        self._alike, self._sends, self._expects = alike, sends, expects
+        self.alike, self.sends, self.expects = alike, sends, expects
 
     @cached_property
     def words(self) -> Words:
-        kind = self.kind if self._alike is None else f"{self.kind} of {text_of([self._alike])}"
+        kind = self.kind if self.alike is None else f"{self.kind} of {text_of([self.alike])}"
         sends, expects = (
-            {peer: text_of(tensors) for peer, tensors in one.items() if tensors} for one in (self._sends, self._expects)
+            {peer: text_of(tensors) for peer, tensors in one.items() if tensors} for one in (self.sends, self.expects)
         )
         return Words(kind, self.group, self.number, sends, expects)
 
@@ -106,14 +109,8 @@ class Signature:
         return str(self.words)
 
 
-def from_json(found: Mapping[str, object]) -> Words:
-    """Read what `as_json` wrote, after a passage through JSON."""
-    sends, expects = ({int(p): str(t) for p, t in dict(found[key]).items()} for key in ("sends", "expects"))  # type: ignore[call-overload]
-    return Words(str(found["kind"]), tuple(found["group"]), int(str(found["number"])), sends, expects)  # type: ignore[arg-type]
-
-
 def difference(rank: int, mine: Words, other: int, theirs: Words) -> str:
-    """Why the calls of two ranks do not fit."""
+    """Why the calls of two ranks do not fit; "" if they do."""
     if (mine.kind, mine.group, mine.number) != (theirs.kind, theirs.group, theirs.number):
         where = mine.where if mine.where == theirs.where else f"{mine.where}, there {theirs.where}"
         return f"rank {rank} entered {mine} where rank {other} entered {theirs}, in {where}"
@@ -121,7 +118,7 @@ def difference(rank: int, mine: Words, other: int, theirs: Words) -> str:
         given, wanted = sent.sends.get(taker, NOTHING), taken.expects.get(sender, NOTHING)
         if given != wanted:
             return f"rank {sender} sent {given} to rank {taker}, which expects {wanted}, in {mine.kind}, {mine.where}"
-    return f"ranks {rank} and {other} entered different collectives, in {mine.where}"
+    return ""
 
 
 def text_of(tensors: Tensors) -> str:
@@ -131,7 +128,7 @@ def text_of(tensors: Tensors) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _word(shape: tuple[int, ...], dtype: torch.dtype | None) -> str:
+def _word(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{' '.join(map(str, shape))}]"
 
 

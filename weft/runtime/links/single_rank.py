@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.runtime.links.inbox import Inbox
-from weft.runtime.links.transport import Doing, Expected, Expects, Group, Sends, Transport
+from weft.runtime.links.inbox import OwnPosts
+from weft.runtime.links.transport import Doing, Expected, Expects, Group, Sends, Transport, copied
 
 
 class SingleRank(Transport):
@@ -18,30 +18,23 @@ class SingleRank(Transport):
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device, self.doing = device or torch.device("cpu"), Doing()
-        self._inbox = Inbox[list[Tensor]]()
+        self._own_posts = OwnPosts()
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return _copy(tensor, group)
-
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        return [_copy(tensor, group)]
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         return {peer: [_copy(tensor, (peer,)) for tensor in sends.get(peer, ())] for peer in expects}
 
-    def barrier(self, group: Group) -> None:
-        return None
-
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
-        self._inbox.put(peer, tag, [_copy(tensor, (peer,)) for tensor in tensors])
+        self._own_posts.leave(tag, tensors)
 
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
-        assert self._inbox.has(peer, tag), f"{tag} is waited for and nobody else is there to send it"
-        return self._inbox.pop(peer, tag)
+        return self._own_posts.fetch(tag)
 
 
 def _copy(tensor: Tensor, group: Group) -> Tensor:
     assert tuple(group) == (0,), f"the group {group} names ranks that do not exist"
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return copied(tensor)

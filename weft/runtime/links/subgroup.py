@@ -6,6 +6,7 @@ In: a transport and some of its ranks. Out: a transport that shows a rank only t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +32,13 @@ class Subgroup(Transport):
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         return self.whole.all_reduce(tensor, self.outside(group), op)
 
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        return self.whole.all_gather(tensor, self.outside(group))
+    def all_gather(self, tensor: Tensor, group: Group, **how: Any) -> list[Tensor]:
+        return self.whole.all_gather(tensor, self.outside(group), **how)
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         return self._inside(self.whole.all_to_all(*self._mapped(sends, expects), self.outside(group), kind))
-
-    def barrier(self, group: Group) -> None:
-        self.whole.barrier(self.outside(group))
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         self.whole.post(self.ranks[peer], tag, tensors)
@@ -75,6 +73,17 @@ class Subgroup(Transport):
     @property
     def job(self) -> Transport:
         return self.whole.job
+
+    @property
+    def num_replicas(self) -> int:
+        return self.whole.num_replicas
+
+    @property
+    def twins(self) -> Group:
+        return self.whole.twins
+
+    def everywhere(self, group: Group) -> Group:
+        return self.whole.everywhere(self.outside(group))
 
     def outside(self, group: Group) -> Group:
         """Ranks as they are counted in the whole."""

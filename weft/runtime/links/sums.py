@@ -8,13 +8,16 @@ With more it goes round twice: each member gets and adds its chunk of the block,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.runtime.links.transport import Group, combine
+
+if TYPE_CHECKING:
+    from weft.runtime.links.channel import Channel
 
 BLOCK = 4 << 20
 """Bytes of a block: large enough for the rate of a long message, small enough to stay in the cache."""
@@ -23,29 +26,13 @@ ONE_ROUND = 1 << 16
 bytes that it saves (gloo, 4 processes of one host)."""
 
 
-class Carrier(Protocol):
-    """What sums need of a channel."""
-
-    rank: int
-
-    def begin_carry(
-        self, came: Tensor, flat: Tensor, wanted: list[int], sizes: list[int], group: Group, *, same: bool = False
-    ) -> Callable[[], None]: ...
-
-    def begin_look(
-        self, flat: Tensor, sizes: list[int], group: Group
-    ) -> Callable[[], tuple[list[Tensor], Callable[[], None]]]: ...
-
-    def scratch(self, name: str, size: int) -> Tensor: ...
-
-
-def add_up(carrier: Carrier, source: Tensor, total: Tensor, group: Group, op: str) -> None:
+def add_up(channel: Channel, source: Tensor, total: Tensor, group: Group, op: str) -> None:
     """Fill `total` with the combination of all members' `source`; both are flat, and may be the same memory."""
     rounds = _one_round if len(group) <= 2 or source.nbytes <= ONE_ROUND else _two_rounds
     length = max(1, BLOCK // source.itemsize)
     whole = len(source) <= length
     pairs = [(source, total)] if whole else zip(source.split(length), total.split(length), strict=True)
-    blocks = [rounds(carrier, mine, into, group, op, f"{k % 2}") for k, (mine, into) in enumerate(pairs)]
+    blocks = [rounds(channel, mine, into, group, op, f"{k % 2}") for k, (mine, into) in enumerate(pairs)]
     # one block begins, the one before is added up, the one before that ends: in this order on all members
     for newest in range(len(blocks) + 2):
         for k in (newest, newest - 1, newest - 2):
@@ -53,15 +40,15 @@ def add_up(carrier: Carrier, source: Tensor, total: Tensor, group: Group, op: st
                 next(blocks[k], None)
 
 
-def _one_round(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
+def _one_round(channel: Channel, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
     """A block that goes from everybody to everybody, and is added up where it lies."""
     members, sent = sorted(group), mine.view(torch.uint8)
-    sizes = [0 if peer == carrier.rank else sent.numel() for peer in members]
-    end = carrier.begin_look(sent, sizes, group)
+    sizes = [0 if peer == channel.rank else sent.numel() for peer in members]
+    end = channel.begin_look(sent, sizes, group)
     yield
     came, release = end()
     by_rank = dict(zip(members, came, strict=True))
-    parts = [mine if peer == carrier.rank else by_rank[peer].view(mine.dtype) for peer in group]
+    parts = [mine if peer == channel.rank else by_rank[peer].view(mine.dtype) for peer in group]
     if len(group) <= 2:
         combine(parts, op, into)
     else:
@@ -69,19 +56,19 @@ def _one_round(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: s
     release()
 
 
-def _two_rounds(carrier: Carrier, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
+def _two_rounds(channel: Channel, mine: Tensor, into: Tensor, group: Group, op: str, slot: str) -> Iterator[None]:
     """A block of which each member adds up its own chunk. `slot`: which of two sets of buffers it uses."""
     members = sorted(group)
     lengths = [len(chunk) for chunk in mine.tensor_split(len(group))]
     sizes = [length * mine.itemsize for length in lengths]
-    own = members.index(carrier.rank)
+    own = members.index(channel.rank)
     alike = [sizes[own]] * len(group)
-    came = carrier.scratch(f"came{slot}", sum(alike))
-    end = carrier.begin_carry(came, mine.view(torch.uint8), alike, sizes, group)
+    came = channel.scratch(f"came{slot}", sum(alike))
+    end = channel.begin_carry(came, mine.view(torch.uint8), alike, sizes, group)
     yield
     end()
     chunks = dict(zip(members, came.view(mine.dtype).view(len(group), lengths[own]), strict=True))
     chunk = combine([chunks[peer] for peer in group], op, chunks[group[0]])
-    end = carrier.begin_carry(into.view(torch.uint8), chunk.view(torch.uint8), sizes, alike, group, same=True)
+    end = channel.begin_carry(into.view(torch.uint8), chunk.view(torch.uint8), sizes, alike, group, same=True)
     yield
     end()

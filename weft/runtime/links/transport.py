@@ -26,8 +26,8 @@ from weft.runtime.layout.transfer import Index
 
 Group = tuple[int, ...]
 """Ranks; all members name them in the same order, which is that of sums."""
-Expected = tuple[tuple[int, ...], torch.dtype | None]
-"""Shape and dtype of a tensor to come; dtype None: whatever the sender has."""
+Expected = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor to come."""
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,28 @@ class Transport(ABC):
         """Sum (or max, min, prod) over the group, added in the order of `group`: equal bit for bit on all members."""
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor, group: Group) -> list[Tensor]:
-        """The members' tensors in the order of `group`. All have one shape and dtype."""
-
-    @abstractmethod
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
         """Send tensors to peers and receive theirs. Members without pieces take part too."""
 
-    @abstractmethod
+    def all_gather(
+        self,
+        tensor: Tensor,
+        group: Group,
+        *,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+        kind: str = "all_gather",
+    ) -> list[Tensor]:
+        """The members' tensors in the order of `group`, of one dtype. `shapes`: of each; all have one if not given."""
+        each = zip(group, shapes or [tuple(tensor.shape)] * len(group), strict=True)
+        expects = {peer: [(shape, tensor.dtype)] for peer, shape in each if peer != self.rank}
+        came = self.all_to_all({peer: [tensor] for peer in expects}, expects, group, kind)
+        return [came[peer][0] if peer in came else copied(tensor) for peer in group]
+
     def barrier(self, group: Group) -> None:
         """Wait until every member has come here."""
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), group, kind="barrier")
 
     @abstractmethod
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
@@ -282,6 +292,11 @@ def combine(tensors: Sequence[Tensor], op: str, out: Tensor | None = None) -> Te
     return total
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """The same content in memory of its own, in order."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 class GroupComm:
     """The communicator of some ranks, as algorithms see it (`comm.Comm`): positions instead of ranks."""
 
@@ -293,21 +308,13 @@ class GroupComm:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         if self.size == 1:
-            return tensor.detach().clone()
+            return copied(tensor)
         return self._transport.all_reduce(tensor, self._ranks, op)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Shapes may differ: sizes are exchanged first, so that the transport knows what to expect."""
         if self.size == 1:
-            return [tensor.detach().clone()]
+            return [copied(tensor)]
         sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
-        if len(set(shapes)) == 1:
-            return self._transport.all_gather(tensor, self._ranks)
-        others = [rank for rank in self._ranks if rank != self._transport.rank]
-        expects = {
-            rank: [(shape, tensor.dtype)] for rank, shape in zip(self._ranks, shapes, strict=True) if rank in others
-        }
-        arrived = self._transport.all_to_all({rank: [tensor] for rank in others}, expects, self._ranks, "all_gather")
-        own = [tensor.detach().clone()]
-        return [arrived.get(rank, own)[0] for rank in self._ranks]
+        return self._transport.all_gather(tensor, self._ranks, shapes=shapes)

@@ -14,6 +14,8 @@ import json
 import os
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -69,17 +71,12 @@ class PeerLost(RuntimeError):  # noqa: N818 - says what happened
 class Call:
     """A collective that this rank has entered and not left. `what` is put into words when the others are told."""
 
-    lane: str
+    key: str
+    """Lane and group, and of what there is counted."""
     group: tuple[int, ...]
     number: int
     what: object
     since: float
-    kind: str = ""
-    """Of what is counted in this group."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.lane} {self.group}{self.kind}"
 
 
 class Watch:
@@ -88,22 +85,13 @@ class Watch:
     Args:
         store: of this job alone; the watch uses a connection of its own.
         doing: what the rank is busy with, and in which step.
-        ends_process: end the process if the rank does not stop by itself, or the launcher's store is gone.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        num_ranks: int,
-        doing: Callable[[], tuple[Doing, int | None]],
-        *,
-        ends_process: bool = True,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int, doing: Callable[[], tuple[Doing, int | None]]) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self._doing, self._ends_process = own_connection(store), doing, ends_process
+        self._store, self._doing = own_connection(store), doing
         self._calls: dict[str, Call] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
         self._waits_for: str | None = None
         self._beats = 0
         self._seen: dict[int, dict[str, Any]] = {}
@@ -116,27 +104,23 @@ class Watch:
 
     # -- what the rank tells
 
-    def enter(self, lane: str, group: tuple[int, ...], number: int, what: object) -> None:
+    def enter(self, lane: str, group: tuple[int, ...], number: int, what: object, kind: str = "") -> None:
         """The rank has entered a collective."""
-        call = Call(lane, group, number, what, time.monotonic())
-        self._counts[call.key] = number + 1
-        self._calls[lane] = call
+        key = f"{lane} {group}{kind}"
+        self._counts[key] = number + 1
+        self._calls[lane] = Call(key, group, number, what, time.monotonic())
 
     def enter_message(self, lane: str, peer: int, came: int, what: object) -> None:
         """The rank waits for a message, and so many have come from the peer: if more were posted one is under way.
 
         Called again when another one has come."""
         before = self._calls.get(lane)
-        call = Call(lane, (self.rank, peer), came, what, time.monotonic(), MESSAGES)
-        if before is not None and (before.key, before.number) == (call.key, call.number):
-            return
-        self._counts[call.key] = came + 1
-        self._calls[lane] = call
+        if before is None or before.number != came:
+            self.enter(lane, (self.rank, peer), came, what, MESSAGES)
 
     def posted(self, lane: str, peer: int) -> None:
         """The rank has left a message for a peer."""
-        key = Call(lane, (peer, self.rank), 0, "", 0.0, MESSAGES).key
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[f"{lane} {(peer, self.rank)}{MESSAGES}"] += 1
 
     def leave(self, lane: str) -> None:
         """The rank has the result."""
@@ -163,13 +147,13 @@ class Watch:
         """Publish the rank's state now."""
         self._publish("blocked" if self._blocked() else "running")
 
-    def close(self, state: str = "ended") -> None:
+    def close(self) -> None:
         """The rank has ended; it no longer watches."""
         self._over.set()
         self._thread.join()
         with suppress(dist.DistError):
             # whoever kept the store may have ended first: nobody is left to be told then
-            self._publish(state)
+            self._publish("ended")
 
     # -- what it learns
 
@@ -182,9 +166,9 @@ class Watch:
         """Leave a word for the others."""
         self._store.set(key, text)
 
-    def hear(self, key: str, seconds: float = GRACE) -> str:
+    def hear(self, key: str) -> str:
         """A word that another rank leaves; "" if it does not come."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + GRACE
         while not self._store.check([key]):
             if time.monotonic() > until:
                 return ""
@@ -199,14 +183,14 @@ class Watch:
             while not self._over.wait(pulse):
                 self._beat()
         except dist.DistError:
-            if self._ends_process and not self._over.is_set():
+            if not self._over.is_set():
                 os._exit(STORE_LOST)
 
     def _beat(self) -> None:
         blocked = self._blocked()
         self._publish("blocked" if blocked else "running")
         if self._stopped_at is not None:
-            if self._ends_process and time.monotonic() - self._stopped_at > GRACE:
+            if time.monotonic() - self._stopped_at > GRACE:
                 os._exit(ENDED_BY_WATCH)
         elif self._store.check([FAILED]):
             self._stopped_at = time.monotonic()
@@ -248,7 +232,7 @@ class Watch:
             message = "deadlock: no rank can go on"
             self._mismatch = CollectiveMismatch(message, rank=self.rank, waits=describe(states))
             self._stopped_at = time.monotonic()
-            self.fail(mismatch_failure(self._mismatch, *self._doing()))
+            self.fail(failure_of(self.rank, self._mismatch, *self._doing()))
 
 
 MAIN = "main"
@@ -308,9 +292,13 @@ def _describe(states: Mapping[int, Mapping[str, Any]], state: Mapping[str, Any])
     return f"is in {call[3]}, call {call[1]} of group {tuple(call[2])}{waiting} ({state['doing']})"
 
 
-def mismatch_failure(error: CollectiveMismatch, doing: Doing, step: int | None) -> Failure:
-    """A mismatch as it travels to the launcher."""
-    first = str(error).splitlines()[0]
-    return Failure(
-        error.rank, "mismatch", type(error).__name__, first, doing.what, doing.place, step, waits=dict(error.waits)
-    )
+SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerLost: "lost"}
+
+
+def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) -> Failure:
+    """What a rank raised, as it travels to the launcher."""
+    sort, trace = SORTS.get(type(error), "error"), "".join(traceback.format_exception(error))
+    # a mismatch lists below its first line who waits for what
+    waits = error.waits if isinstance(error, CollectiveMismatch) else {}
+    message = str(error).splitlines()[0] if waits else str(error)
+    return Failure(rank, sort, type(error).__name__, message, doing.what, doing.place, step, trace, waits)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Want = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor to come."""
+from weft.runtime.links.transport import Expected
 
 LARGE = 64 << 10
 """Bytes from which on a message between processes of one host lies in shared memory. A pipe of Linux holds as many."""
@@ -54,12 +53,12 @@ def pack(
     return torch.cat(flat, out=scratch("packed", sum(sizes))), sizes
 
 
-def num_bytes(wanted: Sequence[Want]) -> int:
+def num_bytes(wanted: Sequence[Expected]) -> int:
     """Bytes of tensors to come."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)
 
 
-def unpack(flat: Tensor, members: Sequence[Sequence[Want]]) -> list[list[Tensor]]:
+def unpack(flat: Tensor, members: Sequence[Sequence[Expected]]) -> list[list[Tensor]]:
     """The tensors in a flat byte tensor, per member: views of it if all are of one dtype, else copies."""
     if sum(map(len, members)) == 1:
         return [[flat.view(dtype).view(shape) for shape, dtype in wanted] for wanted in members]

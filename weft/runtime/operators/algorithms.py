@@ -79,11 +79,11 @@ class Registry:
     def add(self, algorithm: Algorithm) -> None:
         """Register an algorithm."""
         known = self._found.setdefault(algorithm.operator, {})
-        other = known.pop(algorithm.name, None)
+        other = known.get(algorithm.name)
         if algorithm.name == OWN or (other is not None and other.place != algorithm.place):
-            if other is not None:
-                known[algorithm.name] = other
             raise ValueError(f"{algorithm.operator} has an algorithm {algorithm.name!r} already: give it another name")
+        # the last one is found first
+        known.pop(algorithm.name, None)
         known[algorithm.name] = algorithm
 
     def remove(self, operator: str, name: str) -> None:

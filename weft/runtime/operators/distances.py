@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
-from weft.runtime.operators.reductions import extreme
+from weft.runtime.operators.reductions import extreme, kept
 
 
 class _VectorNorm(torch.autograd.Function):
@@ -50,8 +50,7 @@ def vector_norm(
         out = out + (x * 0).abs().sum(dims, keepdim=True) if x.requires_grad else out
     else:
         out = _VectorNorm.apply(wide(x), order, dims, comms)
-    kept: Tensor = out if keepdim else out.squeeze(dims)
-    return kept.to(x.abs().dtype)
+    return kept(out, dims, keepdim).to(x.abs().dtype)
 
 
 def distance(

@@ -90,8 +90,7 @@ def embedding_bag(
         ids = ids.reshape(-1)
         per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     options = (scale_grad_by_freq, mode, False, per_sample_weights, include_last_offset, padding_idx)
-    out: Tensor = torch.ops.aten.embedding_bag.padding_idx(weight, ids, offsets, *options)[0]
-    return out
+    return torch.ops.aten.embedding_bag.padding_idx(weight, ids, offsets, *options)[0]  # type: ignore[no-any-return]
 
 
 def embedding_bag_part(  # noqa: PLR0913 - the operator's own arguments, and what is here of each cut
@@ -156,9 +155,7 @@ def _sum(weight: Tensor, positions: Tensor, bag: Tensor, weights: Tensor | None,
         return weight.new_zeros(num_bags, weight.shape[1]) + 0 * nothing
     if weights is not None:
         weights = weights[order]
-    options = (False, SUM, False, weights, False, None)
-    out: Tensor = torch.ops.aten.embedding_bag.padding_idx(weight, positions[order], starts, *options)[0]
-    return out
+    return embedding_bag(weight, positions[order], starts, weights)
 
 
 class _Maximum(torch.autograd.Function):

@@ -121,9 +121,7 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
         smooth = _smooth(scores, total, weight, class_dim, num_classes, classes)
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth.masked_fill(~valid, 0)
     loss = loss.masked_fill(~valid, 0)
-    if reduction == MEAN:
-        loss = loss.sum() / reduce(share.sum(), rows)
-    return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+    return _reduced(loss, reduction, reduce(share.sum(), rows) if reduction == MEAN else 1).to(x.dtype)
 
 
 def _denominator(dtype: torch.dtype, target: Tensor, weight: Tensor | None, ignore_index: int, rows: Comms) -> Tensor:
@@ -158,8 +156,13 @@ def _smooth(
     """Minus the (weighted) sum of all log-probabilities of each row."""
     if weight is None:
         return total * num_classes - sum_to_copy(scores.sum(class_dim), classes)
-    spread = weight.detach().view(len(weight), *(1,) * (scores.ndim - class_dim - 1)).to(scores.dtype)
+    spread = _by_class(weight.detach(), scores, class_dim).to(scores.dtype)
     return total * reduce(spread.sum(), classes) - sum_to_copy((scores * spread).sum(class_dim), classes)
+
+
+def _by_class(weight: Tensor, scores: Tensor, class_dim: int) -> Tensor:
+    """The weights of classes as they are broadcast over scores."""
+    return weight.view(len(weight), *(1,) * (scores.ndim - class_dim - 1))
 
 
 def soft_cross_entropy(
@@ -178,12 +181,10 @@ def soft_cross_entropy(
     scores, total = scores_and_total(wide(x), class_dim, classes)
     aim = target * (1 - label_smoothing) + label_smoothing / num_classes
     if weight is not None:
-        aim = aim * weight.view(len(weight), *(1,) * (x.ndim - class_dim - 1))
+        aim = aim * _by_class(weight, x, class_dim)
     mass = sum_to_copy(aim.sum(class_dim), classes)
     loss = total * mass - sum_to_copy((scores * aim).sum(class_dim), classes)
-    if reduction == MEAN:
-        return (loss.sum() / count).to(x.dtype)
-    return (loss.sum() if reduction == SUM else loss).to(x.dtype)
+    return _reduced(loss, reduction, count).to(x.dtype)
 
 
 def ctc_part(
@@ -205,5 +206,12 @@ def ctc_part(
         loss = scores.sum((0, 2))
     if reduction == MEAN:
         steps = torch.as_tensor(target_lengths, device=scores.device).clamp(min=1).to(loss.dtype)
-        return (loss / steps).sum() / count
+        loss = loss / steps
+    return _reduced(loss, reduction, count)
+
+
+def _reduced(loss: Tensor, reduction: int, count: int | Tensor) -> Tensor:
+    """A loss by row, or its sum, which is divided by the number of rows for a mean."""
+    if reduction == MEAN:
+        return loss.sum() / count
     return loss.sum() if reduction == SUM else loss

@@ -108,5 +108,4 @@ def weight_norm(v: Tensor, g: Tensor, *, dim: int, comms: Comms) -> Tensor:
 
 
 def _per_channel(x: Tensor, *values: Tensor | None) -> Sequence[Tensor | None]:
-    shape = (-1, *(1,) * (x.ndim - 2))
-    return [None if value is None else value.view(len(value), *shape[1:]) for value in values]
+    return [None if value is None else value.view(len(value), *(1,) * (x.ndim - 2)) for value in values]

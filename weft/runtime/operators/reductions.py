@@ -19,6 +19,11 @@ from weft.runtime.comm import Comm, Comms, reduce, sum_to_copy, wide
 from weft.runtime.layout.indices import Intervals, linear_index
 
 
+def kept(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """A result with its reduced dims kept, or without them."""
+    return out if keepdim else out.squeeze(dims)
+
+
 def mean_part(
     x: Tensor, dims: tuple[int, ...], keepdim: bool, *, count: int, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -58,8 +63,7 @@ def variance(
     # no elements to spare: torch divides by zero, and so do we
     freedom = torch.tensor(max(0.0, count - correction), dtype=values.dtype, device=x.device)
     out: Tensor = _Variance.apply(values, mean.detach(), dims, freedom, root, comms)
-    pair = (out.to(x.dtype), mean.to(x.dtype))
-    return pair if keepdim else (pair[0].squeeze(dims), pair[1].squeeze(dims))
+    return kept(out.to(x.dtype), dims, keepdim), kept(mean.to(x.dtype), dims, keepdim)
 
 
 def variance_only(x: Tensor, dims: tuple[int, ...], keepdim: bool, **options: Any) -> Tensor:
@@ -107,8 +111,7 @@ class _Shared(torch.autograd.Function):
 
 def extreme(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
     """`amax` or `amin`."""
-    out: Tensor = _Shared.apply(x, dims, kind, comms)
-    return out if keepdim else out.squeeze(dims)
+    return kept(_Shared.apply(x, dims, kind, comms), dims, keepdim)
 
 
 class _First(torch.autograd.Function):
@@ -147,7 +150,7 @@ def extreme_and_index(
     index = linear_index(shape, at, x.device)
     index = index.view([x.shape[d] if d in dims else 1 for d in range(x.ndim)])
     out, where = _First.apply(x, index, dims, kind, comms)
-    return (out, where) if keepdim else (out.squeeze(dims), where.squeeze(dims))
+    return kept(out, dims, keepdim), kept(where, dims, keepdim)
 
 
 def extreme_index(x: Tensor, dims: tuple[int, ...], keepdim: bool, **options: Any) -> Tensor:
@@ -158,7 +161,7 @@ def extreme_index(x: Tensor, dims: tuple[int, ...], keepdim: bool, **options: An
 def truth(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, kind: str, comms: Comms) -> Tensor:
     """`any` (the `max` of truth values) or `all` (the `min`)."""
     out = _extreme((x != 0).to(torch.uint8), dims, kind, comms)
-    return (out if keepdim else out.squeeze(dims)).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
+    return kept(out, dims, keepdim).to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
 
 
 def aminmax(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, comms: Comms) -> tuple[Tensor, Tensor]:
@@ -247,7 +250,7 @@ def logsumexp(x: Tensor, dims: tuple[int, ...], keepdim: bool, *, comms: Comms) 
     values = wide(x)
     top = _extreme(values, dims, "max", comms)
     out: Tensor = _LogSumExp.apply(values, top.masked_fill(top.abs() == torch.inf, 0), dims, comms)
-    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
+    return kept(out, dims, keepdim).to(x.dtype)
 
 
 def scores_and_total(x: Tensor, dim: int, comms: Comms) -> tuple[Tensor, Tensor]:

@@ -86,16 +86,13 @@ class Form:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        found = {"spec": self.spec, "keywords": self.keywords, "leaves": self.leaves, "tensors": self.tensors}
-        if not self.sizes:
-            return found
-        return {**found, "sizes": list(map(asdict, self.sizes)), "guards": list(map(asdict, self.guards))}
+        return asdict(self)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Form:
         tensors = tuple((at, where, tuple(shape), dtype) for at, where, shape, dtype in found["tensors"])
-        sizes = tuple(FreeSize(**one) for one in found.get("sizes", ()))
-        guards = tuple(Guard(**one) for one in found.get("guards", ()))
+        sizes = tuple(FreeSize(**one) for one in found["sizes"])
+        guards = tuple(Guard(**one) for one in found["guards"])
         return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards)
 
 

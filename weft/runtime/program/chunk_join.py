@@ -1,11 +1,13 @@
-"""Gives: what a loop leaves behind, from the parts that its bodies give. And takes: parts of a whole, by autograd.
+"""Chunk join: the results of a loop, from the parts that its chunks give. And the reverse: parts of a tensor.
 
-Enters: parts, each to be added to its target or placed at an index of it. Leaves: the targets. Outside autograd sums
-and placements are done in place at once; under it the parts are kept and put together when the loop ends.
+In: for each result how its parts are put together (`Given`), and what gives those of a chunk. Out: the results. Outside
+autograd sums and placements are done in place at once; under it the parts are kept and put together when the loop ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,55 +17,57 @@ from torch.autograd.function import once_differentiable
 from weft.runtime.layout.execute import covers, put, take
 from weft.runtime.layout.transfer import Index
 from weft.runtime.weights.gradient import Gradient
+from weft.runtime.weights.tape import Leaf
 
 Shape = tuple[int, ...]
 
 
-class Gives:
-    """Collects the parts given in one run of a loop, target by target."""
+@dataclass(frozen=True)
+class Given:
+    """What becomes of one result of a chunk: added up, or placed at its chunk's index of a tensor of that shape."""
 
-    def __init__(self) -> None:
-        self._placed: dict[int, list[tuple[Index, Tensor]]] = {}
-        self._added: dict[int, Tensor] = {}
-        self._shapes: dict[int, Shape] = {}
-        self._private: dict[int, Tensor] = {}
-        """Results that are ours to write to."""
+    at: tuple[Index, ...] | None = None
+    shape: Shape = ()
 
-    def add(self, target: int, part: Tensor) -> None:
-        """Add a part to a target."""
-        assert target not in self._placed, f"result {target} is given both added and placed parts"
-        if target not in self._added:
-            self._added[target] = part
-        elif torch.is_grad_enabled():
-            self._added[target] = self._added[target] + part
-        elif target in self._private:
-            self._private[target].add_(part)
+
+def join(gives: Sequence[Given], chunks: int, run: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
+    """The results of a loop; `run` gives the parts of a chunk."""
+    found = [_Joined(given) for given in gives]
+    for chunk in range(chunks):
+        for one, part in zip(found, run(chunk), strict=True):
+            one.add(chunk, part)
+    return [one.result() for one in found]
+
+
+class _Joined:
+    """One result of a loop."""
+
+    def __init__(self, given: Given) -> None:
+        self._given, self._private = given, False
+        self._total: Tensor | None = None
+        self._placed: list[tuple[Index, Tensor]] = []
+
+    def add(self, chunk: int, part: Tensor) -> None:
+        """The part of a chunk."""
+        if self._given.at is not None:
+            self._place(self._given.at[chunk], part)
+        elif self._total is None:
+            self._total = part
+        elif self._private and not torch.is_grad_enabled():
+            self._total.add_(part)
         else:
-            self._private[target] = self._added[target] = self._added[target] + part
+            self._total, self._private = self._total + part, True
 
-    def place(self, target: int, index: Index, shape: Shape, part: Tensor) -> None:
-        """Put a part at an index of a target of that shape."""
-        assert target not in self._added, f"result {target} is given both added and placed parts"
-        self._shapes[target] = shape
-        parts = self._placed.setdefault(target, [])
+    def _place(self, index: Index, part: Tensor) -> None:
         if torch.is_grad_enabled():
-            parts.append((index, part))
-        else:
-            if target not in self._private:
-                self._private[target] = part.new_zeros(shape)
-            put(self._private[target], index, part)
+            self._placed.append((index, part))
+            return
+        if self._total is None:
+            self._total = part.new_zeros(self._given.shape)
+        put(self._total, index, part)
 
-    def results(self, count: int) -> list[Tensor]:
-        """The first so many targets."""
-        found = []
-        for target in range(count):
-            if target in self._private:
-                found.append(self._private[target])
-            elif target in self._added:
-                found.append(self._added[target])
-            else:
-                found.append(assemble(self._placed[target], self._shapes[target]))
-        return found
+    def result(self) -> Tensor:
+        return assemble(self._placed, self._given.shape) if self._total is None else self._total
 
 
 def assemble(parts: list[tuple[Index, Tensor]], shape: Shape) -> Tensor:
@@ -89,14 +93,14 @@ class _Assemble(torch.autograd.Function):
         return (None, None, *(take(gradient, index) for index in ctx.indices))
 
 
-def take_part(whole: Tensor, index: Index, sink: Gradient | None) -> Tensor:
+def take_part(whole: Tensor, index: Index, leaf: Leaf | None) -> Tensor:
     """The part at `index`, contiguous. Differentiable; the gradient of a leaf goes to its place in the sum at once,
     so that no whole is made for each part."""
     if covers(index, tuple(whole.shape)):
         return whole
-    if sink is None or not torch.is_grad_enabled():
+    if leaf is None or not torch.is_grad_enabled():
         return take(whole, index).contiguous()
-    part: Tensor = _TakeOfLeaf.apply(whole, index, sink)
+    part: Tensor = _TakeOfLeaf.apply(whole, index, leaf.sink)
     return part
 
 

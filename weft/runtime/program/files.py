@@ -1,10 +1,11 @@
 """Files of a program, in memory: by name, wherever they come from.
 
-    program.py ...   the text, one file per distinct program
-    parts.json       what differs by rank: tables by coordinates on the grid, or by rank
-    meta.json        which rank runs which file, inputs, versions, and the hash of all of the above
-    constants.pt     tensors baked into the program, if there are any
-    pipeline.json    of a program in pieces, which has a folder of the above for each piece
+    program.json     batches, pieces, crossings, events, where it came from, and the hashes of all files
+    program.py ...   the text of a piece, one file per distinct program
+    parts.json       of a piece: what differs by rank: tables by coordinates on the grid, or by rank
+    constants.pt     of a piece: tensors baked into it, if there are any
+
+The files of the only piece of a program without stages stand beside `program.json`; otherwise each piece has a folder.
 
 In: a directory, or a mapping of contents. Out: `ProgramFiles`, which reads each table once, and tells whether something
 was edited. Promised: files of a directory are called by their paths in tracebacks; others by their program's hash.
@@ -15,19 +16,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-META, PARTS, CONSTANTS, PIPELINE = "meta.json", "parts.json", "constants.pt", "pipeline.json"
+PROGRAM, PARTS, CONSTANTS = "program.json", "parts.json", "constants.pt"
 GENERATED = "<weft "
 """How the names of files begin that are in no directory."""
-NOT_RUN = ("key", "made_from", "spans", "hashes")
-"""Of what is written about a pipeline: where it came from, and estimates."""
+NOT_RUN = ("key", "made_from", "spans", "hash")
+"""Of what is written about a program: where it came from, and estimates."""
 
 
 class ProgramFiles(dict[str, bytes]):
-    """The files of a program, whole or in pieces.
+    """The files of a program.
 
     Args:
         where: the directory that they are from; "" if they are from none.
@@ -42,27 +44,23 @@ class ProgramFiles(dict[str, bytes]):
     def __reduce__(self) -> tuple[type[ProgramFiles], tuple[dict[str, bytes], str]]:
         return ProgramFiles, (dict(self), self.where)
 
-    @property
-    def in_pieces(self) -> bool:
-        return PIPELINE in self
-
     @cached_property
     def about(self) -> dict[str, Any]:
         """What is written about the program."""
-        return self._read(PIPELINE if self.in_pieces else META)
+        if PROGRAM not in self:
+            raise FileNotFoundError(f"there is no {PROGRAM}")
+        found: dict[str, Any] = json.loads(self[PROGRAM])
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is one piece that runs all of the batch when it is called, in no order of events."""
+        return not self.about["events"]
 
     @cached_property
-    def parts(self) -> dict[str, Any]:
-        """The tables."""
-        return self._read(PARTS)
-
-    @cached_property
-    def folders(self) -> dict[str, ProgramFiles]:
-        """The files of each piece, at each size of micro-batches, by folder; of a whole program itself."""
-        if not self.in_pieces:
-            return {"": self}
-        names = [one["folder"] for size in self.about["sizes"] for one in size["pieces"]]
-        return {name: self._under(name) for name in names}
+    def pieces(self) -> dict[str, PieceFiles]:
+        """The files of each piece, at each size of micro-batches, by folder."""
+        return {one["folder"]: PieceFiles(self, one) for size in self.about["sizes"] for one in size["pieces"]}
 
     @property
     def devices(self) -> int:
@@ -73,16 +71,37 @@ class ProgramFiles(dict[str, bytes]):
         """What a file is called in tracebacks."""
         return f"{self.where or GENERATED + self.about['hash'][:12] + '>'}/{name}"
 
-    def _read(self, name: str) -> dict[str, Any]:
-        if name not in self:
-            raise FileNotFoundError(f"there is no {name}")
-        found: dict[str, Any] = json.loads(self[name])
-        return found
 
-    def _under(self, folder: str) -> ProgramFiles:
-        start = f"{folder}/"
-        found = {name.removeprefix(start): content for name, content in self.items() if name.startswith(start)}
-        return ProgramFiles(found, f"{self.where}/{folder}" if self.where else "")
+@dataclass(frozen=True)
+class PieceFiles:
+    """The files of one piece.
+
+    Args:
+        about: what is written about it.
+    """
+
+    program: ProgramFiles
+    about: Mapping[str, Any]
+
+    def name(self, file: str) -> str:
+        """Of one of its files, among those of the program."""
+        return f"{self.about['folder']}/{file}" if self.about["folder"] else file
+
+    @property
+    def texts(self) -> list[str]:
+        """The names of its files of text."""
+        return [self.name(file) for file in self.about["files"]]
+
+    def text_of(self, rank: int) -> str:
+        """The one that a rank of the piece runs."""
+        number: int = self.about["ranks"][rank]
+        return self.texts[number]
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """The tables."""
+        found: dict[str, Any] = json.loads(self.program[self.name(PARTS)])
+        return found
 
 
 Source = str | Path | Mapping[str, bytes]
@@ -97,37 +116,25 @@ def files_of(source: Source) -> ProgramFiles:
         return ProgramFiles(source)
     folder = Path(source)
 
-    def read(*names: str) -> dict[str, bytes]:
-        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    def read(*names: str) -> ProgramFiles:
+        found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        return ProgramFiles(found, str(folder))
 
-    head = ProgramFiles(read(PIPELINE) or read(META), str(folder))
-    return ProgramFiles(read(*head, *_listed(head.about)), str(folder))
-
-
-def _listed(about: Mapping[str, Any]) -> list[str]:
-    """The files of a program but for the one that tells of them."""
-    named = {**dict.fromkeys(about.get("hashes", ())), **dict.fromkeys(about.get("files", ()))}
-    if "files" in about:
-        named.update(dict.fromkeys((PARTS, CONSTANTS)))
-    return list(named)
+    pieces = read(PROGRAM).pieces.values()
+    return read(PROGRAM, *(name for one in pieces for name in (*one.texts, one.name(PARTS), one.name(CONSTANTS))))
 
 
 def changes(source: Source) -> dict[str, str]:
     """The files that are not as they were written: `edited` or `missing`, by name."""
     files = files_of(source)
-    hashes: dict[str, str] = files.about.get("hashes", {})
-    names = [name for name in _listed(files.about) if name != CONSTANTS or name in hashes or name in files]
-    found = {name: files[name] for name in names if name in files}
-    missing = dict.fromkeys((name for name in names if name not in found), "missing")
-    if not files.in_pieces and not missing and content_hash(found) == files.about["hash"]:
-        return {}
+    hashes: dict[str, str] = {**files.about["hashes"], PROGRAM: files.about["hash"]}
 
-    def as_written(name: str) -> bool:
+    def hash_now(name: str) -> str:
         # the table of events is a file like others
-        now = description_hash(files.about) if name == PIPELINE else file_hash(found[name])
-        return hashes.get(name) == now
+        return description_hash(files.about) if name == PROGRAM else file_hash(files[name])
 
-    return {**{name: "edited" for name in found if not as_written(name)}, **missing}
+    edited = {name: "edited" for name in files if hash_now(name) != hashes.get(name)}
+    return {**edited, **{name: "missing" for name in hashes if name not in files}}
 
 
 def file_hash(content: bytes) -> str:
@@ -135,15 +142,15 @@ def file_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def content_hash(files: Mapping[str, bytes]) -> str:
-    """One hash of files and their names."""
-    found = hashlib.sha256()
-    for name in sorted(files):
-        found.update(name.encode() + b"\0" + hashlib.sha256(files[name]).digest())
-    return found.hexdigest()
+def description_hash(about: Mapping[str, Any]) -> str:
+    """A hash of what runs of a program, from what is written about it: not of where it came from."""
+    runs = {key: value for key, value in about.items() if key not in NOT_RUN}
+    return file_hash(json.dumps(runs, sort_keys=True).encode())
 
 
-def description_hash(told: Mapping[str, Any]) -> str:
-    """A hash of what runs of all that is written about a pipeline: not of where it came from."""
-    runs = {key: value for key, value in told.items() if key not in NOT_RUN}
-    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+def with_description(files: Mapping[str, bytes], about: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a program's pieces, and what is written about them, with the hashes of all."""
+    hashes = {name: file_hash(content) for name, content in files.items()}
+    told = {**about, "hashes": hashes}
+    told["hash"] = description_hash(told)
+    return {**files, PROGRAM: (json.dumps(told, indent=1) + "\n").encode()}

@@ -21,7 +21,7 @@ from weft.runtime.layout.cuts import Place, index_at
 from weft.runtime.layout.execute import size
 from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.transport import Transport
-from weft.runtime.program.files import CONSTANTS, ProgramFiles, Source, files_of
+from weft.runtime.program.files import CONSTANTS, PieceFiles, ProgramFiles, Source, files_of
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.sizes import SizedTables, is_sized
 from weft.runtime.program.stored import Table, Tables
@@ -33,66 +33,68 @@ SELF = -1
 
 
 def load_program(source: Source, transport: Transport, state: Mapping[str, Tensor] | None = None) -> ParallelModule:
-    """The rank's module. `state`: its stored parts by name; zeros if not given."""
+    """The rank's module of a program that is one piece. `state`: its stored parts by name; zeros if not given."""
     files = files_of(source)
     assert transport.num_ranks == files.devices, (
         f"the program{' in ' + files.where if files.where else ''} is for {files.devices} devices, "
         f"the transport has {transport.num_ranks}"
     )
-    cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], transport.rank)])
-    tables = read_tables(files.parts, Place(tuple(cls.grid().items()), transport.rank))
-    constants = load_constants(files, transport.device)
-    return cls(transport, state, tables=tables, constants=constants)
+    (piece,) = files.pieces.values()
+    return load_piece(piece, transport, state)
 
 
-def load_constants(files: ProgramFiles, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors baked into a program."""
-    if CONSTANTS not in files:
+def load_piece(piece: PieceFiles, transport: Transport, state: Mapping[str, Tensor] | None = None) -> ParallelModule:
+    """The module of a rank of a piece."""
+    cls = load_class(piece, piece.text_of(transport.rank))
+    tables = read_tables(piece.parts, Place(tuple(cls.grid().items()), transport.rank))
+    return cls(transport, state, tables=tables, constants=load_constants(piece, transport.device))
+
+
+def load_constants(piece: PieceFiles, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors baked into a piece."""
+    content = piece.program.get(piece.name(CONSTANTS))
+    if content is None:
         return {}
     # as they were saved, under whatever mode a program is loaded
     with disabled_modes():
-        found: dict[str, Tensor] = torch.load(io.BytesIO(files[CONSTANTS]), weights_only=True, map_location=device)
+        found: dict[str, Tensor] = torch.load(io.BytesIO(content), weights_only=True, map_location=device)
     return found
 
 
-def load_class(files: ProgramFiles, file: str) -> type[ParallelModule]:
-    """The class in one of a whole program's files. Loaded once: the ranks of an emulator share it."""
+def load_class(piece: PieceFiles, file: str) -> type[ParallelModule]:
+    """The class in one of a piece's texts. Loaded once: the ranks of an emulator share it."""
+    files = piece.program
     if file not in files.classes:
         text, path = files[file], files.path(file)
         # tracebacks show its lines, wherever it is from
         linecache.cache[path] = (len(text), None, text.decode(errors="replace").splitlines(keepends=True), path)
-        module = ModuleType(f"weft_program_{files.about['hash'][:12]}_{file.removesuffix('.py')}")
+        module = ModuleType(f"weft_program_{files.about['hash'][:12]}_{file.removesuffix('.py').replace('/', '_')}")
         module.__file__ = path
         exec(compile(text, path, "exec"), vars(module))
-        files.classes[file] = getattr(module, files.about["class"])
+        files.classes[file] = getattr(module, piece.about["class"])
     found: type[ParallelModule] = files.classes[file]
     return found
 
 
 def load_classes(files: ProgramFiles) -> list[type[ParallelModule]]:
-    """The classes of all files of a program, whole or in pieces."""
-    return [load_class(one, file) for one in files.folders.values() for file in one.about["files"]]
+    """The classes of all pieces of a program."""
+    return [load_class(piece, file) for piece in files.pieces.values() for file in piece.texts]
 
 
 def cut_parameters(source: Source) -> dict[str, int]:
     """Trained parameters of which some rank stores a part only, and how many dims each has."""
     found: dict[str, int] = {}
-    for files in files_of(source).folders.values():
-        for rank in range(files.devices):
-            cls = load_class(files, files.about["files"][_file_of(files.about["ranks"], rank)])
+    for piece in files_of(source).pieces.values():
+        for rank in range(len(piece.about["devices"])):
+            cls = load_class(piece, piece.text_of(rank))
             place = Place(tuple(cls.grid().items()), rank)
-            tables = read_tables(files.parts, place).parts
+            tables = read_tables(piece.parts, place).parts
             for name, part in cls.trained_parts().items():
                 cuts = part.cuts
                 index = tables[cuts.key] if isinstance(cuts, Table) else index_at(part.shape, cuts or {}, place)
                 if index is not None and size(index) != part.shape:
                     found[name] = len(part.shape)
     return found
-
-
-def _file_of(ranks: Any, rank: int) -> int:
-    """Which file a rank runs: one number for all, or one per rank."""
-    return ranks if isinstance(ranks, int) else int(ranks[rank])
 
 
 # Tables by coordinates: {"axes": ["dp"], "values": [...]}, or by rank: {"ranks": {"0": ...}}.

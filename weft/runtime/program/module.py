@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,14 @@ from weft.runtime.layout.collectives import Collectives
 from weft.runtime.layout.cuts import Cuts, index_at, whole
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
-from weft.runtime.program.chunk_join import take_part
+from weft.runtime.program.chunk_join import Given, take_part
 from weft.runtime.program.parts import StoredParts
-from weft.runtime.program.recompute import Given, run, run_chunks
-from weft.runtime.program.stored import NO_TABLES, Behind, Container, Part, Table, Tables
+from weft.runtime.program.recompute import run, run_chunks
+from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.ending import tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
-from weft.runtime.weights.grad_sync import BucketSync
+from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.gradient import Gradient, give_gradient
 from weft.runtime.weights.leaf_aliases import Arrived, LeafAliases, is_watched
 from weft.runtime.weights.precision import NO_SUMS
@@ -40,7 +40,10 @@ from weft.runtime.weights.tape import Tape, Used
 from weft.runtime.weights.unshard import Gather
 from weft.runtime.weights.unsharded import changed_since
 
-__all__ = ["Container", "Given", "BucketSync", "ParallelModule", "Part", "Table", "Tables"]
+if TYPE_CHECKING:
+    from weft.runtime.weights.masters import Masters
+
+__all__ = ["Container", "Given", "ParallelModule", "Part", "Table", "Tables"]
 
 
 T = TypeVar("T")
@@ -68,21 +71,21 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         transport: Transport,
         state: Mapping[str, Tensor] | None = None,
         *,
-        grad_sync: BucketSync | None = None,
         tables: Tables = NO_TABLES,
         constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(transport, tables)
         self.here, self.constants = SimpleNamespace(**tables.here), dict(constants or {})
-        self.stream, self.tape = Stream(0, 0, 0), Tape()
         self.anchor = torch.zeros((), device=transport.device, requires_grad=True)
-        self.comm = Collectives(transport, self.place, tables.moves, self, self.anchor)
-        self.grad_sync = grad_sync or BucketSync()
+        self.stream, self.tape = Stream(0, 0, 0), self.new_tape()
+        self.comm = Collectives(self, tables.moves)
+        self.grad_sync = GradSync(self)
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}
         self._num_forwards = 0
         """Since the last backward."""
-        self.masters: Behind | None = None
+        self.masters: Masters | None = None
+        """Of which its parameters are copies."""
         self.sums = NO_SUMS
         self.sinks: dict[str, Gradient] = {}
         self._draws: dict[Any, Draw] = {}
@@ -148,8 +151,12 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     # What forward needs.
 
+    def new_tape(self) -> Tape:
+        """For a forward, or for a function that runs again."""
+        return Tape(self.anchor, self.used)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tape = self.tape = Tape()
+        tape = self.tape = self.new_tape()
         if self.rerun_mode is None:
             self._begin_turn()
         self._num_forwards += torch.is_grad_enabled()
@@ -157,7 +164,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
         try:
-            with self.reading(), self.grad_sync.watching(self):
+            with self.reading(), self.grad_sync.watching():
                 return super().__call__(*args, **kwargs)
         finally:
             tape.gathered.close()
@@ -199,24 +206,25 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
         """A chunk's part of a tensor; zeros of that shape if it has none."""
-        return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.sink(x))
+        return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.known(x))
 
     def sized(self, key: str, *sizes: int) -> Any:
         """What differs by rank, at sizes of the batch."""
-        assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
-        return self._tables.sized.at("here", key, sizes)
+        return self._at_sizes("here", key, sizes)
 
     def sized_move(self, key: str, *sizes: int) -> str:
         """The key of a change of layout at sizes of the batch."""
+        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", self._at_sizes("moves", key, sizes))
+
+    def _at_sizes(self, section: str, key: str, sizes: tuple[int, ...]) -> Any:
         assert self._tables.sized is not None, f"no table of this program depends on sizes: {key}"
-        found = self._tables.sized.at("moves", key, sizes)
-        return self.comm.know(f"{key} at {', '.join(map(str, sizes))}", found)
+        return self._tables.sized.at(section, key, sizes)
 
     def recompute(self, function: Callable[..., T], *inputs: Any, plain: Sequence[int] = ()) -> T:
         """Run a function without keeping what is inside it; run it again in backward.
 
         `plain`: positions of results that need no gradient."""
-        return cast(T, run(self, function, inputs, self.anchor, plain=plain))
+        return cast(T, run(self, function, inputs, plain=plain))
 
     def chunks(
         self,
@@ -235,7 +243,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
                 are not made.
         """
         if recompute:
-            return cast(T, run(self, function, inputs, self.anchor, chunks=count, gives=gives, returned=returned))
+            return cast(T, run(self, function, inputs, chunks=count, gives=gives, returned=returned))
         return cast(T, run_chunks(function, inputs, count, gives))
 
     def finish(self, value: Tensor, *roots: Tensor) -> Tensor:
@@ -245,10 +253,10 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             value: the complete loss, on every rank.
             roots: what this rank holds of it where it was made.
         """
-        tape, self.tape = self.tape, Tape()
+        tape, self.tape = self.tape, self.new_tape()
         if not torch.is_grad_enabled():
             return value.detach()
-        return tied_loss(self, tape, self.anchor, value, roots)
+        return tied_loss(self, tape, value, roots)
 
     @overload
     def outputs(self, value: Tensor, /) -> Tensor: ...
@@ -259,9 +267,9 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
     def outputs(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What the model returns, complete on every rank, tied to all that this forward has done: backward starts from
         the gradients that the caller has for them, the same on every rank."""
-        tape, self.tape = self.tape, Tape()
+        tape, self.tape = self.tape, self.new_tape()
         if torch.is_grad_enabled():
-            found = tied_outputs(self, tape, self.anchor, values)
+            found = tied_outputs(self, tape, values)
         else:
             found = tuple(value.detach() for value in values)
         return found[0] if len(found) == 1 else found
@@ -277,12 +285,12 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """Autograd has come to a parameter that is used as it is stored."""
         if self._backward is not None and not self.of_others:
             self.sinks.setdefault(name, Gradient(dtype=self.sums.added(parameter.dtype))).collect(parameter)
-            self.grad_sync.arrived(self, name)
+            self.grad_sync.arrived(name)
 
     def used(self, use: Used) -> None:
         """Something has been added to the gradient of a use in another layout, or backward has passed it."""
         if self._backward is not None:
-            self.grad_sync.used(use)
+            self.grad_sync.uses.hear(use)
 
     @property
     def holds_gradients(self) -> bool:
@@ -298,16 +306,19 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if (name := tape.changed()) is not None:
             raise self.refusal(*changed_since(name))
         if self._backward is None:
-            self._backward = _Backward({}, [])
+            self._backward = self._begun(alone=self._num_forwards == 1)
             for name, parameter in self.trained():
                 if parameter.grad is not None:
                     self._backward.before[name], parameter.grad = parameter.grad, None
-            self.sinks.clear()
-            self.grad_sync.begin(self, alone=self._num_forwards == 1)
             if self.rerun_mode is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._backward.tapes.append(tape)
-        self.grad_sync.enter(tape)
+        self.grad_sync.uses.enter(tape)
+
+    def _begun(self, *, alone: bool) -> _Backward:
+        self.sinks.clear()
+        self.grad_sync.begin(alone=alone)
+        return _Backward({}, [])
 
     def hold_gradients(self, mode: AbstractContextManager[Any]) -> None:
         """From now on backward does not complete gradients: more will come (`grad_accumulation.py`).
@@ -324,9 +335,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """All gradients have come: complete them; `anyway`: with zeros if none did, because other replicas wait."""
         self.rerun_mode = None
         if self._backward is None and anyway:
-            self._backward = _Backward({}, [])
-            self.sinks.clear()
-            self.grad_sync.begin(self, alone=False)
+            self._backward = self._begun(alone=False)
         if self._backward is not None:
             self._end_backward()
 
@@ -334,7 +343,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         assert self._backward is not None
         backward, self._backward = self._backward, None
         self._num_forwards = 0
-        found = self.grad_sync.end(self, backward.tapes)
+        found = self.grad_sync.end(backward.tapes)
         if self.inner is not None and any(tape.used for tape in backward.tapes):
             # what is gathered may have been laid elsewhere, and nothing is to hold what it had
             self.inner.refresh(self._parts)

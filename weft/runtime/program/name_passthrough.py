@@ -17,6 +17,11 @@ from torch import nn
 class Own(nn.Module):
     """A module whose own attributes are not mistaken for what it shows under the same names."""
 
+    def show(self, tree: nn.Module) -> None:
+        """Show what a tree holds. Not as a child: names are to be the original ones."""
+        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
+        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+
     _held_apart: Mapping[str, nn.Module] = MappingProxyType({})
 
     def hold_apart(self, name: str, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.runtime.layout.cuts import Place, index_at
 from weft.runtime.layout.execute import size
-from weft.runtime.layout.moves import Move, all_reduce
+from weft.runtime.layout.moves import chain
 from weft.runtime.layout.transfer import Index, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.name_passthrough import Own
@@ -50,10 +50,8 @@ class StoredParts(Own):
     def __init__(self, transport: Transport, tables: Tables) -> None:
         super().__init__()
         tree = Container()
-        # Not as a child: names are to be the original ones.
         self.__dict__["model"], self.trees = tree, [tree]
-        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
-        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
+        self.show(tree)
         self.transport, self.device = transport, transport.device
         self.place = Place(tuple(self._grid.items()), transport.rank)
         self._tables = tables
@@ -127,24 +125,21 @@ class StoredParts(Own):
         """Use this very parameter under a name, as another program of the same model does."""
         if self._parts.get(name) is parameter or name not in self._stored:
             return
-        part = self._stored[name]
         self._replace(name, parameter)
-        if part.trained:
+        if self._stored[name].trained:
             self.listen_to(name, parameter)
-        for each in (name, *part.tied):
-            self.model.hold(each, parameter)
 
     def borrow(self, name: str, parameter: nn.Parameter) -> None:
         """Read this very parameter under a name: another program of this rank holds and trains it."""
         self._borrowed.add(name)
         self._replace(name, parameter)
-        for each in (name, *self._stored[name].tied):
-            self.model.hold(each, parameter)
 
     def _replace(self, name: str, parameter: nn.Parameter) -> None:
         # what stands there next, once the one before is gone, is not it
         self._names.pop(id(self._parts.get(name)), None)
         self._parts[name], self._names[id(parameter)] = parameter, name
+        for each in (name, *self._stored[name].tied):
+            self.model.hold(each, parameter)
         self.replaced()
 
     def name_of(self, parameter: Tensor) -> str:
@@ -188,11 +183,4 @@ class StoredParts(Own):
             return None
         if isinstance(part.sync, Table):
             return self._tables.moves[part.sync.key].forward
-        axes = isinstance(part.sync, str) or any(isinstance(one, str) for one in part.sync)
-        moves = [all_reduce(part.sync)] if axes and part.sync else part.sync  # type: ignore[arg-type]
-        shape, found = tuple(self._parts[name].shape), []
-        for move in moves:
-            assert isinstance(move, Move)
-            found.append(move.transfer(shape, self.place))
-            shape = found[-1].shapes[0]
-        return tuple(found)
+        return chain(part.sync_moves, tuple(self._parts[name].shape), self.place)[0]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +22,23 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.transfer import Index
-from weft.runtime.program.chunk_join import Gives
+from weft.runtime.program.chunk_join import Given, join
 from weft.runtime.program.context import Ambient
+from weft.runtime.random import Stream
 from weft.runtime.weights.gradient import Gradient
 from weft.runtime.weights.tape import Tape
 from weft.runtime.weights.unsharded import Use
 
-
-@dataclass(frozen=True)
-class Given:
-    """What becomes of one result of a chunk: added up, or placed at its chunk's index of a tensor of that shape."""
-
-    at: tuple[Index, ...] | None = None
-    shape: tuple[int, ...] = ()
-
-
-class Owner(Protocol):
-    """The module that runs the function: its tape is exchanged while it runs again."""
-
-    tape: Tape
-    stream: Any
-    """What random functions draw from."""
-    rerun_mode: AbstractContextManager[Any] | None
-    """What it runs under when it runs again."""
-
-    def reading(self) -> AbstractContextManager[Any]:
-        """What it runs under at any time."""
-        ...
+if TYPE_CHECKING:
+    from weft.runtime.program.module import ParallelModule
 
 
 @dataclass
 class _Work:
     """A function, its arguments without the tensors that autograd hands over, and how often it runs."""
 
-    owner: Owner
+    module: ParallelModule
+    """Its tape is exchanged while the function runs again."""
     function: Callable[..., Any]
     arguments: list[Any]
     """With a `_Hole` where a tensor goes in."""
@@ -65,9 +48,8 @@ class _Work:
     plain: frozenset[int]
     """Positions of results that need no gradient."""
     ambient: Ambient
-    stream: Any
+    stream: Stream
     """Of the forward that this is part of: others may have run since when it runs again."""
-    anchor: Tensor
     uses: dict[int, tuple[Use, Gradient]]
     """The gathered weights among its tensors: how to gather them again, and where their gradients go."""
     returned: bool = False
@@ -142,20 +124,19 @@ def _dig(argument: Any, tape: Tape, tensors: list[Tensor], uses: dict[int, tuple
         return tuple(_dig(one, tape, tensors, uses) for one in argument)
     if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter):
         return argument
-    use, sink = tape.use_of(argument), tape.sink(argument)
-    if use is not None and sink is not None:
-        uses[len(tensors)] = use, sink
-    elif sink is not None:
+    leaf = tape.known(argument)
+    if leaf is not None and leaf.use is not None:
+        uses[len(tensors)] = leaf.use, leaf.sink
+    elif leaf is not None:
         return argument
     tensors.append(argument)
     return _Hole(len(tensors) - 1)
 
 
 def run(
-    owner: Owner,
+    module: ParallelModule,
     function: Callable[..., Any],
     inputs: Sequence[Any],
-    anchor: Tensor,
     *,
     chunks: int | None = None,
     gives: Sequence[Given] = (),
@@ -168,57 +149,47 @@ def run(
     only."""
     tensors: list[Tensor] = []
     uses: dict[int, tuple[Use, Gradient]] = {}
-    arguments = [_dig(argument, owner.tape, tensors, uses) for argument in inputs]
+    arguments = [_dig(argument, module.tape, tensors, uses) for argument in inputs]
     for use, _ in reversed(uses.values()):
         # before it runs again they are gathered again, the first one first
-        owner.tape.gathered.need(use)
-    here = Ambient.here(), owner.stream, anchor
-    work = _Work(owner, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses, returned)
+        module.tape.gathered.need(use)
+    here = Ambient.here(), module.stream
+    work = _Work(module, function, arguments, chunks, tuple(gives), frozenset(plain), *here, uses, returned)
     if not torch.is_grad_enabled():
         results = _forward(work, tensors)
     else:
-        *results, token = _Recomputed.apply(work, anchor, *tensors)
-        owner.tape.tokens.append(token)
+        *results, token = _Recomputed.apply(work, module.anchor, *tensors)
+        module.tape.tokens.append(token)
     made = results if chunks is not None else work.joined(results)
     return made[0] if len(made) == 1 else tuple(made)
 
 
 def run_chunks(function: Callable[..., Any], inputs: Sequence[Any], chunks: int, gives: Sequence[Given]) -> Any:
     """Run a function once for each chunk, under autograd, and put together what the chunks give."""
-    found = Gives()
-    for chunk in range(chunks):
+
+    def run_chunk(chunk: int) -> Sequence[Tensor]:
         results = function(chunk, *inputs)
-        _give(found, gives, (results,) if isinstance(results, Tensor) else results, chunk)
-    out = found.results(len(gives))
+        return (results,) if isinstance(results, Tensor) else results
+
+    out = join(gives, chunks, run_chunk)
     return out[0] if len(out) == 1 else tuple(out)
-
-
-def _give(found: Gives, gives: Sequence[Given], results: Sequence[Tensor], chunk: int) -> None:
-    for i, (given, part) in enumerate(zip(gives, results, strict=True)):
-        if given.at is None:
-            found.add(i, part)
-        else:
-            found.place(i, given.at[chunk], given.shape, part)
 
 
 @torch.no_grad()
 def _forward(work: _Work, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The first run: no autograd, nothing kept."""
-    outer = work.owner.tape
+    outer = work.module.tape
     if work.returned and outer.results is not None:
         work.nested = [0] * len(outer.results)
-        return [_unmade(size, dtype, work.anchor.device) for size, dtype in outer.results]
+        return [_unmade(size, dtype, work.module.device) for size, dtype in outer.results]
     detached = {at: tensor.detach() for at, tensor in enumerate(tensors)}
-    work.owner.tape = Tape()
+    work.module.tape = work.module.new_tape()
     try:
         if work.chunks is None:
             return work.call(detached, None)
-        found = Gives()
-        for chunk in range(work.chunks):
-            _give(found, work.gives, work.call(detached, chunk), chunk)
-        return found.results(len(work.gives))
+        return join(work.gives, work.chunks, lambda chunk: work.call(detached, chunk))
     finally:
-        work.owner.tape = outer
+        work.module.tape = outer
 
 
 def _unmade(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -250,29 +221,29 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
-        tape, leaves, sinks = Tape(), dict[int, Tensor](), dict[int, Gradient]()
+        tape, leaves, sinks = work.module.new_tape(), dict[int, Tensor](), dict[int, Gradient]()
         saved = [at for at in range(len(wanted)) if at not in work.uses]
         for at, tensor in zip(saved, ctx.saved_tensors, strict=True):
             if wanted[at]:
-                leaves[at], sinks[at] = tape.leaf(tensor)
+                sinks[at] = Gradient()
+                leaves[at] = tape.leaf(tensor, sinks[at], is_input=True)
             else:
                 leaves[at] = tensor.detach()
-            tape.inputs.add(id(leaves[at]))
         if work.chunks is None:
             _replay(work, leaves, tape, None, gradients[:-1])
         else:
-            _replay_chunks(work, leaves, tape, range(work.chunks), gradients[:-1])
+            _replay_chunks(work, leaves, tape, work.chunks, gradients[:-1])
         # gradients of gathered weights went to their sinks
         return (None, None, *(sinks[at].total if at in sinks else None for at in range(len(wanted))))
 
 
 def _replay_chunks(
-    work: _Work, leaves: dict[int, Tensor], tape: Tape, chunks: range, gradients: Sequence[Tensor | None]
+    work: _Work, leaves: dict[int, Tensor], tape: Tape, chunks: int, gradients: Sequence[Tensor | None]
 ) -> None:
     """Run every chunk once more, the last one first."""
     sums = {at: _Passing(sink) for at, (_, sink) in work.uses.items()}
     leaves = leaves | _gathered(work, tape, sums)
-    for chunk in reversed(chunks):
+    for chunk in reversed(range(chunks)):
         _replay(work, leaves, tape, chunk, gradients)
     leaves.clear()
     for one in sums.values():
@@ -282,26 +253,23 @@ def _replay_chunks(
 def _gathered(work: _Work, tape: Tape, sinks: Mapping[int, Gradient]) -> dict[int, Tensor]:
     """The gathered weights, once more."""
     with torch.enable_grad():
-        return {at: tape.edge(use, use.again(), work.anchor, sinks[at]) for at, (use, _) in work.uses.items()}
+        return {at: tape.edge(use, use.again(), sinks[at]) for at, (use, _) in work.uses.items()}
 
 
 def _replay(
     work: _Work, leaves: Mapping[int, Tensor], tape: Tape, chunk: int | None, gradients: Sequence[Tensor | None]
 ) -> None:
     """Run once more, with autograd, and send the gradients of the results through."""
-    outer, now = work.owner.tape, work.owner.stream
-    inner = Tape(
-        sinks={**outer.sinks, **tape.sinks},
-        inputs=outer.inputs | tape.inputs,
-        uses=dict(tape.uses),
-        results=work.results if chunk is None else None,
-    )
-    work.owner.tape, work.owner.stream = inner, work.stream
+    module, inner = work.module, work.module.new_tape()
+    outer, now = module.tape, module.stream
+    inner.leaves.update({**outer.leaves, **tape.leaves})
+    inner.results = work.results if chunk is None else None
+    module.tape, module.stream = inner, work.stream
     try:
-        with work.ambient.entered(grad=True), work.owner.reading(), work.owner.rerun_mode or nullcontext():
+        with work.ambient.entered(grad=True), module.reading(), module.rerun_mode or nullcontext():
             pairs = _roots(work, leaves, chunk, gradients)
     finally:
-        work.owner.tape, work.owner.stream = outer, now
+        module.tape, module.stream = outer, now
     roots = [root for root, _ in pairs] + inner.tokens
     if roots:
         zeros = [torch.zeros_like(token) for token in inner.tokens]
@@ -315,7 +283,7 @@ def _roots(
 ) -> list[tuple[Tensor, Tensor]]:
     if chunk is None:
         # nothing here holds them when backward begins: each goes when it has been used
-        leaves = {**leaves, **_gathered(work, work.owner.tape, {at: sink for at, (_, sink) in work.uses.items()})}
+        leaves = {**leaves, **_gathered(work, work.module.tape, {at: sink for at, (_, sink) in work.uses.items()})}
     pairs = []
     for i, (root, gradient) in enumerate(zip(work.call(leaves, chunk), gradients, strict=True)):
         if gradient is not None and root.requires_grad:

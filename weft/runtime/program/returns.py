@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Returns:
         return _built(self.tree, rest)
 
     def to_json(self) -> dict[str, Any]:
-        return {"tree": self.tree, "leaves": self.leaves, "values": self.values}
+        return asdict(self)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Returns:

@@ -10,30 +10,20 @@ refused by `refused`, with the reason.
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
 SIZE = "size"
 """The key of an expression in a table: `{"size": "batch // 2"}`."""
 
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+_EXPRESSION = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.Not, ast.boolop, ast.cmpop),
+)
+"""What an expression is made of: nothing that could reach beyond the sizes."""
 _CALLS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "Min": min, "Max": max}
 
 
@@ -43,30 +33,21 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
     >>> evaluate("batch // 2 * length + 1", {"batch": 4, "length": 8})
     17
     """
-    return _value(ast.parse(text, mode="eval").body, sizes)
+    code, names = _compiled(text)
+    if code is None or not names <= sizes.keys():
+        raise ValueError(f"no expression over {', '.join(sizes) or 'no sizes'}: {text}")
+    return eval(code, {"__builtins__": {}, **_CALLS}, dict(sizes))
 
 
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.Name(id=name) if name in sizes:
-            return sizes[name]
-        case ast.BinOp() if type(node.op) in _BINARY:
-            return _BINARY[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
-        case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand, sizes)
-        case ast.UnaryOp(op=ast.Not()):
-            return not _value(node.operand, sizes)
-        case ast.BoolOp():
-            values = [bool(_value(one, sizes)) for one in node.values]
-            return all(values) if isinstance(node.op, ast.And) else any(values)
-        case ast.Compare() if all(type(one) in _COMPARE for one in node.ops):
-            sides = [_value(one, sizes) for one in (node.left, *node.comparators)]
-            return all(_COMPARE[type(one)](a, b) for one, a, b in zip(node.ops, sides, sides[1:], strict=False))
-        case ast.Call(func=ast.Name(id=name)) if name in _CALLS and not node.keywords:
-            return _CALLS[name](*(_value(one, sizes) for one in node.args))
-    raise ValueError(f"no expression over {', '.join(sizes) or 'no sizes'}: {ast.unparse(node)}")
+@cache
+def _compiled(text: str) -> tuple[CodeType | None, frozenset[str]]:
+    """The code of an expression, None if it is none, and the names of sizes in it."""
+    tree = ast.parse(text, mode="eval")
+    nodes = list(ast.walk(tree))
+    plain = all(isinstance(one, _EXPRESSION) for one in nodes)
+    numbers = all(isinstance(one.value, int) for one in nodes if isinstance(one, ast.Constant))
+    names = frozenset(one.id for one in nodes if isinstance(one, ast.Name) and one.id not in _CALLS)
+    return compile(tree, "<size>", "eval") if plain and numbers else None, names
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from weft.runtime.layout.collectives import Irregular
 from weft.runtime.layout.cuts import Axes, Cuts, Place, UnknownAxis, as_axes, as_cut
-from weft.runtime.layout.moves import Move
+from weft.runtime.layout.moves import Move, all_reduce
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.sizes import SizedTables
@@ -60,6 +60,15 @@ class Part:
     persistent: bool = True
     keeps: tuple[str, ...] = ()
 
+    @property
+    def sync_moves(self) -> tuple[Move, ...]:
+        """How the gradient becomes complete, if moves say so and no table does."""
+        if not self.sync or isinstance(self.sync, Table):
+            return ()
+        if isinstance(self.sync, str) or isinstance(self.sync[0], str):
+            return (all_reduce(cast(Axes, self.sync)),)
+        return tuple(cast(Sequence[Move], self.sync))
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -75,21 +84,6 @@ class Tables:
 
 
 NO_TABLES = Tables({}, {}, {})
-
-
-class Behind(Protocol):
-    """What stands behind the parameters of a program: masters, of which they are copies."""
-
-    at_once: bool
-    """Gradients go to the masters at the end of every backward."""
-
-    def refresh(self) -> None: ...
-
-    def collect(self) -> None: ...
-
-    def shown(self) -> list[nn.Parameter]:
-        """The masters, if gradients come to them in a backward that the caller starts."""
-        ...
 
 
 class Holds(Protocol):
@@ -117,11 +111,8 @@ class Container(nn.Module):
     """What is read in place of parameters, while a program runs (`leaf_aliases.py`)."""
 
     def __getitem__(self, number: int) -> Any:
-        name = str(number)
-        if self._leaves is not None and name in self._leaves:
-            return self._leaves[name]
         # lists hold modules, parameters or buffers
-        return next(held[name] for held in (self._modules, self._parameters, self._buffers) if name in held)
+        return getattr(self, str(number))
 
     def __iter__(self) -> Iterator[Any]:
         # by number: programs count layers, whatever order they are shown in
@@ -141,11 +132,13 @@ class Container(nn.Module):
         held_here: tuple[Mapping[str, Any], ...] = (holder._leaves or {}, holder._parameters, holder._buffers)
         return next(held[last] for held in (*held_here, holder._modules) if last in held)
 
-    def holder_of(self, path: str) -> tuple[Container, str]:
-        """What holds a parameter or buffer directly, and its name there."""
+    def holder_of(self, path: str, *, make: bool = False) -> tuple[Container, str]:
+        """What holds a parameter or buffer directly, and its name there; `make`: the containers on the way."""
         *way, last = path.split(".")
         holder: Container = self
         for name in way:
+            if make and name not in holder._modules:
+                holder._modules[name] = Container()
             found = holder._modules[name]
             assert isinstance(found, Container)
             holder = found
@@ -153,14 +146,7 @@ class Container(nn.Module):
 
     def hold(self, path: str, tensor: Tensor, *, persistent: bool = True) -> None:
         """Put a parameter or buffer under a dotted name, making the containers on the way."""
-        *way, last = path.split(".")
-        holder: nn.Module = self
-        for name in way:
-            if name not in holder._modules:
-                holder._modules[name] = Container()
-            found = holder._modules[name]
-            assert found is not None
-            holder = found
+        holder, last = self.holder_of(path, make=True)
         if isinstance(tensor, nn.Parameter):
             holder._parameters[last] = tensor
         else:
@@ -197,12 +183,8 @@ def check_axes(parts: Mapping[str, Part], grid: Mapping[str, int]) -> None:
     place = Place(tuple(grid.items()), 0)
     for name, part in parts.items():
         cuts = {} if part.cuts is None or isinstance(part.cuts, Table) else part.cuts
-        told = () if part.sync is None or isinstance(part.sync, Table) else part.sync
-        sums = [
-            one.axes if isinstance(one, Move) else as_axes(one) for one in ((told,) if isinstance(told, str) else told)
-        ]
         try:
-            for axes in (*(as_axes(as_cut(cut).axes) for cut in cuts.values()), *sums):
+            for axes in (*(as_axes(as_cut(cut).axes) for cut in cuts.values()), *(one.axes for one in part.sync_moves)):
                 place.count(axes)
         except UnknownAxis as error:
             raise UnknownAxis(f"{name}: {error}") from None

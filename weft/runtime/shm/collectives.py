@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ BLOCK = 1 << 20
 LET_GO = 8 << 20
 """Bytes from which on memory of others that was looked at is let go: to look again costs a little time."""
 
-Work = Callable[[SharedPool, Sequence[int]], None]
-"""What a member does, given the pool and the positions of the members in group order."""
+Work = Callable[[Sequence[int]], None]
+"""What a member does, given the positions of the members in group order."""
 
 
 @torch.no_grad()
@@ -42,7 +42,6 @@ def shared(pool: SharedPool, tensors: Sequence[Tensor], *, brief: bool = True) -
     if others:
         lengths = [-(-found[at].nbytes // BEGIN) * BEGIN for at in others]
         memory = pool.lend(max(sum(lengths), LARGE), brief=brief)
-        assert memory is not None
         for at, part in zip(others, memory[: sum(lengths)].split(lengths), strict=True):
             like = found[at]
             addresses[at] = pool.address(part if like.numel() else memory)
@@ -50,11 +49,11 @@ def shared(pool: SharedPool, tensors: Sequence[Tensor], *, brief: bool = True) -
     return found, [address for address in addresses if address is not None]
 
 
-def all_reduce(flat: Tensor, address: bytes) -> Work:
+def all_reduce(pool: SharedPool, flat: Tensor, address: bytes) -> Work:
     """Each member adds up its own chunk of all tensors, and writes the sum into all of them."""
 
     @torch.no_grad()
-    def work(pool: SharedPool, order: Sequence[int]) -> None:
+    def work(order: Sequence[int]) -> None:
         theirs, segments = _views(pool, [flat], [address])
         tensors = [flat if at == pool.position else each[0] for at, each in enumerate(theirs)]
         own = [tensor.tensor_split(len(tensors))[pool.position] for tensor in tensors]
@@ -69,11 +68,12 @@ def all_reduce(flat: Tensor, address: bytes) -> Work:
     return work
 
 
-def all_gather(tensors: Sequence[Sharded], addresses: Sequence[bytes]) -> Work:
-    """Each member reads the others' shards to their places. `addresses`: of its own shards."""
+def all_gather(pool: SharedPool, tensors: Sequence[Sharded]) -> Work:
+    """Each member reads the others' shards to their places."""
+    shards, addresses = shared(pool, [one.shard.detach() for one in tensors])
 
     @torch.no_grad()
-    def work(pool: SharedPool, order: Sequence[int]) -> None:
+    def work(order: Sequence[int]) -> None:
         theirs = pool.find(addresses)
         for member, position in enumerate(order):
             for at, one in enumerate(tensors):
@@ -81,7 +81,7 @@ def all_gather(tensors: Sequence[Sharded], addresses: Sequence[bytes]) -> Work:
                 if part is None:
                     continue
                 if position == pool.position:
-                    put_shard(one.full, part, one.shard)
+                    put_shard(one.full, part, shards[at])
                 else:
                     _read_shard(one.full, part, *theirs[position][at])
         pool.meet()
@@ -89,11 +89,12 @@ def all_gather(tensors: Sequence[Sharded], addresses: Sequence[bytes]) -> Work:
     return work
 
 
-def reduce_scatter(tensors: Sequence[Sharded], full: Sequence[Tensor], addresses: Sequence[bytes]) -> Work:
-    """Each member adds up its own part of all. `full`: this member's addends, which lie at `addresses`."""
+def reduce_scatter(pool: SharedPool, tensors: Sequence[Sharded]) -> Work:
+    """Each member adds up its own part of all."""
+    full, addresses = shared(pool, [one.full.detach() for one in tensors])
 
     @torch.no_grad()
-    def work(pool: SharedPool, order: Sequence[int]) -> None:
+    def work(order: Sequence[int]) -> None:
         theirs, segments = _views(pool, full, addresses)
         mine = order.index(pool.position)
         for at, one in enumerate(tensors):
@@ -104,6 +105,12 @@ def reduce_scatter(tensors: Sequence[Sharded], full: Sequence[Tensor], addresses
         _end(pool, segments)
 
     return work
+
+
+SHARDED: Mapping[str, Callable[[SharedPool, Sequence[Sharded]], Work]] = {
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+}
 
 
 def _views(

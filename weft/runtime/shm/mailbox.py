@@ -10,20 +10,17 @@ Promised: no tag is used twice while a message of it is under way; a member that
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
-from weft.runtime.links.watch import PeerLost
-from weft.runtime.links.wire import Want, as_bytes, num_bytes, unpack
+from weft.runtime.links.transport import Expected
+from weft.runtime.links.wire import as_bytes, num_bytes, unpack
 from weft.runtime.shm.pipes import Pipes
-from weft.runtime.shm.segments import LAST, PAUSE, Segment, Segments, new_segment, note_of
+from weft.runtime.shm.segments import Segments
 
 SMALL = 4 << 10
 """Bytes up to which a message travels through the pipe."""
@@ -35,36 +32,26 @@ class ShmMailbox:
     """The messages of one rank in one group. For one thread at a time.
 
     Args:
-        segments: its view of the others' shared memory.
+        segments: for what is large; as many as it takes, so that nobody waits to send.
         look: called while waiting; raises if that is in vain.
     """
 
     def __init__(self, pipes: Pipes, segments: Segments, look: Callable[[], None]) -> None:
         self._pipes, self._segments, self._look = pipes, segments, look
-        self._own: list[Segment] = []
-        self._serial = 0
         self._read = [bytearray() for _ in range(segments.num_members)]
         self._came = Inbox[tuple[bytes, bool]]()
-        self._own_posts = Inbox[list[Tensor]]()
 
     @torch.no_grad()
     def post(self, at: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for the member at a position."""
-        if at == self._segments.position:
-            kept = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self._own_posts.put(at, tag, kept)
-            return
         parts = [as_bytes(tensor) for tensor in tensors]
         size = sum(part.numel() for part in parts)
-        body = self._laid(at, parts, size) if size > SMALL else b"".join(map(_bytes_of, parts))
+        body = self._segments.lay(parts, (at,))[0] if size > SMALL else b"".join(map(_bytes_of, parts))
         words = tag.encode()
         self._pipes.write(at, HEAD.pack(len(words), len(body), size > SMALL) + words + body)
 
-    def take(self, at: int, tag: str, wants: Sequence[Want]) -> list[Tensor]:
+    def take(self, at: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What the member at a position left under a tag."""
-        if at == self._segments.position:
-            assert self._own_posts.has(at, tag), f"a rank takes {tag} from itself before it posts it"
-            return self._own_posts.pop(at, tag)
         while not self._came.has(at, tag):
             self._read[at] += self._pipes.read(at, self._look)
             self._sort(at)
@@ -83,21 +70,11 @@ class ShmMailbox:
 
     def close(self) -> None:
         """There will be no further message; wait a while for others to take what lies here."""
-        until = time.monotonic() + LAST
-        with suppress(PeerLost):
-            while time.monotonic() < until and not (
-                self._pipes.sent and all(segment.is_free() for segment in self._own)
-            ):
-                self.push()
-                time.sleep(PAUSE)
-        for segment in self._own:
-            os.close(segment.descriptor)
-        self._own = []
         self._segments.close()
 
     def memory(self) -> list[Tensor]:
         """What is held for messages."""
-        return [segment.memory for segment in self._own]
+        return self._segments.memory()
 
     def _sort(self, at: int) -> None:
         """File what has come in full."""
@@ -112,24 +89,8 @@ class ShmMailbox:
             self._came.put(at, tag, (body, bool(is_note)))
             del read[:end]
 
-    def _laid(self, at: int, parts: Sequence[Tensor], size: int) -> bytes:
-        """Lay a message into a segment; the note of where it is."""
-        start = self._segments.marks
-        fitting = [segment for segment in self._own if segment.is_free() and segment.size >= start + size]
-        segment = min(fitting, key=lambda one: one.size) if fitting else self._made(start + size)
-        segment.number, segment.takers = segment.number + 1, (at,)
-        torch.cat(list(parts), out=segment.memory[start : start + size])
-        return bytes(note_of(segment, start).tolist())
-
-    def _made(self, size: int) -> Segment:
-        self._serial += 1
-        # apart from the serial numbers of messages and of sums
-        segment = new_segment(size, self._serial + (1 << 40))
-        self._own.append(segment)
-        return segment
-
-    def _fetched(self, note: bytes, size: int) -> Tensor:
-        segment, number, start = self._segments.opened(_tensor_of(note))
+    def _fetched(self, address: bytes, size: int) -> Tensor:
+        segment, number, start = self._segments.opened(address)
         found = segment.memory[start : start + size].clone()
         segment.set_mark(self._segments.position, number)
         return found

@@ -19,7 +19,7 @@ import select
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -53,13 +53,13 @@ class Pipes:
     """The pipes of one rank in one group. For one thread at a time.
 
     Args:
-        incoming, outgoing: descriptors by position of the other member; None at this rank's own.
+        incoming, outgoing: descriptors by position of the other member.
     """
 
-    def __init__(self, position: int, incoming: Sequence[int | None], outgoing: Sequence[int | None]) -> None:
-        self._position, self._incoming, self._outgoing = position, incoming, outgoing
-        self._to_send: list[Queue] = [deque() for _ in incoming]
-        self._to_come: list[Queue] = [deque() for _ in incoming]
+    def __init__(self, incoming: Mapping[int, int], outgoing: Mapping[int, int]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        self._to_send: dict[int, Queue] = {at: deque() for at in outgoing}
+        self._to_come: dict[int, Queue] = {at: deque() for at in incoming}
 
     def carry(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Exchange:
         """Begin an exchange: a contiguous tensor for each member, and one for what comes from each. Its own are left
@@ -67,7 +67,7 @@ class Pipes:
         exchange = Exchange(0, (*outgoing, *incoming))
         for queues, tensors in ((self._to_send, outgoing), (self._to_come, incoming)):
             for at, tensor in enumerate(tensors):
-                if at != self._position and tensor.nbytes:
+                if at in queues and tensor.nbytes:
                     queues[at].append((_bytes_of(tensor), exchange))
                     exchange.missing += tensor.nbytes
         self.push()
@@ -97,7 +97,7 @@ class Pipes:
         while True:
             self.push()
             try:
-                found = os.read(_there(self._incoming[at]), READ)
+                found = os.read(self._incoming[at], READ)
             except BlockingIOError:
                 if time.perf_counter() < until:
                     os.sched_yield()
@@ -110,22 +110,21 @@ class Pipes:
 
     def close(self) -> None:
         """There will be no further exchange."""
-        for descriptor in (*self._incoming, *self._outgoing):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._incoming = self._outgoing = ()
+        for descriptor in (*self._incoming.values(), *self._outgoing.values()):
+            os.close(descriptor)
+        self._incoming = self._outgoing = {}
 
     @property
     def sent(self) -> bool:
         """Whether all that was written is in the pipes."""
-        return not any(self._to_send)
+        return not any(self._to_send.values())
 
     def push(self) -> None:
         """Send what fits into the pipes now."""
-        for queue, descriptor in zip(self._to_send, self._outgoing, strict=True):
+        for at, queue in self._to_send.items():
             while queue:
                 try:
-                    done = os.write(_there(descriptor), queue[0][0])
+                    done = os.write(self._outgoing[at], queue[0][0])
                 except BlockingIOError:
                     break
                 except BrokenPipeError as error:
@@ -133,10 +132,10 @@ class Pipes:
                 _advance(queue, done)
 
     def _receive(self) -> None:
-        for queue, descriptor in zip(self._to_come, self._incoming, strict=True):
+        for at, queue in self._to_come.items():
             while queue:
                 try:
-                    done = os.readv(_there(descriptor), [queue[0][0]])
+                    done = os.readv(self._incoming[at], [queue[0][0]])
                 except BlockingIOError:
                     break
                 if not done:
@@ -151,14 +150,12 @@ class Pipes:
     def _sleep(self, at: int | None = None) -> bool:
         """Until something can be done, or something comes from a member; False if nothing could for a while."""
         poll = select.poll()
-        if at is not None:
-            poll.register(_there(self._incoming[at]), select.POLLIN)
-        for queue, descriptor in zip(self._to_come, self._incoming, strict=True):
+        for member, queue in self._to_come.items():
+            if queue or member == at:
+                poll.register(self._incoming[member], select.POLLIN)
+        for member, queue in self._to_send.items():
             if queue:
-                poll.register(_there(descriptor), select.POLLIN)
-        for queue, descriptor in zip(self._to_send, self._outgoing, strict=True):
-            if queue:
-                poll.register(_there(descriptor), select.POLLOUT)
+                poll.register(self._outgoing[member], select.POLLOUT)
         return bool(poll.poll(LOOK))
 
 
@@ -168,21 +165,18 @@ def meet(store: Store, position: int, num_members: int, look: Callable[[], None]
     Args:
         look: called while waiting for them; raises if that is in vain.
     """
-    ends = [None if at == position else os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for at in range(num_members)]
-    mine = [None if pair is None else (os.getpid(), pair[1], os.fstat(pair[1]).st_ino) for pair in ends]
+    ends = {at: os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for at in range(num_members) if at != position}
+    mine = {at: (os.getpid(), write, os.fstat(write).st_ino) for at, (_, write) in ends.items()}
     store.set(f"pipes/{position}", json.dumps(mine))
-    outgoing: list[int | None] = []
-    for at in range(num_members):
-        theirs = None if at == position else json.loads(_heard(store, f"pipes/{at}", look))[position]
-        outgoing.append(None if theirs is None else _opened(*theirs))
-    reached = all(descriptor is not None for at, descriptor in enumerate(outgoing) if at != position)
-    store.set(f"pipes reached/{position}", str(int(reached)))
+    theirs = {at: json.loads(_heard(store, f"pipes/{at}", look))[str(position)] for at in ends}
+    opened = {at: _opened(*end) for at, end in theirs.items()}
+    outgoing = {at: descriptor for at, descriptor in opened.items() if descriptor is not None}
+    store.set(f"pipes reached/{position}", str(int(len(outgoing) == len(ends))))
     agreed = {_heard(store, f"pipes reached/{at}", look) for at in range(num_members)} == {b"1"}
-    for pair in filter(None, ends):
+    for _, write in ends.values():
         # only others may hold the end for writing: when they are gone, so is the pipe
-        os.close(pair[1])
-    incoming = [None if pair is None else pair[0] for pair in ends]
-    pipes = Pipes(position, incoming, outgoing)
+        os.close(write)
+    pipes = Pipes({at: read for at, (read, _) in ends.items()}, outgoing)
     if not agreed:
         pipes.close()
     return pipes if agreed else None
@@ -213,11 +207,6 @@ def _advance(queue: Queue, done: int) -> None:
     exchange.missing -= done
     if done < len(view):
         queue.appendleft((view[done:], exchange))
-
-
-def _there(descriptor: int | None) -> int:
-    assert descriptor is not None, "no pipe leads to this rank itself"
-    return descriptor
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.runtime.links.buffer_pool import is_private
 from weft.runtime.links.wire import LARGE
-from weft.runtime.shm.segments import ADDRESS, Segment, Segments, address_of, new_segment
+from weft.runtime.shm.segments import ADDRESS, Segment, Segments
 
 BRIEF = 8 << 20
 """Bytes from which on any segment that is large enough serves for a short time."""
@@ -34,7 +34,7 @@ class SharedPool:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._own: list[Segment] = []
-        self._turn, self._serial = 0, 0
+        self._turn = 0
         self._last: dict[int, int] = {}
         """By serial number, the turn in which a segment was last handed out."""
 
@@ -43,12 +43,8 @@ class SharedPool:
         """Of this rank among the members."""
         return self._segments.position
 
-    def lend(self, num_bytes: int, *, brief: bool = False) -> Tensor | None:
-        """Memory of that size; None where it is too little to be shared.
-
-        `brief`: it is soon free again, so it may be part of any larger one."""
-        if num_bytes < LARGE:
-            return None
+    def lend(self, num_bytes: int, *, brief: bool = False) -> Tensor:
+        """Memory of that size, at least `LARGE`. `brief`: it is soon free again, so it may be part of a larger one."""
         self._turn += 1
         free = [segment for segment in self._own if is_private(segment.memory)]
         fitting = [one for one in free if num_bytes <= one.size <= max(SPARE * num_bytes, LARGE)]
@@ -57,11 +53,16 @@ class SharedPool:
             fitting = [
                 one for one in free if num_bytes <= one.size and (num_bytes >= BRIEF or one.size <= 2 * num_bytes)
             ]
-        segment = min(fitting, key=lambda one: one.size) if fitting else self._made(num_bytes)
+        if not fitting:
+            fitting = [Segment.new(num_bytes)]
+            self._own += fitting
+        segment = min(fitting, key=lambda one: one.size)
         self._last[segment.serial] = self._turn
         for idle in free:
             if self._turn - self._last[idle.serial] > IDLE:
-                self._give_back(idle)
+                idle.give_back()
+                self._own.remove(idle)
+                del self._last[idle.serial]
         return segment.memory[:num_bytes]
 
     def address(self, tensor: Tensor) -> bytes | None:
@@ -71,7 +72,7 @@ class SharedPool:
         begin, num_bytes = tensor.data_ptr(), tensor.nbytes
         for segment in self._own:
             if segment.begin <= begin and begin + num_bytes <= segment.begin + segment.size:
-                return address_of(segment, begin - segment.begin)
+                return segment.address(begin - segment.begin)
         return None
 
     def find(self, addresses: Sequence[bytes]) -> list[list[tuple[Segment, int]]]:
@@ -80,13 +81,11 @@ class SharedPool:
         told = self._segments.tell(torch.frombuffer(bytearray(b"".join(addresses)), dtype=torch.uint8))
         found: list[list[tuple[Segment, int]]] = []
         for at, words in enumerate(told):
-            each = () if at == self.position else ADDRESS.iter_unpack(bytes(words.tolist()))
-            found.append(
-                [
-                    (self._segments.segment_of(pid, file, serial, size), start)
-                    for pid, file, serial, size, _, start in each
-                ]
-            )
+            text, each = bytes(words.tolist()), []
+            for start in range(0, 0 if at == self.position else len(text), ADDRESS.size):
+                segment, _, begin = self._segments.opened(text[start : start + ADDRESS.size])
+                each.append((segment, begin))
+            found.append(each)
         return found
 
     def meet(self) -> None:
@@ -102,17 +101,3 @@ class SharedPool:
     def memory(self) -> list[Tensor]:
         """What was handed out, or may be."""
         return [segment.memory for segment in self._own]
-
-    def _made(self, num_bytes: int) -> Segment:
-        # serial numbers of one process are not used twice: others tell its segments apart by them
-        self._serial += 1
-        segment = new_segment(num_bytes, -self._serial)
-        self._own.append(segment)
-        return segment
-
-    def _give_back(self, segment: Segment) -> None:
-        # those who looked into it keep it open until they see another in its place
-        os.ftruncate(segment.descriptor, 0)
-        os.close(segment.descriptor)
-        self._own.remove(segment)
-        del self._last[segment.serial]

@@ -10,11 +10,13 @@ Promised: a segment is memory without a file and ends with its owner and those w
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,8 @@ PIECE = 1 << 20
 ADDRESS = struct.Struct("<qqqqqq")
 """The segment: process, descriptor, serial number, size. The message in it: number, where it begins."""
 TAKEN = struct.Struct("<q")
+SERIALS = itertools.count(1)
+"""Others tell the segments of a process apart by these: descriptors are used again."""
 PAUSE = 5e-5
 """Seconds between two looks for a free segment."""
 LAST = 5.0
@@ -45,8 +49,7 @@ exchanges before members surely have ended the first: with fewer segments they w
 class Segment:
     """Shared memory of one sender. Its first bytes are the takers' marks: the number of the last message they took.
 
-    `number`: of the message that is in it; `takers`: positions in the group of those that it is for. Descriptors are
-    used again for other segments, serial numbers are not."""
+    `number`: of the message that is in it; `takers`: positions in the group of those that it is for."""
 
     descriptor: int
     serial: int
@@ -57,6 +60,24 @@ class Segment:
     def __post_init__(self) -> None:
         self.memory = torch.frombuffer(self.mapping, dtype=torch.uint8)
         self.begin, self.size = self.memory.data_ptr(), self.memory.numel()
+
+    @staticmethod
+    def new(size: int) -> Segment:
+        """Shared memory of this process."""
+        # some larger than asked for: the next message may be
+        length = -(-size // ALIGNED) * ALIGNED
+        descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, length)
+        return Segment(descriptor, next(SERIALS), mmap.mmap(descriptor, length))
+
+    def give_back(self) -> None:
+        """Let go of the memory. Those who look into it keep it open until they see another in its place."""
+        os.ftruncate(self.descriptor, 0)
+        os.close(self.descriptor)
+
+    def address(self, start: int) -> bytes:
+        """Where another process finds what begins there."""
+        return ADDRESS.pack(os.getpid(), self.descriptor, self.serial, self.size, self.number, start)
 
     def look_away(self) -> None:
         """Until the next look its memory does not count as this process's too."""
@@ -90,19 +111,17 @@ class Segments:
     Args:
         position: of this rank among the members.
         look: called while waiting for others; raises if that is in vain.
+        most: segments that may wait for their takers before the sender waits too.
     """
 
-    def __init__(self, position: int, num_members: int, pipes: Pipes, look: Callable[[], None]) -> None:
+    def __init__(
+        self, position: int, num_members: int, pipes: Pipes, look: Callable[[], None], *, most: float = FEW
+    ) -> None:
         self.position, self.num_members = position, num_members
-        self._pipes, self._look = pipes, look
+        self._pipes, self._look, self._most = pipes, look, most
         self._own: list[Segment] = []
         self._theirs: dict[tuple[int, int], Segment] = {}
-        self._number, self._serial = 0, 0
-
-    @property
-    def marks(self) -> int:
-        """Bytes of a segment before its first message."""
-        return _marks(self.num_members)
+        self._number = 0
 
     def begin(
         self,
@@ -152,7 +171,7 @@ class Segments:
         taken: list[tuple[Segment, int]] = []
         for at, size in enumerate(passage.sizes):
             if self._is_large(at, size):
-                segment, number, start = self.opened(found[at])
+                segment, number, start = self.opened(bytes(found[at].tolist()))
                 found[at] = segment.memory[start : start + size]
                 taken.append((segment, number))
 
@@ -198,8 +217,10 @@ class Segments:
     def close(self) -> None:
         """Let go of all memory: the rank's own segments, once all is taken out, and those it has looked into."""
         until = time.monotonic() + LAST
-        while time.monotonic() < until and not all(segment.is_free() for segment in self._own):
-            time.sleep(PAUSE)
+        with suppress(PeerLost):
+            while time.monotonic() < until and not (self._pipes.sent and all(one.is_free() for one in self._own)):
+                self._pipes.push()
+                time.sleep(PAUSE)
         for segment in (*self._own, *self._theirs.values()):
             os.close(segment.descriptor)
         self._own, self._theirs = [], {}
@@ -212,17 +233,24 @@ class Segments:
         return size >= LARGE and at != self.position
 
     def _put_in_segment(self, messages: list[Tensor], takers: Sequence[int], *, same: bool) -> None:
-        """Lay messages one after the other into a free segment; notes take their places in the list."""
+        """Lay messages into a free segment; notes take their places in the list."""
+        addresses = self.lay([messages[at] for at in (takers[:1] if same else takers)], takers)
+        for at, address in zip(takers, addresses * len(takers) if same else addresses, strict=True):
+            messages[at] = torch.frombuffer(bytearray(address), dtype=torch.uint8)
+
+    def lay(self, parts: Sequence[Tensor], takers: Sequence[int]) -> list[bytes]:
+        """Lay flat bytes one after the other into a free segment; the address of each."""
         self._number += 1
-        start = _marks(self.num_members)
-        lengths = [messages[at].numel() for at in takers]
-        segment = self._free(start + (lengths[0] if same else sum(lengths)))
+        # messages begin where any dtype may
+        start = -(-self.num_members * TAKEN.size // ALIGNED) * ALIGNED
+        segment = self._free(start + sum(part.numel() for part in parts))
         segment.number, segment.takers = self._number, tuple(takers)
-        for k, at in enumerate(takers):
-            if k == 0 or not same:
-                segment.memory[start : start + lengths[k]].copy_(messages[at])
-            messages[at] = note_of(segment, start)
-            start += 0 if same else lengths[k]
+        addresses = []
+        for part in parts:
+            segment.memory[start : start + part.numel()].copy_(part)
+            addresses.append(segment.address(start))
+            start += part.numel()
+        return addresses
 
     def _free(self, size: int) -> Segment:
         while True:
@@ -230,66 +258,26 @@ class Segments:
             fitting = [segment for segment in free if segment.size >= size]
             if fitting:
                 return min(fitting, key=lambda segment: segment.size)
-            if free or len(self._own) < FEW:
-                return self._made(size, instead=free[0] if free and len(self._own) >= FEW else None)
+            if free or len(self._own) < self._most:
+                if len(self._own) >= self._most:
+                    free[0].give_back()
+                    self._own.remove(free[0])
+                self._own.append(Segment.new(size))
+                return self._own[-1]
             self._pipes.push()
             self._look()
             time.sleep(PAUSE)
 
-    def _made(self, size: int, instead: Segment | None) -> Segment:
-        if instead is not None:
-            # those who look into it keep its memory until they see that it is gone
-            os.ftruncate(instead.descriptor, 0)
-            os.close(instead.descriptor)
-            self._own.remove(instead)
-        self._serial += 1
-        segment = new_segment(size, self._serial)
-        self._own.append(segment)
-        return segment
-
-    def opened(self, note: Tensor) -> tuple[Segment, int, int]:
-        """The segment of a member that a note tells of, the message's number, and where in the segment it begins."""
-        pid, descriptor, serial, size, number, start = ADDRESS.unpack(bytes(note.tolist()))
-        return self.segment_of(pid, descriptor, serial, size), number, start
-
-    def segment_of(self, pid: int, descriptor: int, serial: int, size: int) -> Segment:
-        """The segment of a member that has this serial number there."""
+    def opened(self, address: bytes) -> tuple[Segment, int, int]:
+        """The segment of a member that an address tells of, the message's number, and where in the segment that is."""
+        pid, descriptor, serial, size, number, start = ADDRESS.unpack(address)
         segment = self._theirs.get((pid, descriptor))
         if segment is None or segment.serial != serial:
             if segment is not None:
                 os.close(self._theirs.pop((pid, descriptor)).descriptor)
             try:
-                segment = self._theirs[pid, descriptor] = _look_into(pid, descriptor, serial, size)
+                opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+                segment = self._theirs[pid, descriptor] = Segment(opened, serial, mmap.mmap(opened, size))
             except OSError as error:
                 raise PeerLost(f"process {pid} is gone with what it sent") from error
-        return segment
-
-
-def new_segment(size: int, serial: int) -> Segment:
-    """Shared memory of this process."""
-    # some larger than asked for: the next message may be
-    length = -(-size // ALIGNED) * ALIGNED
-    descriptor = os.memfd_create("weft", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, length)
-    return Segment(descriptor, serial, mmap.mmap(descriptor, length))
-
-
-def _look_into(pid: int, descriptor: int, serial: int, size: int) -> Segment:
-    """The segment of another process of this host."""
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    return Segment(opened, serial, mmap.mmap(opened, size))
-
-
-def note_of(segment: Segment, start: int) -> Tensor:
-    """Where another process finds a message."""
-    return torch.tensor(list(address_of(segment, start)), dtype=torch.uint8)
-
-
-def address_of(segment: Segment, start: int) -> bytes:
-    """The same as bytes."""
-    return ADDRESS.pack(os.getpid(), segment.descriptor, segment.serial, segment.size, segment.number, start)
-
-
-def _marks(num_members: int) -> int:
-    """Bytes before the first message, so that messages begin where any dtype may."""
-    return -(-num_members * TAKEN.size // ALIGNED) * ALIGNED
+        return segment, number, start

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch import Tensor
 from weft.runtime.layout.transfer import Index
 from weft.runtime.random import Stream
 from weft.runtime.start.elements import CHUNK, PartOffsets, contiguous_strides, offsets_at, positions
-from weft.runtime.start.init_distributions import CONSTANTS, DRAWS, Numbers, given_to, is_of_a_kind, name_of, written_at
+from weft.runtime.start.init_distributions import CONSTANTS, DRAWS, Numbers, given_to, is_of_a_kind, written_at
 from weft.runtime.start.record import At, Entry, Record
-from weft.runtime.start.replaying import replay
+from weft.runtime.start.replaying import default_dtype_kept, replay
 
 
 class NotElementwise(Exception):  # noqa: N818 - says what is the matter
@@ -78,19 +77,15 @@ class Counted:
             return
         seen.add((number, like.dtype))
         entry = self._record.entries[number]
-        if not self._is_counted(entry, like):
+        if _counted_at(entry, like) is None:
             if self._random[number]:
-                raise NotElementwise(name, name_of(entry).removeprefix("aten::"), entry.place)
+                raise NotElementwise(name, entry.name.removeprefix("aten::"), entry.place)
             return
         if like.storage not in entry.covers:
             yield like, number
         for value in (*entry.args, *entry.kwargs.values()):
             if isinstance(value, At) and value.storage not in entry.covers:
                 yield value, number
-
-    def _is_counted(self, entry: Entry, like: At) -> bool:
-        target = written_at(entry, like.storage)
-        return is_of_a_kind(entry) and target is not None and target.dtype == like.dtype
 
     def _writer(self, storage: int, before: int) -> int | None:
         """The last entry before that one that writes to a storage."""
@@ -105,7 +100,7 @@ class Counted:
         assert isinstance(tensor, At), f"{name} has its values"
         part = PartOffsets(tensor, index)
         flat = into.view(-1) if into.is_contiguous() else torch.empty(part.num_elements, dtype=into.dtype)
-        with _default_dtype_kept():
+        with default_dtype_kept():
             for start in range(0, part.num_elements, CHUNK):
                 piece = flat[start : start + CHUNK]
                 piece.copy_(self._values(tensor, part.chunk(start), len(self._record.entries))[: piece.numel()])
@@ -120,10 +115,9 @@ class Counted:
         number = self._writer(like.storage, before)
         while number is not None:
             entry = self._record.entries[number]
-            if not self._is_counted(entry, like):
+            target = _counted_at(entry, like)
+            if target is None:
                 return torch.where(wanted, self._as_computed(like, number)[offsets], found)
-            target = written_at(entry, like.storage)
-            assert target is not None, "of a kind"
             position, inside = positions(target, offsets)
             if bool((inside & wanted).any()):
                 found = torch.where(inside & wanted, self._made(number, target, position, offsets), found)
@@ -135,11 +129,11 @@ class Counted:
 
     def _made(self, number: int, target: At, position: Tensor, offsets: Tensor) -> Tensor:
         """What an entry makes at some positions of its result."""
-        entry, name = self._record.entries[number], name_of(self._record.entries[number])
+        entry = self._record.entries[number]
         if entry.draws:
-            return DRAWS[name](Numbers(self._streams[number], position), given_to(entry)).to(target.dtype)
-        if name in CONSTANTS:
-            return torch.full((CHUNK,), CONSTANTS[name](given_to(entry)), dtype=target.dtype)
+            return DRAWS[entry.name](Numbers(self._streams[number], position), given_to(entry)).to(target.dtype)
+        if entry.name in CONSTANTS:
+            return torch.full((CHUNK,), CONSTANTS[entry.name](given_to(entry)), dtype=target.dtype)
         torch.set_default_dtype(entry.default_dtype)
         args = [self._operand(one, number, target, position, offsets, own=i == 0) for i, one in enumerate(entry.args)]
         kwargs = {
@@ -179,6 +173,12 @@ class Counted:
         return self._computed[key].view(like.dtype)
 
 
+def _counted_at(entry: Entry, like: At) -> At | None:
+    """The tensor that an entry makes in a storage, element by element and in that dtype; None if it does not."""
+    target = written_at(entry, like.storage)
+    return target if target is not None and target.dtype == like.dtype and is_of_a_kind(entry) else None
+
+
 def _random_entries(record: Record) -> list[bool]:
     """For each entry: does what it writes depend on random numbers?"""
     tainted: set[int] = set()
@@ -204,12 +204,3 @@ def _streams(record: Record) -> dict[int, Stream]:
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
             found[number] = Stream(record.seed, key, seen[name])
     return found
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

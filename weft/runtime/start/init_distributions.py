@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.random import Stream, uniform_at
+from weft.runtime.random import Stream, as_coarse, as_exponential, as_gaussian, uniform_at
 from weft.runtime.start.record import At, Entry
 from weft.runtime.start.recording import WHOLE_FUNCTIONS
-
-COARSE = 2.0**24
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,6 @@ class Numbers:
         """Float64 in [0, 1)."""
         return uniform_at(self.stream, 0, self.position.clone(), lane=lane)
 
-    def coarse(self) -> Tensor:
-        """The same in 24 bits: also as float32 never 1."""
-        return (self.uniform() * COARSE).floor_() / COARSE
-
-    def gaussian(self) -> Tensor:
-        radius = self.uniform().neg_().log1p_().mul_(-2).sqrt_()
-        return radius.mul_(self.uniform(1).mul_(2 * math.pi).cos_())
-
 
 Given = Mapping[str, Any]
 """Arguments of a call by name."""
@@ -48,15 +38,16 @@ Given = Mapping[str, Any]
 
 def _uniform(numbers: Numbers, given: Given) -> Tensor:
     low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
-    return numbers.coarse() * (high - low) + low
+    return as_coarse(numbers.uniform()) * (high - low) + low
 
 
 def _normal(numbers: Numbers, given: Given) -> Tensor:
-    return numbers.gaussian() * float(given.get("std", 1.0)) + float(given.get("mean", 0.0))
+    std, mean = float(given.get("std", 1.0)), float(given.get("mean", 0.0))
+    return as_gaussian(numbers.uniform(), numbers.uniform(1)) * std + mean
 
 
 def _exponential(numbers: Numbers, given: Given) -> Tensor:
-    return -torch.log1p(-numbers.uniform().clamp_min_(2.0**-54)) / float(given["lambd"])
+    return as_exponential(numbers.uniform(), float(given["lambd"]))
 
 
 def _truncated(numbers: Numbers, given: Given) -> Tensor:
@@ -97,15 +88,6 @@ PLACEWISE = frozenset(
 """Operators that work place by place and are not marked as such in torch."""
 
 
-def name_of(entry: Entry) -> str:
-    """The operator and its overload."""
-    function = entry.function
-    if not isinstance(function, torch._ops.OpOverload):
-        return function.__name__
-    overload = function._schema.overload_name
-    return function._schema.name + (f".{overload}" if overload else "")
-
-
 def given_to(entry: Entry) -> dict[str, Any]:
     """The arguments by name, defaults too."""
     function = entry.function
@@ -126,12 +108,12 @@ def is_placewise(entry: Entry) -> bool:
     if not isinstance(function, torch._ops.OpOverload) or entry.draws or len(function._schema.returns) != 1:
         return False
     listed = any(isinstance(one, tuple | list) for one in (*entry.args, *entry.kwargs.values()))
-    return not listed and (torch.Tag.pointwise in function.tags or name_of(entry) in PLACEWISE)
+    return not listed and (torch.Tag.pointwise in function.tags or entry.name in PLACEWISE)
 
 
 def is_of_a_kind(entry: Entry) -> bool:
     """True if what it makes can be made element by element."""
-    return (name_of(entry) in DRAWS if entry.draws else name_of(entry) in CONSTANTS) or is_placewise(entry)
+    return (entry.name in DRAWS if entry.draws else entry.name in CONSTANTS) or is_placewise(entry)
 
 
 def written_at(entry: Entry, storage: int) -> At | None:

@@ -7,7 +7,7 @@ values on every rank and under every plan as `torch.manual_seed(seed)` and the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,15 +35,6 @@ class Whole(Protocol):
     def read(self, index: Index) -> Tensor:
         """The part at `index`, in memory of its own."""
         ...
-
-
-def stored_parts(whole: Mapping[str, Tensor | Whole], stored: Mapping[str, Index]) -> dict[str, Tensor]:
-    """This rank's parts of the tensors that it stores and that `whole` has.
-
-    >>> stored_parts({"w": torch.arange(6)}, {"w": (((4, 6), (0, 1)),)})
-    {'w': tensor([4, 5, 0])}
-    """
-    return {name: part_of(whole[name], index, name) for name, index in stored.items() if name in whole}
 
 
 def part_of(tensor: Tensor | Whole, index: Index, name: str = "") -> Tensor:

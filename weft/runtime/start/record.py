@@ -57,6 +57,14 @@ class Entry:
     """The line of the construction that it comes from."""
 
     @cached_property
+    def name(self) -> str:
+        """The operator and its overload."""
+        if not isinstance(self.function, torch._ops.OpOverload):
+            return self.function.__name__
+        overload = self.function._schema.overload_name
+        return self.function._schema.name + (f".{overload}" if overload else "")
+
+    @cached_property
     def sets(self) -> frozenset[int]:
         """All storages that it writes or makes."""
         return self.writes | {one.storage for one in self.makes if one is not None}
@@ -96,15 +104,11 @@ class Record:
         """Equal on ranks that would come to the same values."""
         found = hashlib.sha256(str(self.seed).encode())
         for entry in self.entries:
-            found.update(f"{_name(entry.function)} {_text(entry.args)} {_text(entry.kwargs)} {entry.makes}".encode())
+            found.update(f"{entry.name} {_text(entry.args)} {_text(entry.kwargs)} {entry.makes}".encode())
             found.update(_text(entry.state).encode())
         for name, tensor in self.tensors.items():
             found.update(f"{name} {_text(tensor)}".encode())
         return found.hexdigest()
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(function) if isinstance(function, torch._ops.OpOverload) else function.__qualname__
 
 
 def _text(value: Any) -> str:

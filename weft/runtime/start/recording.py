@@ -72,10 +72,9 @@ def record_module(factory: Callable[[], nn.Module], seed: int) -> Recorded:
     Raises:
         Unrecordable: with the reason, also where the function raises; Python's and NumPy's generators are as before
             then, for the function to be called again."""
-    recorder = Recorder()
     with torch.random.fork_rng(devices=[]), _undone():
         torch.manual_seed(seed)
-        recorder.begin()
+        recorder = Recorder()
         with _whole_functions(recorder), _Guard(recorder), recorder:
             module = factory()
         if recorder.reason:
@@ -184,9 +183,7 @@ class Recorder(TorchDispatchMode):
         self._made: dict[int, torch.UntypedStorage] = {}
         self._raw: set[int] = set()
         self._seen = _Seen(torch.default_generator)
-
-    def begin(self) -> None:
-        """The generator is as the first draw is to find it."""
+        # the generator is as the first draw is to find it
         self._seen.mark()
 
     def refuse(self, reason: str) -> None:

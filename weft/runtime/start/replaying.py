@@ -9,7 +9,8 @@ unread is drawn, for the generator's sake, and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,18 +40,24 @@ def replay(record: Record, wanted: Collection[str], receive: Receive) -> None:
     ending: dict[int, set[int]] = {}
     for storage, number in last.items():
         ending.setdefault(number, set()).add(storage)
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), default_dtype_kept():
         torch.manual_seed(record.seed)
         run = _Run(record, finals, receive, {entry.state for entry in record.entries if isinstance(entry.state, int)})
         run.note()
-        try:
-            for number, dropped in needed.items():
-                run.step(record.entries[number], dropped, ending.get(number, set()))
-        finally:
-            torch.set_default_dtype(before)
+        for number, dropped in needed.items():
+            run.step(record.entries[number], dropped, ending.get(number, set()))
     for storage in [storage for storage in finals if storage not in last]:
         run.complete(storage)
+
+
+@contextmanager
+def default_dtype_kept() -> Iterator[None]:
+    """Entries are run in the default dtype of their line; afterwards it is as before."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def needed_entries(record: Record, finals: frozenset[int]) -> dict[int, frozenset[int]]:

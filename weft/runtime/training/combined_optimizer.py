@@ -79,9 +79,9 @@ def as_one(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_empties(held: Sequence[nn.Parameter], dims: Collection[int]) -> list[nn.Parameter]:
-    """The parameters, and an empty one of each of these numbers of dims of which there is none.
+    """The parameters, and an empty one of each of these numbers of dims of which none is trained.
 
     Optimizers refuse an empty list, also of matrices alone. An empty one never has a gradient: nobody updates it.
     """
-    missing = set(dims) - {parameter.dim() for parameter in held} - {0}
+    missing = set(dims) - {parameter.dim() for parameter in held if parameter.requires_grad} - {0}
     return [*held, *(nn.Parameter(torch.empty((0,) * num_dims)) for num_dims in sorted(missing))]

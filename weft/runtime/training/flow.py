@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch, Form, OtherForm
-from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_program
+from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.returns import Returns
 from weft.runtime.program.stored import in_order
 from weft.runtime.training.load import load_pipeline, pipeline_parts
 from weft.runtime.training.microbatches import Arguments, BatchDim, dims_of, part_sizes, rows_of, split_arguments
 from weft.runtime.training.pieces import Pieces
-from weft.runtime.training.pipeline import Piece, Rank, Share
+from weft.runtime.training.pipeline import Rank, Share
 from weft.runtime.training.reduction import reduced
+from weft.runtime.weights.masters import Masters, masters_of, tell_sums
+from weft.runtime.weights.precision import Mixed
 
 LOSS = -1
 """In place of a dim along which parts are laid end to end: they are weighed and added up."""
@@ -73,10 +74,8 @@ class Flow:
         """True if the arguments are those of the form, whatever their sizes."""
         try:
             self.form.bind(args, kwargs)
-        except OtherForm:
-            return False
-        except BatchMismatch:
-            return True
+        except BatchMismatch as error:
+            return not isinstance(error, OtherForm)
         return True
 
     def bind_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -148,27 +147,24 @@ MakeSize = Callable[[Flow, int], None]
 """Makes a program serve micro-batches of so many rows."""
 
 
-def whole_flow(program: ParallelModule, told: Mapping[str, Any], transport: Replica) -> Flow:
-    """The flow of a program that is one piece, from what is written about it."""
-    form, output = Form.from_json(told["batch"]), told.get("returns")
-    piece = Piece("", program, tuple(range(len(form.tensors))), (), ())
-    return Flow(
-        Rank([Share({"": piece}, ())], (), (), transport, ("", -1)),
-        form,
-        output=None if output is None else Returns.from_json(output),
-        is_whole=True,
-        needs_grad=tuple(told.get("needs_grad", ())),
-    )
+def open_flow(source: Source, transport: Replica, batch: Arguments | None = None) -> Flow:
+    """The rank's programs, their parts still zeros, and how batches go through them.
 
-
-def flow_of(told: Mapping[str, Any], rank: Rank, batch: Arguments | None = None) -> Flow:
-    """The flow of a program, from what is written about it."""
+    Args:
+        batch: of other arguments than the example's, for which the program was made.
+    """
+    files = files_of(source)
+    told, rank = files.about, load_pipeline(files, transport)
     form = Form.from_json(told["batch"])
+    output = None if told.get("output") is None else Returns.from_json(told["output"])
+    if files.is_whole:
+        needs_grad = tuple(told.get("needs_grad", ()))
+        return Flow(rank, form, output=output, is_whole=True, needs_grad=needs_grad)
     shapes = [tuple(int(size) for size in shape) for _, _, shape, _ in form.tensors]
     dims = dims_of(shapes) if told["dims"] is None else told["dims"]
     places = tuple(None if dim is None else dim % len(shape) for dim, shape in zip(dims, shapes, strict=True))
     rows = next((shape[dim] for shape, dim in zip(shapes, places, strict=True) if dim is not None), 1)
-    size_of, joins, output = told["size_of"], told.get("joins", ()), told.get("output")
+    size_of, joins = told["size_of"], told.get("joins", ())
     events = [micro for one in told["events"].values() for _, _, micro in one]
     return Flow(
         rank,
@@ -177,34 +173,28 @@ def flow_of(told: Mapping[str, Any], rank: Rank, batch: Arguments | None = None)
         1 if joins is None else max(events) + 1,
         dict(zip(part_sizes(rows, len(size_of)), size_of, strict=True)),
         tuple(joins or ()),
-        None if output is None else Returns.from_json(output),
+        output,
         batch,
     )
 
 
-def open_flow(source: Source, transport: Replica, batch: Arguments | None = None) -> Flow:
-    """The rank's programs, their parts still zeros, and how batches go through them.
+def open_trained(
+    source: Source, transport: Replica, mixed: Mixed | None, order: Mapping[str, int] | None = None
+) -> tuple[Flow, Pieces[ParallelModule], Pieces[Masters] | None]:
+    """A program for training: its flow, the rank's pieces, and their masters if they compute in another precision.
 
     Args:
-        batch: of other arguments than the example's, for which the program was made.
+        order: the place of each name in the original.
     """
-    files = files_of(source)
-    if files.in_pieces:
-        return flow_of(files.about, load_pipeline(files, transport), batch)
-    return whole_flow(load_program(files, transport), files.about, transport)
-
-
-def pieces_of(
-    files: ProgramFiles, flow: Flow, transport: Replica, order: Mapping[str, int] | None = None
-) -> Pieces[ParallelModule]:
-    """The rank's programs as one; `order`: the place of each name in the original."""
-    order = order or {}
-    if flow.is_whole:
-        parts, trained = flow.program.stored_parts(), flow.program.trained_parts()
-    else:
-        parts, trained = pipeline_parts(files)
-    modules = tuple(flow.rank.modules)
-    return Pieces(modules, transport, in_order(parts, order), in_order(trained, order), order)
+    files, order = files_of(source), order or {}
+    flow = open_flow(files, transport)
+    parts, trained = (
+        (flow.program.stored_parts(), flow.program.trained_parts()) if flow.is_whole else pipeline_parts(files)
+    )
+    pieces = Pieces(tuple(flow.rank.modules), transport, in_order(parts, order), in_order(trained, order), order)
+    masters = masters_of(pieces, mixed, at_once=flow.is_whole)
+    tell_sums(flow.modules, mixed)
+    return flow, pieces, masters
 
 
 @torch.no_grad()

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.teams import Team
+from weft.runtime.links.subgroup import Subgroup
 from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_class, load_program, transfer_of
+from weft.runtime.program.load import load_class, load_piece, transfer_of
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
@@ -27,7 +26,7 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     """The rank's share, its parts still zeros."""
     files, rank = files_of(source), transport.rank
     told = files.about
-    sizes = _sizes(files, transport)
+    sizes = load_sizes(files, transport)
     ties = [
         Tie(
             one["parameter"],
@@ -43,15 +42,11 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
 
 
-def load_sizes(source: Source, transport: Replica, first: Share) -> list[Share]:
-    """The rank's share of a pipeline's files for further sizes of micro-batches, on the parameters of the first."""
-    return _sizes(files_of(source), transport, first)
-
-
-def _sizes(files: ProgramFiles, transport: Replica, known: Share | None = None) -> list[Share]:
-    """A Share for each size; all hold the parameters of the first that is known."""
+def load_sizes(source: Source, transport: Replica, known: Share | None = None) -> list[Share]:
+    """A Share for each size of micro-batches; all hold the parameters of the first, or of one that is known."""
+    files = files_of(source)
     sizes = [_share(files, one, transport) for one in files.about["sizes"]]
-    first = sizes[0] if known is None else known
+    first = known or sizes[0]
     for one in sizes:
         for parameter, owner, borrower in files.about["loans"]:
             if borrower in one.pieces:
@@ -68,8 +63,8 @@ def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]
     found: tuple[dict[str, Stored], dict[str, Stored]] = {}, {}
     files = files_of(source)
     for one in files.about["sizes"][0]["pieces"]:
-        piece = files.folders[one["folder"]]
-        for cls in (load_class(piece, file) for file in piece.about["files"]):
+        piece = files.pieces[one["folder"]]
+        for cls in (load_class(piece, file) for file in piece.texts):
             found[0].update(cls.stored_parts())
             found[1].update(cls.trained_parts())
     return found
@@ -79,7 +74,9 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
     pieces = {
         one["name"]: Piece(
             one["name"],
-            load_program(files.folders[one["folder"]], Team(transport, one["devices"])),
+            load_piece(
+                files.pieces[one["folder"]], transport if files.is_whole else Subgroup(transport, one["devices"])
+            ),
             tuple(one["inputs"]),
             tuple(one["takes"]),
             tuple((name, trained) for name, trained in one["gives"]),
@@ -111,20 +108,20 @@ def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]
                 if taker == rank:
                     comes_for[int(sender)] = leader
         back = backs.setdefault(json.dumps([tensor, one["backward"]]), target)
-        found.append(replace(_crossing(one, rank), spared=frozenset(spared), comes_for=comes_for, back_for=back))
+        crossing = Crossing(
+            tensor,
+            one["source"],
+            target,
+            getattr(torch, one["dtype"]),
+            _transfer(one["forward"], rank),
+            None if one["backward"] is None else _transfer(one["backward"], rank),
+            one["trained"],
+            spared=frozenset(spared),
+            comes_for=comes_for,
+            back_for=back,
+        )
+        found.append(crossing)
     return found
-
-
-def _crossing(one: Mapping[str, Any], rank: int) -> Crossing:
-    return Crossing(
-        one["tensor"],
-        one["source"],
-        one["target"],
-        getattr(torch, one["dtype"]),
-        _transfer(one["forward"], rank),
-        None if one["backward"] is None else _transfer(one["backward"], rank),
-        one["trained"],
-    )
 
 
 def _transfer(by_device: Mapping[str, Any], rank: int) -> Transfer | None:

@@ -61,11 +61,6 @@ def part_sizes(rows: int, count: int) -> list[int]:
     return [rows // count + (number < rows % count) for number in range(count)]
 
 
-def shares(rows: int, count: int) -> list[float]:
-    """What share of the rows each micro-batch has."""
-    return [part / rows for part in part_sizes(rows, count)]
-
-
 def split_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], dims: Sequence[BatchDim] | None, count: int
 ) -> tuple[list[Arguments], list[float]]:
@@ -82,4 +77,5 @@ def split_arguments(
         for i, tensor in zip(at, part, strict=True):
             mine[i] = tensor
         found.append(pytree.tree_unflatten(mine, spec))
-    return found, shares(rows_of(tensors, chosen), count)
+    rows = rows_of(tensors, chosen)
+    return found, [part / rows for part in part_sizes(rows, count)]

@@ -21,9 +21,10 @@ from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.module import ParallelModule, Refusal
 from weft.runtime.training.combined_optimizer import with_empties
-from weft.runtime.training.flow import Flow
-from weft.runtime.training.pieces import Pieces
+from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
+from weft.runtime.training.pieces import Pieces, shown_tree
 from weft.runtime.training.reduction import BadReduction, Reduction
+from weft.runtime.training.shard_owners import tell_numbers
 from weft.runtime.training.step import Stepping
 from weft.runtime.weights.leaf_aliases import has_hook_after
 from weft.runtime.weights.masters import Masters
@@ -37,6 +38,9 @@ class OneRank(Stepping):
         pieces: its programs on this rank, as one.
         masters: of the parameters of all pieces, if they compute in another precision.
         seed: of the random streams.
+        make_flow: makes the programs of `eval()`; make_size: more sizes of micro-batches.
+        reduction: what the batches of micro-batches and replicas count, in `forward_backward` and `train_step`; a
+            backward that the user starts averages replicas.
         refusal: makes the error for a wrong call.
     """
 
@@ -44,32 +48,52 @@ class OneRank(Stepping):
         self,
         flow: Flow,
         pieces: Pieces[ParallelModule],
-        masters: Pieces[Masters] | None,
         *,
-        seed: int,
-        reduction: Reduction,
-        refusal: Refusal | None,
+        masters: Pieces[Masters] | None = None,
+        seed: int = 0,
+        make_flow: MakeFlow | None = None,
+        make_size: MakeSize | None = None,
+        reduction: Reduction | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
         super().__init__()
-        self._flow, self._pieces, self._masters = flow, pieces, masters
+        self._flow, self._masters = flow, masters
+        self.program = pieces
+        """The programs for training of the rank's pieces, as one."""
+        self._make_flow, self._make_size = make_flow, make_size
+        self._evaluations: list[Flow] = []
         self.seed, self.step = seed, 0
-        self.reduction = reduction
+        self.reduction = reduction or Reduction()
         self._refusal = refusal
         self._weight = 0.0
+        self.losses: tuple[Tensor, ...] = ()
+        """The loss of each micro-batch of the last step, before they were reduced."""
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
-        # Not as parameters of the module: they are of no use but to be listed.
-        self.__dict__.update(dict.fromkeys(("_empty", "_remember", "_unchanged")))
+        # in a list: they are no parameters of the module, of no use but to be listed
+        self._empty: list[nn.Parameter] | None = None
+        self._remember: Callable[[], None] | None = None
+        self._unchanged: Unchanged | None = None
+        self._num_hooks: dict[str, int] = {}
+        tree = shown_tree(self.masters)
+        self.show(tree)
+        for module in pieces.modules:
+            module.trees.append(tree)
+        if flow.is_whole:
+            flow.program.after_backward = self.gradients_are_right
+            if masters is None and self._transport.whole.num_ranks > 1:
+                flow.program.read_apart()
+        self._tell_refusal(flow)
 
-    @property
-    def program(self) -> Pieces[ParallelModule]:
-        """The programs for training of the rank's pieces, as one."""
-        return self._pieces
+    def _tell_refusal(self, flow: Flow) -> None:
+        if self._refusal is not None:
+            for module in flow.modules:
+                module.refusal = self._refusal
 
     @property
     def masters(self) -> Pieces[ParallelModule] | Pieces[Masters]:
         """What holds the parameters that the optimizer updates: the programs, or masters behind them."""
-        return self._pieces if self._masters is None else self._masters
+        return self.program if self._masters is None else self._masters
 
     @property
     def has_forward(self) -> bool:
@@ -78,15 +102,14 @@ class OneRank(Stepping):
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
-        self.__dict__["_guard"], self.__dict__["_remember"] = guard, remember
+        self.guard, self._remember = guard, remember
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
-        self.__dict__["_unchanged"], self.__dict__["_num_hooks"] = Unchanged(self, trained), {}
+        self._unchanged = Unchanged(self, trained)
 
     def gradients_are_right(self) -> None:
         """They were scaled, on all ranks alike."""
-        then: Callable[[], None] | None = self.__dict__["_remember"]
-        if then is not None:
-            then()
+        if self._remember is not None:
+            self._remember()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What the rank's optimizer updates.
@@ -95,14 +118,13 @@ class OneRank(Stepping):
         optimizers refuse an empty list, also of matrices alone.
         """
         found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-        if self.__dict__["_empty"] is None:
+        if self._empty is None:
             dims = {len(part.shape) for part in self.program.trained_parts().values()}
-            self.__dict__["_empty"] = with_empties(found, dims or {1})[len(found) :]
-        empty: list[nn.Parameter] = self.__dict__["_empty"]
+            self._empty = with_empties(found, dims - {0} or {1})[len(found) :]
         if self.guard is not None:
-            for one in empty:
+            for one in self._empty:
                 self.guard.mark(one)
-        return handed_out([*found, *empty], self._no_clip)
+        return handed_out([*found, *self._empty], self._no_clip)
 
     def _no_clip(self) -> Exception | None:
         guard = self.guard
@@ -111,7 +133,7 @@ class OneRank(Stepping):
     @property
     def stored(self) -> Mapping[str, Index]:
         """What this rank holds of each parameter and buffer of the original."""
-        return self._pieces.stored
+        return self.program.stored
 
     @property
     def replica(self) -> int:
@@ -124,16 +146,14 @@ class OneRank(Stepping):
 
     @property
     def _transport(self) -> Replica:
-        return self._pieces.transport
+        return self.program.transport
 
     def over_replicas(self, loss: Tensor) -> Tensor:
         """The loss of the last step over the batches of all replicas. All ranks call this together."""
-        transport = self._transport
-        if transport.num_replicas == 1:
+        if self.num_replicas == 1:
             return loss
-        mine = torch.stack([loss.detach().double(), loss.new_tensor(self._weight, dtype=torch.float64)])
-        found = torch.stack(transport.whole.all_gather(mine, transport.twins))
-        losses, weights = found.unbind(1)
+        found = self._totals(float(loss.detach()), self._weight)
+        losses, weights = torch.tensor(found, dtype=torch.float64, device=loss.device).unbind(1)
         if self.reduction.sums:
             return losses.sum()
         there = weights > 0
@@ -141,11 +161,7 @@ class OneRank(Stepping):
 
     def _totals(self, *mine: float) -> list[tuple[float, ...]]:
         """Numbers of every replica, the same on all ranks."""
-        transport = self._transport
-        if transport.num_replicas == 1:
-            return [mine]
-        told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
-        return [tuple(one.tolist()) for one in transport.whole.all_gather(told, transport.twins)]
+        return tell_numbers(self._transport.whole, mine, self._transport.twins)
 
     def _weighed(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], rows: Sequence[int]) -> list[float]:
         """What batches weigh."""
@@ -169,7 +185,7 @@ class OneRank(Stepping):
                 "a parallel module is called under autocast, and was made without",
                 "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
             )
-        unchanged: Unchanged | None = self.__dict__["_unchanged"]
+        unchanged = self._unchanged
         if unchanged is None:
             return
         wrong = unchanged.wrong(training=self.training)
@@ -186,7 +202,7 @@ class OneRank(Stepping):
     def _refuse_hooks(self, unchanged: Unchanged) -> None:
         plain = self.masters is self.program
         several = self._transport.whole.num_ranks > 1 or not plain
-        known: dict[str, int] = self.__dict__["_num_hooks"]
+        known = self._num_hooks
         for name, parameter in unchanged.trained:
             if several and parameter._backward_hooks:
                 raise self._refused(

@@ -28,15 +28,12 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.program.batch import BatchMismatch
-from weft.runtime.program.module import ParallelModule, Refusal
 from weft.runtime.random import Stream
-from weft.runtime.training.flow import Flow, MakeFlow, MakeSize, lend, take_back
+from weft.runtime.training.flow import Flow, lend, take_back
 from weft.runtime.training.microbatches import Arguments, TooFewRows
 from weft.runtime.training.one_rank import OneRank
-from weft.runtime.training.pieces import Pieces, shown_tree
-from weft.runtime.training.reduction import Reduction, reduced
+from weft.runtime.training.reduction import reduced
 from weft.runtime.training.step import arguments_of, loss_of
-from weft.runtime.weights.masters import Masters
 
 NO_FORWARD = (
     "a model in pieces has no forward of its own in training: its micro-batches go forward and backward in turn",
@@ -47,60 +44,12 @@ FORM = "give batches in the form of the example"
 
 
 class Parallel(OneRank):
-    """One rank of a parallel model.
-
-    Args:
-        flow: the program for training.
-        pieces: its programs on this rank, as one.
-        masters: of the parameters of all pieces, if they compute in another precision.
-        seed: of the random streams.
-        make_flow: makes the programs of `eval()`; make_size: more sizes of micro-batches.
-        reduction: what the batches of micro-batches and replicas count, in `forward_backward` and `train_step`; a
-            backward that the user starts averages replicas.
-        refusal: makes the error for a wrong call.
-    """
-
-    def __init__(
-        self,
-        flow: Flow,
-        pieces: Pieces[ParallelModule],
-        *,
-        masters: Pieces[Masters] | None = None,
-        seed: int = 0,
-        make_flow: MakeFlow | None = None,
-        make_size: MakeSize | None = None,
-        reduction: Reduction | None = None,
-        refusal: Refusal | None = None,
-    ) -> None:
-        super().__init__(flow, pieces, masters, seed=seed, reduction=reduction or Reduction(), refusal=refusal)
-        self._make_flow, self._make_size = make_flow, make_size
-        self._evaluations: list[Flow] = []
-        self._losses: tuple[Tensor, ...] = ()
-        tree = shown_tree(self.masters)
-        self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
-        self._non_persistent_buffers_set = tree._non_persistent_buffers_set
-        for module in pieces.modules:
-            module.trees.append(tree)
-        if flow.is_whole:
-            flow.program.after_backward = self.gradients_are_right
-            if masters is None and self._transport.whole.num_ranks > 1:
-                flow.program.read_apart()
-        self._tell_refusal(flow)
-
-    def _tell_refusal(self, flow: Flow) -> None:
-        if self._refusal is not None:
-            for module in flow.modules:
-                module.refusal = self._refusal
+    """One rank of a parallel model, as it is called."""
 
     @property
     def returns_loss(self) -> bool:
         """In training; otherwise it returns what the original does."""
         return self._flow.output is None
-
-    @property
-    def losses(self) -> tuple[Tensor, ...]:
-        """The loss of each micro-batch of the last step, before they were reduced."""
-        return self._losses
 
     # A forward, or an evaluation.
 
@@ -218,7 +167,7 @@ class Parallel(OneRank):
             inputs, counts, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
         )
         self.step += 1
-        self._weight, self._losses = sum(weights), tuple(losses)
+        self._weight, self.losses = sum(weights), tuple(losses)
         if not losses:
             return torch.zeros((), device=self._transport.device)
         return reduced(losses, self.reduction.shares(weights))

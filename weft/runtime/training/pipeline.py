@@ -87,7 +87,7 @@ class Piece:
 
 
 @dataclass
-class _Held:
+class _Saved:
     """What a forward leaves for its backward: the graph holds what it needs of the tensors, nobody else does."""
 
     taken: dict[str, Gradient]
@@ -132,15 +132,15 @@ class Rank:
     transport: Transport
     loss: tuple[str, int]
     loss_dtype: torch.dtype = torch.float32
-    _mail: StageIO = field(init=False)
     _many: bool = False
     """Gradients of several micro-batches are added up."""
-    _held: dict[tuple[str, int], _Held] = field(default_factory=dict)
+    _saved: dict[tuple[str, int], _Saved] = field(default_factory=dict)
     _queues: dict[tuple[str, int], Queue] = field(default_factory=dict)
     _losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._mail = StageIO(self.transport)
+    @cached_property
+    def _mail(self) -> StageIO:
+        return StageIO(self.transport)
 
     @cached_property
     def _divided(self) -> frozenset[tuple[str, int]]:
@@ -221,7 +221,7 @@ class Rank:
 
     def _begin(self, size_of: Sequence[int], *, starts: bool) -> None:
         """A step begins; `starts`: sums of gradients may start when the last backward has brought its share."""
-        self._held, self._losses, self._queues = {}, {}, {}
+        self._saved, self._losses, self._queues = {}, {}, {}
         self._many = len(size_of) > 1
         self._mail.begin()
         backwards = Counter((e.piece, size_of[e.micro]) for e in self._real(len(size_of)) if e.phase == B)
@@ -289,7 +289,7 @@ class Rank:
         if trained:
             # what was frozen since the program was made, with all before it, has no gradient
             roots = {name: get_gradient_edge(given[name]) for name in trained if given[name].requires_grad}
-            self._held[piece.name, micro] = _Held(sinks, roots, queue)
+            self._saved[piece.name, micro] = _Saved(sinks, roots, queue)
 
     def _mode(self, piece: Piece, queue: Queue | None) -> AbstractContextManager[Any]:
         """What a piece runs under: its weight gradients are added up, or queued."""
@@ -302,7 +302,7 @@ class Rank:
                 other.pieces[piece.name].module.take_buffers(piece.module)
 
     def _backward(self, share: Share, piece: Piece, micro: int, counts: float) -> None:
-        held = self._held.pop((piece.name, micro))
+        held = self._saved.pop((piece.name, micro))
         gradients: dict[str, Gradient] = {}
         for one in share.crossings:
             if one.source == piece.name and one.trained and one.back == (one.tensor, one.target):

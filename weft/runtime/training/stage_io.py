@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.runtime.layout.execute import assembled, real_dtype, size, take
+from weft.runtime.layout.execute import assembled, expected, real_dtype, taken
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Expected, Transport
+from weft.runtime.links.transport import Transport
 from weft.runtime.weights.gradient import Gradient
 
 
@@ -117,7 +117,7 @@ class StageIO:
         transfer = crossing.forward
         assert transfer is not None, f"{crossing.tensor} does not come to this rank"
         came: dict[int, list[Tensor]] = {}
-        for peer, expects in _expected(transfer, crossing.dtype).items():
+        for peer, expects in expected(transfer, real_dtype(crossing.dtype)).items():
             message = crossing.message(peer)
             shared = self._came.pop((message, micro), None)
             if shared is None:
@@ -127,7 +127,7 @@ class StageIO:
             if shared.missing:
                 self._came[message, micro] = shared
             came[peer] = shared.tensors
-        return self._assembled(transfer, came, crossing.dtype)
+        return assembled(transfer, came, crossing.dtype, self.transport.device)[0]
 
     def send_back(self, crossing: Crossing, micro: int, gradient: Tensor | None, readers: Readers) -> None:
         """Give the gradient of a tensor to the piece that made it; the last of those that took it sends it."""
@@ -155,28 +155,11 @@ class StageIO:
 
     def post(self, transfer: Transfer, tag: str, tensor: Tensor, *, spared: frozenset[int] = frozenset()) -> None:
         """Send the parts of a tensor that others need, but not to those that are spared."""
-        by_peer: dict[int, list[Tensor]] = {}
-        for piece in transfer.sends:
-            if piece.peer not in spared:
-                by_peer.setdefault(piece.peer, []).append(take(tensor.detach(), piece.index))
-        for peer, tensors in by_peer.items():
+        for peer, tensors in taken(transfer, [tensor.detach()], spared).items():
             self.transport.post(peer, tag, tensors)
 
     def take(self, transfer: Transfer, tag: str, dtype: torch.dtype) -> Tensor:
         """Put together what others send of a tensor."""
-        came = {peer: self.transport.take(peer, tag, wanted) for peer, wanted in _expected(transfer, dtype).items()}
-        return self._assembled(transfer, came, dtype)
-
-    def _assembled(self, transfer: Transfer, came: Mapping[int, list[Tensor]], dtype: torch.dtype) -> Tensor:
-        queues = {peer: iter(tensors) for peer, tensors in came.items()}
-        pieces = [next(queues[piece.peer]) for piece in transfer.receives]
-        (found,) = assembled(transfer, pieces, dtype, self.transport.device)
-        return found
-
-
-def _expected(transfer: Transfer, dtype: torch.dtype) -> dict[int, list[Expected]]:
-    """Shapes and dtypes of what comes from each rank."""
-    found: dict[int, list[Expected]] = {}
-    for piece in transfer.receives:
-        found.setdefault(piece.peer, []).append((size(piece.index), real_dtype(dtype)))
-    return found
+        wanted = expected(transfer, real_dtype(dtype))
+        came = {peer: self.transport.take(peer, tag, expects) for peer, expects in wanted.items()}
+        return assembled(transfer, came, dtype, self.transport.device)[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.program.name_passthrough import Own
+from weft.runtime.training.scaling import GradScaler
 
 
 class Optimizer(Protocol):
@@ -29,18 +30,6 @@ Optimizers = Optimizer | Sequence[Optimizer]
 """One, or several that update parameters of their own."""
 
 
-class Scaler(Protocol):
-    """What a step needs of a GradScaler."""
-
-    def scale(self, outputs: Tensor) -> Any: ...
-
-    def unscale_(self, optimizer: Any) -> None: ...
-
-    def step(self, optimizer: Any) -> Any: ...
-
-    def update(self) -> None: ...
-
-
 Prepare = Callable[[], Any]
 """What is done with complete gradients before the update."""
 
@@ -50,14 +39,8 @@ class Stepping(Own):
 
     def __init__(self) -> None:
         super().__init__()
-        # not as an attribute of a module: it is no part of the state
-        self.__dict__["_guard"] = None
-
-    @property
-    def guard(self) -> Guard | None:
+        self.guard: Guard | None = None
         """What watches over its parameters."""
-        found: Guard | None = self.__dict__["_guard"]
-        return found
 
     @abstractmethod
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
@@ -68,7 +51,12 @@ class Stepping(Own):
         """The error for a wrong call."""
 
     def train_step(
-        self, batch: Any, optimizer: Optimizers, *, prepare: Prepare | None = None, scaler: Scaler | None = None
+        self,
+        batch: Any,
+        optimizer: Optimizers,
+        *,
+        prepare: Prepare | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """Forward, backward, update; the loss before the update.
 
@@ -120,21 +108,21 @@ def step_of(
     batch: Any,
     optimizer: Optimizers,
     prepare: Prepare | None = None,
-    scaler: Scaler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
     """Gradients, update; the loss before it. Gradients stay to be looked at until the next step."""
     for one in all_of(optimizer):
         one.zero_grad(set_to_none=True)
     loss = forward_backward(batch, 1.0 if scaler is None else float(scaler.scale(torch.ones(()))))
     if scaler is not None:
-        if hasattr(scaler, "saw"):
+        if isinstance(scaler, GradScaler):
             scaler.saw(loss)  # one of ours, which ends what does not get better
         for one in all_of(optimizer):
-            scaler.unscale_(one)
+            scaler.unscale_(cast(torch.optim.Optimizer, one))
     if prepare is not None:
         prepare()
     for one in all_of(optimizer):
-        one.step() if scaler is None else scaler.step(one)
+        one.step() if scaler is None else scaler.step(cast(torch.optim.Optimizer, one))
     if scaler is not None:
         scaler.update()
     return loss

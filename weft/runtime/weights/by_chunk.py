@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.weights.gradient import Gradient
-from weft.runtime.weights.tape import Tape, Tell
 from weft.runtime.weights.unsharded import Use
+
+if TYPE_CHECKING:
+    from weft.runtime.program.module import ParallelModule
 
 
 @dataclass(frozen=True)
@@ -31,42 +33,29 @@ class ChunkRoute:
     backward: tuple[Transfer, ...]
 
 
-class Owner(Protocol):
-    """The module: its tape is exchanged while a function runs again."""
-
-    tape: Tape
-
-
 class ByChunk:
     """A parameter in the parts of the chunks.
 
     Args:
-        stored: this rank's part of it.
-        uses, ways: how each chunk's part is brought, and how its gradient is reduced.
-        tell: hears of gradients.
+        module: its tape is exchanged while a function runs again.
+        uses: how each chunk's part is brought; syncs: how its gradient is reduced.
     """
 
-    def __init__(
-        self, owner: Owner, stored: Tensor, uses: Sequence[Use], ways: Sequence[ChunkRoute], anchor: Tensor, tell: Tell
-    ) -> None:
-        self._owner, self._tape, self._stored, self._anchor = owner, owner.tape, stored, anchor
-        self._uses = tuple(uses)
+    def __init__(self, module: ParallelModule, uses: Sequence[Use], syncs: Sequence[tuple[Transfer, ...]]) -> None:
+        self._module, self._tape, self._uses = module, module.tape, tuple(uses)
         self._sinks: list[tuple[Gradient, Callable[[], None]]] = []
         if torch.is_grad_enabled():
-            for use, way in zip(uses, ways, strict=True):
-                shape = way.forward[-1].shapes[0]
-                self._sinks.append(self._tape.expect(use.name, shape, way.backward, stored.dtype, tell))
+            self._sinks = [self._tape.expect(use, sync) for use, sync in zip(uses, syncs, strict=True)]
 
     def __len__(self) -> int:
         return len(self._uses)
 
     def __getitem__(self, chunk: int) -> Tensor:
         """The part of a chunk, gathered now."""
-        use, tape = self._uses[chunk], self._owner.tape
+        use, tape = self._uses[chunk], self._module.tape
         if not torch.is_grad_enabled():
             return use.whole()
-        sink, done = self._sinks[chunk]
         # what is recomputed runs again with a tape of its own
         if tape is not self._tape:
-            return tape.edge(use, use.again(), self._anchor, sink, done)
-        return tape.first(use, self._stored, self._anchor, sink, done)
+            return tape.edge(use, use.again(), *self._sinks[chunk])
+        return tape.first(use, *self._sinks[chunk])

@@ -12,45 +12,37 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.runtime.weights.tape import Tape
 
-
-class Owner(Protocol):
-    """The module whose backward begins."""
-
-    refusal: Callable[[str, str], Exception]
-    """Makes the error for a wrong call."""
-
-    def begin_backward(self, tape: Tape) -> None: ...
-
-    def shown(self) -> list[Tensor]:
-        """The parameters that the caller sees, as far as nobody watches them."""
-        ...
+if TYPE_CHECKING:
+    from weft.runtime.program.module import ParallelModule
 
 
-def tied_loss(owner: Owner, tape: Tape, anchor: Tensor, value: Tensor, roots: Sequence[Tensor]) -> Tensor:
+def tied_loss(module: ParallelModule, tape: Tape, value: Tensor, roots: Sequence[Tensor]) -> Tensor:
     """The loss, complete on every rank; its gradient goes to the roots: what the rank holds of it where it was made."""
-    live = [root for root in roots if root.requires_grad]
-    inputs = (*live, *_taken(tape))
-    loss: Tensor = _Loss.apply(owner, tape, (len(live), len(inputs)), anchor, value.detach(), *inputs, *owner.shown())
+    (loss,) = _tied(module, tape, value, [root for root in roots if root.requires_grad])
     return loss
 
 
-def tied_outputs(owner: Owner, tape: Tape, anchor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def tied_outputs(module: ParallelModule, tape: Tape, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Outputs, complete on every rank. What needs no gradient stays as it is."""
-    live = [at for at, value in enumerate(values) if value.requires_grad]
-    found = [value if at in live else value.detach() for at, value in enumerate(values)]
-    if live:
-        inputs = (*(values[at] for at in live), *_taken(tape))
-        made = _Outputs.apply(owner, tape, (len(live), len(inputs)), anchor, *inputs, *owner.shown())
-        for at, value in zip(live, made, strict=True):
-            found[at] = value
-    return tuple(found)
+    live = [value for value in values if value.requires_grad]
+    made = iter(_tied(module, tape, None, live) if live else ())
+    return tuple(next(made) if value.requires_grad else value.detach() for value in values)
+
+
+def _tied(module: ParallelModule, tape: Tape, loss: Tensor | None, roots: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    inputs = (*roots, *_taken(tape))
+    value = None if loss is None else loss.detach()
+    found: tuple[Tensor, ...] = _Ending.apply(
+        module, tape, (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
+    )
+    return found
 
 
 def _taken(tape: Tape) -> list[Tensor]:
@@ -90,39 +82,30 @@ def refuse_parts(ctx: Any, refusal: Callable[[str, str], Exception]) -> None:
         raise refusal(*SOME)
 
 
-class _Loss(torch.autograd.Function):
+class _Ending(torch.autograd.Function):
+    """Returns the loss, whose gradient goes to each root; None: the roots, each of which has its own."""
+
     @staticmethod
     def forward(
-        ctx: Any, owner: Owner, tape: Tape, counts: Counts, anchor: Tensor, value: Tensor, *inputs: Tensor
-    ) -> Tensor:
-        ctx.owner, ctx.tape, ctx.counts, ctx.num_inputs = owner, tape, counts, len(inputs)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_parts(ctx, ctx.owner.refusal)
-        ctx.owner.begin_backward(ctx.tape)
-        return (None, None, None, None, None, *_given(ctx, (gradient,) * ctx.counts[0], gradient.device))
-
-
-class _Outputs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, owner: Owner, tape: Tape, counts: Counts, anchor: Tensor, *inputs: Tensor
+        ctx: Any,
+        module: ParallelModule,
+        tape: Tape,
+        counts: Counts,
+        anchor: Tensor,
+        loss: Tensor | None,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.tape, ctx.counts, ctx.num_inputs = owner, tape, counts, len(inputs)
+        ctx.module, ctx.tape, ctx.counts, ctx.num_inputs = module, tape, counts, len(inputs)
+        ctx.is_loss = loss is not None
         # the caller may change an output in place: what backward has kept is another tensor
-        return tuple(value.clone() for value in inputs[: counts[0]])
+        return tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_parts(ctx, ctx.owner.refusal)
-        ctx.owner.begin_backward(ctx.tape)
-        return (None, None, None, None, *_given(ctx, gradients, gradients[0].device))
-
-
-def _given(ctx: Any, gradients: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-    """Gradients to what was returned, zeros to tokens, nothing to parameters."""
-    num_live, num_tied = ctx.counts
-    zero = torch.zeros((), device=device)
-    return (*gradients, *(zero,) * (num_tied - num_live), *(None,) * (ctx.num_inputs - num_tied))
+        """Gradients to what was returned, zeros to tokens, nothing to parameters."""
+        refuse_parts(ctx, ctx.module.refusal)
+        ctx.module.begin_backward(ctx.tape)
+        num_roots, num_tied = ctx.counts
+        zero = torch.zeros((), device=gradients[0].device)
+        given = gradients * num_roots if ctx.is_loss else gradients
+        return *(None,) * 5, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)

@@ -40,6 +40,12 @@ class _Full:
     turn: int = -1
     coming: Handle[list[Tensor]] | None = None
 
+    def wait(self) -> None:
+        """Until it is as of its turn."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            coming.wait()
+
 
 class FullWeights:
     """The full weights of the programs that share parameters."""
@@ -56,7 +62,7 @@ class FullWeights:
     def begin(self, order: Sequence[Gather]) -> None:
         """From now on weights may be others than before. `order`: those that a program keeps, as it asks for them."""
         for one in self._kept.values():
-            self._wait(one)
+            one.wait()
         self._order, self._started = order, False
         self._turn += 1
 
@@ -74,7 +80,7 @@ class FullWeights:
         key = name, self._numbers.of(transfers)
         found = self._kept.get(key)
         if found is not None:
-            self._wait(found)
+            found.wait()
             if found.turn == self._turn and all(map(_same, shards, found.shards)):
                 return found.tensors
         made = execute_all(transfers, [shard.detach() for shard in shards], transport, dtype=dtype)
@@ -132,11 +138,6 @@ class FullWeights:
                 gather.stored.data = view.copy_(gather.stored)
             else:
                 transport.lay([gather.stored], group)
-
-    def _wait(self, full: _Full) -> None:
-        coming, full.coming = full.coming, None
-        if coming is not None:
-            coming.wait()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -52,13 +52,13 @@ class _Accumulation:
         name = self.module.unwatched(weight)
         if name is not None:
             return partial(self._add_stored, name, weight.dtype)
-        if not self.module.tape.is_use(weight):
+        leaf = self.module.tape.known(weight)
+        if leaf is None or leaf.is_input:
             return None
         if not weight.is_leaf:
             # gathered for its use: autograd passes the gradient on
             return partial(_send, get_gradient_edge(weight))
-        sink = self.module.tape.sink(weight)
-        return None if sink is None else partial(_add, sink)
+        return partial(_add, leaf.sink)
 
     @torch.no_grad()
     def _add_stored(self, name: str, own: torch.dtype, make: Write) -> None:
@@ -69,7 +69,7 @@ class _Accumulation:
             make(sink.total, add=True)
         else:
             sink.add(make(None))
-        self.module.grad_sync.arrived(self.module, name)
+        self.module.grad_sync.arrived(name)
 
 
 def _wait(queue: Queue, target: Target, make: Write) -> None:

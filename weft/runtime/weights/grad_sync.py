@@ -11,8 +11,8 @@ is first used before it arrives, since autograd goes through the program from it
 somebody used the module otherwise, is summed at the end. The gradient of a use in another layout is complete when
 backward has passed the use (`tape.Used`); it is reduced to the shards that are stored (`grad_scatter.py`).
 
-Products write the gradients of their weights into the buckets (`direct.py`), others are copied there. The gradients are
-views of them afterwards.
+Products write the gradients of their weights into the buckets (`products.py`), others are copied there. The gradients
+are views of them afterwards.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Group, Handle, listed
 from weft.runtime.weights.buckets import BUCKET, FULL, bucket_size, in_buckets
-from weft.runtime.weights.gradient import Gradient, Told, total_of
+from weft.runtime.weights.gradient import Gradient, total_of
 from weft.runtime.weights.products import Direct, Target, Write, products_are_watched
 from weft.runtime.weights.separate import separate
-from weft.runtime.weights.tape import Tape, Used
+from weft.runtime.weights.tape import Tape, UseGradient
 from weft.runtime.weights.use_sync import UseSync
 
 if TYPE_CHECKING:
@@ -120,174 +120,154 @@ class Bucket:
         return found
 
 
-class BucketSync:
+class GradSync:
     """Completes the gradients of one module on one rank.
 
     Args:
         bucket: bytes.
     """
 
-    def __init__(self, *, bucket: int = BUCKET) -> None:
-        self._size = bucket
-        self._buckets: tuple[Bucket, ...] | None = None
-        self._place: dict[str, Bucket] = {}
-        self._summed: dict[str, Summed] = {}
+    def __init__(self, module: ParallelModule, *, bucket: int = BUCKET) -> None:
+        self._module, self._size = module, bucket
         self._often: list[Summed] = []
         """Those that several operators read and that are not complete, the first used first."""
-        self._told = 0
+        self._expected = 0
         self._backwards = 0
         """How many make up this step; 0: nobody knows."""
         self._arrivals: Counter[str] = Counter()
         self._num_started = 0
-        self._apart: dict[str, tuple[Transfer, ...] | None] = {}
-        """What is not summed in buckets alone: how its gradient becomes complete where it is used as stored."""
-        self._uses: UseSync | None = None
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets or ())
+    # What is found when the module is first used: its precision is known by then.
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """In the order in which they are started."""
+        return tuple(map(Bucket, in_buckets(summed_parameters(self._module), self._size)))
+
+    @cached_property
+    def _summed(self) -> dict[str, tuple[Summed, Bucket]]:
+        return {one.name: (one, bucket) for bucket in self.buckets for one in bucket.members}
+
+    @cached_property
+    def _apart(self) -> dict[str, tuple[Transfer, ...] | None]:
+        """What is not summed in buckets alone: how its gradient becomes complete where it is used as stored."""
+        module = self._module
+        return {name: None if name in self._summed else module.sync_transfers(name) for name, _ in module.sync_order()}
+
+    @cached_property
+    def uses(self) -> UseSync:
+        """The uses in another layout."""
+        total = sum(prod(part.shape) * part.dtype.itemsize for part in self._module.trained_parts().values())
+        return UseSync(self._module, bucket=bucket_size(total, min(self._size, FULL)))
 
     def expect(self, backwards: int) -> None:
         """The coming steps whose gradients are held have so many backwards each; 0: nobody knows, nothing is summed
         before the end."""
-        self._told = backwards
+        self._expected = backwards
 
-    def watching(self, module: ParallelModule) -> AbstractContextManager[Any]:
+    def watching(self) -> AbstractContextManager[Any]:
         """What a forward runs under."""
+        module, sums = self._module, self._module.sums
         if products_are_watched():
             return nullcontext()
-        if module.sums.compute is not None and module.sums.sent(module.sums.compute) != module.sums.compute:
+        if sums.compute is not None and sums.sent(sums.compute) != sums.compute:
             # products make gradients in another dtype than they are summed in
             return nullcontext()
-        self._prepare(module)
-        if not self._buckets and not any(part.keeps for part in module.stored_parts().values()):
+        if not self.buckets and not any(part.keeps for part in module.stored_parts().values()):
             return nullcontext()
-        return Direct(_Slots(self, module), module.anchor)
+        return Direct(self, module.anchor)
 
-    def _prepare(self, module: ParallelModule) -> None:
-        if self._buckets is None:
-            self._buckets = tuple(map(Bucket, in_buckets(summed_parameters(module), self._size)))
-            self._place = {one.name: bucket for bucket in self._buckets for one in bucket.members}
-            self._summed = {one.name: one for bucket in self._buckets for one in bucket.members}
-            self._apart = {
-                name: None if name in self._place else module.sync_transfers(name) for name, _ in module.sync_order()
-            }
-            whole = frozenset(n for n, part in module.stored_parts().items() if "gradient" in part.keeps)
-            total = sum(prod(part.shape) * part.dtype.itemsize for part in module.trained_parts().values())
-            size = bucket_size(total, min(self._size, FULL))
-            self._uses = UseSync(module.transport, whole, module.sums, bucket=size)
-
-    def begin(self, module: ParallelModule, *, alone: bool) -> None:
+    def begin(self, *, alone: bool) -> None:
         """A step begins; `alone`: one backward goes through all forwards that there were."""
-        self._prepare(module)
-        assert self._uses is not None and self._buckets is not None
-        self._backwards = self._told if module.holds_gradients else int(alone)
-        self._uses.begin(self._backwards, module.holds_gradients)
+        held = self._module.holds_gradients
+        self._backwards = self._expected if held else int(alone)
+        self.uses.begin(self._backwards, held)
         self._arrivals, self._num_started = Counter(), 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.begin()
-        self._often = sorted((one for one in self._summed.values() if one.reads > 1), key=lambda one: one.place)
+        often = (one for one, _ in self._summed.values() if one.reads > 1)
+        self._often = sorted(often, key=lambda one: one.place)
 
-    def enter(self, tape: Tape) -> None:
-        """Backward begins to go through a forward."""
-        assert self._uses is not None
-        self._uses.enter(tape)
-
-    def arrived(self, module: ParallelModule, name: str) -> None:
+    def arrived(self, name: str) -> None:
         """Autograd has added to the gradient of a parameter."""
         self._arrivals[name] += 1
-        one = self._summed.get(name)
-        if one is None or one.reads > 1 or self._arrivals[name] != self._backwards:
+        one, bucket = self._summed.get(name, (None, None))
+        if one is None or bucket is None or one.reads > 1 or self._arrivals[name] != self._backwards:
             return
-        bucket = self._place[name]
         bucket.missing.discard(name)
         while self._backwards == 1 and self._often and self._often[-1].place > one.place:
             later = self._often.pop().name
-            self._place[later].missing.discard(later)
-        buckets = self._buckets or ()
-        while self._num_started < len(buckets) and not buckets[self._num_started].missing:
-            self._start(module, buckets[self._num_started])
+            self._summed[later][1].missing.discard(later)
+        while self._num_started < len(self.buckets) and not self.buckets[self._num_started].missing:
+            self._start(self.buckets[self._num_started])
 
-    def used(self, use: Used) -> None:
-        """Something has been added to the gradient of a use in another layout, or backward has passed it."""
-        if self._uses is not None:
-            self._uses.hear(use)
-
-    def end(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
+    def end(self, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """Backward is over: the complete gradients of what the rank stores."""
-        buckets = self._buckets or ()
-        while self._num_started < len(buckets):
-            self._start(module, buckets[self._num_started])
+        while self._num_started < len(self.buckets):
+            self._start(self.buckets[self._num_started])
         found: dict[str, Tensor] = {}
-        for bucket in buckets:
-            found.update(self._finish(module, bucket))
-        for name, gradient in self._others(module, tapes).items():
+        for bucket in self.buckets:
+            found.update(self._finish(bucket))
+        for name, gradient in self._others(tapes).items():
             found[name] = found[name].add_(gradient) if name in found else gradient
         return found
 
-    def _start(self, module: ParallelModule, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         """Start the next bucket in the order of the program."""
         self._num_started += 1
-        job = module.transport.job
+        job = self._module.transport.job
         before, job.doing = job.doing, Doing(f"gradient sync of {bucket}")
-        parts = _taken(module, bucket) if bucket.flat is None else [_filled(module, bucket)]
+        parts = self._taken(bucket) if bucket.flat is None else [self._filled(bucket)]
         bucket.pending = job.start_all_reduce(parts, bucket.group)
         job.doing = before
 
-    def buffer(self, module: ParallelModule, name: str) -> Tensor | None:
-        """Where to write the first addend of a gradient; None if there is one already, or its sum has begun."""
-        bucket = self._place[name]
-        if bucket.pending is not None or name in module.sinks:
-            return None
-        if bucket.flat is None:
-            numel = sum(one.numel for one in bucket.members)
-            bucket.lay(module.transport.job.buffer(numel, bucket.members[0].dtype, bucket.group))
-        return bucket.slots[name]
+    def _taken(self, bucket: Bucket) -> list[Tensor]:
+        """The gradients of a bucket as they are now, zeros for those that have none. They are taken out of the
+        sinks."""
+        module = self._module
+        return [
+            total_of(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device)
+            for one in bucket.members
+        ]
 
-    def writes(self, use: Used) -> bool:
-        """True if products may write the gradient of a use."""
-        return self._uses is not None and self._uses.scatters(use.transfers)
+    def _filled(self, bucket: Bucket) -> Tensor:
+        """The same in the memory that some of them were written to."""
+        for name, slot in bucket.slots.items():
+            sink = self._module.sinks.pop(name, None)
+            if sink is None or sink.total is None:
+                slot.zero_()
+            elif sink.total.data_ptr() != slot.data_ptr():
+                slot.copy_(sink.total)
+        return bucket.leave()
 
-    def buffer_of_use(self, use: Used, dtype: torch.dtype) -> Tensor | None:
-        """Where to write the first addend of the gradient of a use; None if it may lie anywhere."""
-        return None if self._uses is None else self._uses.buffer(use, dtype)
-
-    def has_place(self, name: str) -> bool:
-        return name in self._place
-
-    def _finish(self, module: ParallelModule, bucket: Bucket) -> dict[str, Tensor]:
+    def _finish(self, bucket: Bucket) -> dict[str, Tensor]:
         """Wait for a bucket, and for what came too late for it."""
-        job = module.transport.job
+        transport = self._module.transport
+        job = transport.job
         job.doing = Doing(f"gradient sync of {bucket}")
         assert bucket.pending is not None
         total, bucket.pending = bucket.pending.wait(), None
-        if any(one.name in module.sinks for one in bucket.members):
-            total = total + job.start_all_reduce(_taken(module, bucket), bucket.group).wait()
-        if (replicas := module.transport.num_replicas) > 1:
-            total = total.div_(replicas)
+        if any(one.name in self._module.sinks for one in bucket.members):
+            total = total + job.start_all_reduce(self._taken(bucket), bucket.group).wait()
+        if transport.num_replicas > 1:
+            total = total.div_(transport.num_replicas)
         job.doing = Doing()
         return bucket.cut(total)
 
-    def _others(self, module: ParallelModule, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
+    def _others(self, tapes: Sequence[Tape]) -> Mapping[str, Tensor]:
         """What is not in the buckets: uses in another layout, gradients that other transfers complete."""
-        transport, found = module.transport, {}
-        assert self._uses is not None
-        used = self._uses.end(tapes, list(self._apart))
+        module, transport, found = self._module, self._module.transport, {}
+        used = self.uses.end(tapes, list(self._apart))
         replicas = transport.num_replicas
         for name, transfers in self._apart.items():
             if transfers is None and name not in used and tapes:
                 # it came in a bucket
                 continue
-            sink = module.sinks.get(name)
-            if transfers == () and sink is not None and sink.total is not None and name not in used and replicas == 1:
-                # it goes nowhere, and is not rounded for it
-                found[name] = sink.total
-                continue
-            total = self._as_stored(module, name)
+            total = self._as_stored(name)
             if name in used:
                 total.add(used[name])
             held = module.part(name)
-            if total.total is None and not tapes and held is not None and name not in self._place:
+            if total.total is None and not tapes and held is not None and name not in self._summed:
                 # no batch came by here, and other replicas wait for their mean
                 total.add(torch.zeros(held.shape, dtype=held.dtype, device=module.device))
             if total.total is not None:
@@ -300,9 +280,9 @@ class BucketSync:
         transport.doing = Doing()
         return separate(found)
 
-    def _as_stored(self, module: ParallelModule, name: str) -> Gradient:
+    def _as_stored(self, name: str) -> Gradient:
         """The gradient of a parameter that is used as it is stored and not in a bucket."""
-        transfers, found = self._apart[name], Gradient()
+        module, transfers, found = self._module, self._apart[name], Gradient()
         if transfers is not None:
             held, sink = module.part(name), module.sinks.pop(name, Gradient())
             sent = module.sums.sent(held.dtype)
@@ -315,37 +295,43 @@ class BucketSync:
                 found.add(result)
         return found
 
-
-@dataclass(frozen=True)
-class _Slots:
-    """The buckets of a module, as products see them that write into them."""
-
-    sync: BucketSync
-    module: ParallelModule
+    # What products write to.
 
     def target(self, weight: Tensor) -> Target | None:
-        name = self.module.unwatched(weight)
+        """Where the gradient of a weight is written: its bucket, or that of the use that it stands for."""
+        name = self._module.unwatched(weight)
         if name is not None:
-            return partial(self._write_stored, name) if weight.is_leaf and self.sync.has_place(name) else None
-        found = self.module.tape.told_of(weight) if weight.is_leaf else None
-        if found is None or not self.sync.writes(found[0]):
+            return partial(self._write_stored, name) if weight.is_leaf and name in self._summed else None
+        leaf = self._module.tape.known(weight) if weight.is_leaf else None
+        sink = None if leaf is None else leaf.sink
+        if not isinstance(sink, UseGradient) or len(sink.use.leaves) != 1 or not self.uses.scatters(sink.use.transfers):
             return None
-        return partial(self._write_use, *found, weight.dtype)
+        return partial(self._write_use, sink, weight.dtype)
 
-    def _write_use(self, use: Used, sink: Told, dtype: torch.dtype, make: Write) -> None:
-        buffer = self.sync.buffer_of_use(use, dtype) if sink.total is None else None
+    def _write_use(self, sink: UseGradient, dtype: torch.dtype, make: Write) -> None:
+        buffer = self.uses.buffer(sink.use, dtype) if sink.total is None else None
         if buffer is None:
             sink.add(make(None))
         else:
             sink.begin(make(buffer))
 
     def _write_stored(self, name: str, make: Write) -> None:
-        buffer = self.sync.buffer(self.module, name)
+        buffer = self._buffer(name)
         if buffer is not None:
-            self.module.sinks[name] = Gradient(make(buffer))
+            self._module.sinks[name] = Gradient(make(buffer))
         else:
-            self.module.sinks.setdefault(name, Gradient()).add(make(None))
-        self.sync.arrived(self.module, name)
+            self._module.sinks.setdefault(name, Gradient()).add(make(None))
+        self.arrived(name)
+
+    def _buffer(self, name: str) -> Tensor | None:
+        """Where to write the first addend of a gradient; None if there is one already, or its sum has begun."""
+        bucket = self._summed[name][1]
+        if bucket.pending is not None or name in self._module.sinks:
+            return None
+        if bucket.flat is None:
+            numel = sum(one.numel for one in bucket.members)
+            bucket.lay(self._module.transport.job.buffer(numel, bucket.members[0].dtype, bucket.group))
+        return bucket.slots[name]
 
 
 def summed_parameters(module: ParallelModule) -> list[Summed]:
@@ -363,21 +349,3 @@ def summed_parameters(module: ParallelModule) -> list[Summed]:
             dtype = module.sums.sent(part.dtype)
             found.append(Summed(name, group, part.shape, dtype, len(order) - at, stored.reads))
     return found
-
-
-def _taken(module: ParallelModule, bucket: Bucket) -> list[Tensor]:
-    """The gradients of a bucket as they are now, zeros for those that have none. They are taken out of the sinks."""
-    return [
-        total_of(module.sinks.pop(one.name, Gradient()), one.shape, one.dtype, module.device) for one in bucket.members
-    ]
-
-
-def _filled(module: ParallelModule, bucket: Bucket) -> Tensor:
-    """The same in the memory that some of them were written to."""
-    for name, slot in bucket.slots.items():
-        sink = module.sinks.pop(name, None)
-        if sink is None or sink.total is None:
-            slot.zero_()
-        elif sink.total.data_ptr() != slot.data_ptr():
-            slot.copy_(sink.total)
-    return bucket.leave()

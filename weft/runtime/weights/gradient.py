@@ -7,8 +7,6 @@ own from the second addend on: that of the first if nothing else lies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -85,25 +83,8 @@ def give_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-class Told(Gradient):
-    """One that says when something has arrived."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def add(self, addend: Tensor) -> None:
-        super().add(addend)
-        self._tell()
-
-    def begin(self, own: Tensor) -> None:
-        """The first addend, in memory that may be written to."""
-        self.total, self._private = own, True
-        self._tell()
-
-
-def make_leaf(tensor: Tensor, sink: Gradient | None = None) -> tuple[Tensor, Gradient]:
-    """A fresh leaf on the same memory, and the sum of the gradients that will arrive for it."""
-    leaf, sink = tensor.detach().requires_grad_(), sink or Gradient()
+def make_leaf(tensor: Tensor, sink: Gradient) -> Tensor:
+    """A fresh leaf on the same memory, whose gradients are summed in the sink."""
+    leaf = tensor.detach().requires_grad_()
     leaf.register_post_accumulate_grad_hook(sink.collect)
-    return leaf, sink
+    return leaf

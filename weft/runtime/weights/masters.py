@@ -53,10 +53,6 @@ class Masters:
                 copy.grad_dtype = None
         program.masters = self
 
-    def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each master with its copy."""
-        return ((one, self.program.part(name)) for name, one in self._held.items())
-
     def shown(self) -> list[nn.Parameter]:
         """The masters, if gradients come to them in a backward that the caller starts."""
         return list(self._held.values()) if self.at_once else []
@@ -81,7 +77,8 @@ class Masters:
     @torch.no_grad()
     def collect(self) -> None:
         """Take the gradients of the copies."""
-        for master, copy in self.copies():
+        for name, master in self._held.items():
+            copy = self.program.part(name)
             gradient, copy.grad = copy.grad, None
             if gradient is None or not master.requires_grad:
                 continue

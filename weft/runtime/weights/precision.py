@@ -98,7 +98,8 @@ class Precision:
         for name in ("reduce", "accumulate"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _dtype_of_sums(name, value))
+                what, remedy = f"{name}={value!r} is no float dtype to add up gradients in", ", or None: as they arise"
+                object.__setattr__(self, name, _float_of(value, what, remedy))
 
     def __str__(self) -> str:
         return str(self.compute).removeprefix("torch.")
@@ -176,24 +177,15 @@ class Mixed:
 
 def dtype_of(given: Any) -> torch.dtype:
     """A float dtype to compute in, also by its name."""
-    found = _float_of(given)
-    if found is None:
-        raise BadPrecision(f"{given!r} is no float dtype to compute in", f"write {KNOWN}")
-    return found
+    return _float_of(given, f"{given!r} is no float dtype to compute in")
 
 
-def _dtype_of_sums(name: str, given: Any) -> torch.dtype:
-    found = _float_of(given)
-    if found is None:
-        raise BadPrecision(
-            f"{name}={given!r} is no float dtype to add up gradients in", f"write {KNOWN}, or None: as they arise"
-        )
-    return found
-
-
-def _float_of(given: Any) -> torch.dtype | None:
+def _float_of(given: Any, wrong: str, other: str = "") -> torch.dtype:
+    """The dtype; `wrong`: what to say if it is none, `other`: what else may be written."""
     found = NAMES.get(given) if isinstance(given, str) else given
-    return found if isinstance(found, torch.dtype) and found in NAMES.values() else None
+    if not isinstance(found, torch.dtype) or found not in NAMES.values():
+        raise BadPrecision(wrong, f"write {KNOWN}{other}")
+    return found
 
 
 def _patterns(given: Any) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -45,63 +44,18 @@ class Direct:
     """What a forward runs under whose products write the gradients of weights that have a target."""
 
     def __init__(self, targets: Targets, anchor: Tensor) -> None:
-        self._targets, self._anchor = targets, anchor
-        self._device = anchor.device.type
+        self._targets, self.anchor = targets, anchor
+        self.device = anchor.device.type
         self._tokens: list[Token[Direct | None]] = []
 
     def __enter__(self) -> Self:
         self._tokens.append(_WATCHING.set(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _WATCHING.reset(self._tokens.pop())
 
-    def is_asked(self) -> bool:
-        """True if a product that runs now is to write."""
-        # a mode of somebody else's has its own way with products
-        others = torch._C._len_torch_function_stack()
-        return not others and torch.is_grad_enabled() and not torch.is_autocast_enabled(self._device)
-
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        target = self._target(input, weight, 2)
-        if target is None:
-            return None
-        beside, bias = self._beside(weight, bias)
-        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, True)
-        return found
-
-    def matmul(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`input @ weight`, with a bias of one dim or none."""
-        target = self._target(input, weight, 2)
-        if target is None or input.dim() < 2:
-            return None
-        beside, bias = self._beside(weight, bias)
-        found: Tensor = _Product.apply(target, beside, self._anchor, input, weight.detach(), bias, False)
-        return found
-
-    def bmm(self, input: Tensor, weight: Tensor) -> Tensor | None:
-        target = self._target(input, weight, 3)
-        if target is None:
-            return None
-        found: Tensor = _Bmm.apply(target, self._anchor, input, weight.detach())
-        return found
-
-    def embedding(self, input: Tensor, weight: Tensor) -> Tensor | None:
-        target = None if input.is_floating_point() else self._target(weight, weight, 2)
-        # autograd rounds after every row, sums of rows do not
-        if target is None or weight.dtype.itemsize < torch.float32.itemsize:
-            return None
-        found: Tensor = _Embedding.apply(target, self._anchor, input, weight.detach())
-        return found
-
-    def _beside(self, weight: Tensor, bias: Tensor | None) -> tuple[Target | None, Tensor | None]:
-        """Where the gradient of a bias goes, and the bias as the product reads it."""
-        target = None if bias is None else self._target(weight, bias, 1)
-        return target, bias if bias is None or target is None else bias.detach()
-
-    def _target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
+    def target(self, input: Tensor, weight: Tensor, num_dims: int) -> Target | None:
         """Where the gradient goes; None unless this is an ordinary product of a weight that has a target."""
         ordinary = weight.requires_grad and weight.dim() == num_dims and weight.is_contiguous()
         if not ordinary or input.dtype != weight.dtype or weight.is_complex():
@@ -121,50 +75,70 @@ def products_are_watched() -> bool:
 def _asked() -> Direct | None:
     """What the products that run now are to write by."""
     found = _WATCHING.get()
-    return found if found is not None and found.is_asked() else None
+    # a mode of somebody else's has its own way with products
+    if found is None or torch._C._len_torch_function_stack() or not torch.is_grad_enabled():
+        return None
+    return None if torch.is_autocast_enabled(found.device) else found
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`."""
-    direct = _asked()
-    found = None if direct is None else direct.linear(input, weight, bias)
+    found = _written(input, weight, bias, transposed=True)
     return F.linear(input, weight, bias) if found is None else found
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`torch.addmm`."""
-    direct = _asked() if beta == alpha == 1 and input.dim() == 1 else None
-    found = None if direct is None else direct.matmul(mat1, mat2, input)
+    found = _written(mat1, mat2, input) if beta == alpha == 1 and input.dim() == 1 else None
     return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha) if found is None else found
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """`torch.matmul`."""
-    direct = _asked()
-    found = None if direct is None else direct.matmul(input, other, None)
+    found = _written(input, other)
     return torch.matmul(input, other) if found is None else found
 
 
 def mm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.mm`."""
-    direct = _asked()
-    found = None if direct is None else direct.matmul(input, mat2, None)
+    found = _written(input, mat2)
     return torch.mm(input, mat2) if found is None else found
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:
     """`torch.bmm`."""
     direct = _asked()
-    found = None if direct is None else direct.bmm(input, mat2)
-    return torch.bmm(input, mat2) if found is None else found
+    target = None if direct is None else direct.target(input, mat2, 3)
+    if direct is None or target is None:
+        return torch.bmm(input, mat2)
+    found: Tensor = _Bmm.apply(target, direct.anchor, input, mat2.detach())
+    return found
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """`F.embedding`."""
-    # the gradient of a table is the sum of its rows' gradients only without a row for padding, which 0 may be
-    direct = _asked() if padding_idx is None else None
-    found = None if direct is None else direct.embedding(input, weight)
-    return F.embedding(input, weight, padding_idx) if found is None else found
+    # the gradient of a table is the sum of its rows' gradients only without a row for padding, which 0 may be; and
+    # autograd rounds after every row, sums of rows do not
+    plain = padding_idx is None and not input.is_floating_point() and weight.dtype.itemsize >= torch.float32.itemsize
+    direct = _asked() if plain else None
+    target = None if direct is None else direct.target(weight, weight, 2)
+    if direct is None or target is None:
+        return F.embedding(input, weight, padding_idx)
+    found: Tensor = _Embedding.apply(target, direct.anchor, input, weight.detach())
+    return found
+
+
+def _written(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor | None:
+    """`input @ weight` (`transposed`: `F.linear`) with a bias of one dim or none; None if it is torch's to do."""
+    direct = _asked()
+    target = None if direct is None else direct.target(input, weight, 2)
+    if direct is None or target is None or (input.dim() < 2 and not transposed):
+        return None
+    beside = None if bias is None else direct.target(weight, bias, 1)
+    if bias is not None and beside is not None:
+        bias = bias.detach()
+    found: Tensor = _Product.apply(target, beside, direct.anchor, input, weight.detach(), bias, transposed)
+    return found
 
 
 class _Product(torch.autograd.Function):
@@ -260,8 +234,7 @@ def _product(left: Tensor, right: Tensor) -> Write:
     batched = left.dim() == 3
 
     def make(out: Tensor | None, *, add: bool = False) -> Tensor:
-        if add:
-            assert out is not None, "there is nothing to add to"
+        if out is not None and add:
             return out.baddbmm_(left, right) if batched else out.addmm_(left, right)
         return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)
 
@@ -270,8 +243,7 @@ def _product(left: Tensor, right: Tensor) -> Write:
 
 def _sum(rows: Tensor) -> Write:
     def make(out: Tensor | None, *, add: bool = False) -> Tensor:
-        if add:
-            assert out is not None, "there is nothing to add to"
+        if out is not None and add:
             return out.add_(rows.sum(0))
         return rows.sum(0) if out is None else torch.sum(rows, 0, out=out)
 

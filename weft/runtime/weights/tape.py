@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.weights.gradient import Gradient, Told, make_leaf
+from weft.runtime.weights.gradient import Gradient, make_leaf
 from weft.runtime.weights.unsharded import Gathered, Use, edge_and_mark
 
 
@@ -29,11 +29,11 @@ class Used:
     """One use of a parameter in a layout of its own."""
 
     parameter: str
-    leaves: tuple[tuple[torch.Size, Gradient], ...]
-    """Shape and summed gradient, one per chunk."""
     transfers: tuple[Transfer, ...]
     """From the layout of the gradient to where the parameter is stored."""
     dtype: torch.dtype
+    leaves: tuple[tuple[torch.Size, Gradient], ...] = ()
+    """Shape and summed gradient, one per chunk."""
     number: int | None = None
     """Of its transfers (`use_sync.py`)."""
     passed: bool = False
@@ -51,6 +51,23 @@ Tell = Callable[[Used], None]
 """Hears that something has been added to the gradient of a use, or that backward has passed it."""
 
 
+class UseGradient(Gradient):
+    """The gradient of a use, which says when something has arrived."""
+
+    def __init__(self, use: Used, tell: Tell) -> None:
+        super().__init__()
+        self.use, self._tell = use, tell
+
+    def add(self, addend: Tensor) -> None:
+        super().add(addend)
+        self._tell(self.use)
+
+    def begin(self, own: Tensor) -> None:
+        """The first addend, in memory that may be written to."""
+        self.total, self._private = own, True
+        self._tell(self.use)
+
+
 @dataclass
 class Mark:
     """A place in a forward. When backward has passed it, it has passed all uses that came after it."""
@@ -59,28 +76,40 @@ class Mark:
     """What to call for those up to the next mark."""
     num_bytes: int = 0
 
-    def add(self, use: Callable[[], None], num_bytes: int) -> None:
-        self.uses.append(use)
-        self.num_bytes += num_bytes
-
     def passed(self) -> None:
         for one in reversed(self.uses):
             one()
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """What a tape knows of a leaf, which it does not hold: a gathered weight must go."""
+
+    tensor: weakref.ref[Tensor]
+    sink: Gradient
+    """Where its gradient is summed."""
+    use: Use | None = None
+    """How to gather it again, if it was gathered."""
+    is_input: bool = False
+    """It stands for what a recomputed function reads: no parameter."""
+
+
 @dataclass
 class Tape:
-    """What one forward leaves for its backward."""
+    """What one forward leaves for its backward.
 
+    Args:
+        anchor: a leaf of autograd that nobody asks for.
+        tell: hears of the gradients of uses.
+    """
+
+    anchor: Tensor
+    tell: Tell
     tokens: list[Tensor] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
-    sinks: dict[int, tuple[weakref.ref[Tensor], Gradient]] = field(default_factory=dict)
-    """Leaves by identity, and where their gradients are summed. The tape holds no leaf: a gathered weight must go."""
-    inputs: set[int] = field(default_factory=set)
-    """Leaves, by identity, that stand for what a recomputed function reads: no parameters."""
+    leaves: dict[int, Leaf] = field(default_factory=dict)
+    """By identity."""
     gathered: Gathered = field(default_factory=Gathered)
-    uses: dict[int, tuple[weakref.ref[Tensor], Use]] = field(default_factory=dict)
-    """Leaves, by identity, that were gathered, and how to gather them again."""
     relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
     """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
     spent: bool = False
@@ -98,29 +127,16 @@ class Tape:
         """The name of a parameter that is relied on and was changed in place; None if there is none."""
         return next((name for name, part, version in self.relied.values() if part._version != version), None)
 
-    def leaf(self, tensor: Tensor, sink: Gradient | None = None) -> tuple[Tensor, Gradient]:
+    def leaf(self, tensor: Tensor, sink: Gradient, *, is_input: bool = False) -> Tensor:
         """A fresh leaf on the same memory."""
-        leaf, sink = make_leaf(tensor, sink)
-        self.sinks[id(leaf)] = weakref.ref(leaf), sink
-        return leaf, sink
+        leaf = make_leaf(tensor, sink)
+        self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, is_input=is_input)
+        return leaf
 
-    def is_use(self, tensor: Tensor) -> bool:
-        """True for a leaf that stands for a parameter."""
-        return self.sink(tensor) is not None and id(tensor) not in self.inputs
-
-    def sink(self, tensor: Tensor) -> Gradient | None:
-        """Where the gradient of a leaf is summed; None if the tensor is none."""
-        found = self.sinks.get(id(tensor))
-        return None if found is None or found[0]() is not tensor else found[1]
-
-    def told_of(self, leaf: Tensor) -> tuple[Used, Told] | None:
-        """The use that a leaf stands for, and where its gradient is summed; None if none, or if nobody is told."""
-        sink = self.sink(leaf)
-        if not isinstance(sink, Told):
-            return None
-        # a weight is mostly used right after it was brought
-        found = next((use for use in reversed(self.used) if any(one is sink for _, one in use.leaves)), None)
-        return None if found is None or len(found.leaves) != 1 else (found, sink)
+    def known(self, tensor: Tensor) -> Leaf | None:
+        """What is known of a leaf; None if the tensor is none."""
+        found = self.leaves.get(id(tensor))
+        return None if found is None or found.tensor() is not tensor else found
 
     def use(
         self,
@@ -128,20 +144,21 @@ class Tape:
         parts: Sequence[Tensor],
         transfers: tuple[Transfer, ...],
         dtype: torch.dtype,
-        anchor: Tensor,
-        tell: Tell | None = None,
+        *,
+        tell: bool,
     ) -> list[Tensor]:
-        """Leaves in place of the parts of a parameter; their gradients go home by these transfers.
+        """Leaves in place of the parts of a parameter; their gradients are reduced to their owners by these transfers.
 
-        `tell`: hears of them."""
-        use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell)
-        if tell is not None:
+        `tell`: they are told of."""
+        use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell=tell)
+        if tell:
             num_bytes = sum(part.nbytes for part in parts)
             if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
                 self.mark = Mark()
-                self.tokens.append(edge_and_mark(anchor, anchor, Gradient(), self.mark.passed)[1])
-            self.mark.add(partial(_pass, use, tell), num_bytes)
-        return [self.leaf(part, sink)[0] for part, (_, sink) in zip(parts, use.leaves, strict=True)]
+                self.tokens.append(edge_and_mark(self.anchor, self.anchor, Gradient(), self.mark.passed)[1])
+            self.mark.uses.append(partial(_pass, use, self.tell))
+            self.mark.num_bytes += num_bytes
+        return [self.leaf(part, sink) for part, (_, sink) in zip(parts, use.leaves, strict=True)]
 
     def _used(
         self,
@@ -149,52 +166,35 @@ class Tape:
         shapes: Sequence[Sequence[int]],
         transfers: tuple[Transfer, ...],
         dtype: torch.dtype,
-        tell: Tell | None,
+        *,
+        tell: bool = True,
     ) -> Used:
-        sinks = [Gradient() if tell is None else Told(lambda: tell(use)) for _ in shapes]
-        leaves = tuple((torch.Size(shape), sink) for shape, sink in zip(shapes, sinks, strict=True))
-        use = Used(parameter, leaves, transfers, dtype)
+        use = Used(parameter, transfers, dtype)
+        use.leaves = tuple((torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes)
         self.used.append(use)
         return use
 
-    def edge(
-        self, use: Use, whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None = None
-    ) -> Tensor:
+    def edge(self, use: Use, whole: Tensor, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """What a use has gathered, as a leaf that dies with it; `passed`: is called when backward has passed it."""
-        leaf, token = edge_and_mark(whole, anchor, sink, passed)
+        leaf, token = edge_and_mark(whole, self.anchor, sink, passed)
         if passed is not None:
             self.tokens.append(token)
-        self.sinks[id(leaf)], self.uses[id(leaf)] = (weakref.ref(leaf), sink), (weakref.ref(leaf), use)
+        self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, use)
         return leaf
 
-    def use_of(self, leaf: Tensor) -> Use | None:
-        """How a leaf was gathered; None if it was not."""
-        found = self.uses.get(id(leaf))
-        return None if found is None or found[0]() is not leaf else found[1]
-
-    def gather(
-        self, use: Use, stored: Tensor, shape: Sequence[int], sync: tuple[Transfer, ...], anchor: Tensor, tell: Tell
-    ) -> Tensor:
-        """A parameter in another layout than it is stored in, as a leaf that dies with its use."""
-        return self.first(use, stored, anchor, *self.expect(use.name, shape, sync, stored.dtype, tell))
-
-    def first(
-        self, use: Use, stored: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None = None
-    ) -> Tensor:
-        """Gather it for the first time: autograd will gather it again."""
+    def first(self, use: Use, sink: Gradient, passed: Callable[[], None]) -> Tensor:
+        """Gather a parameter for the first time, as a leaf that dies with its use: autograd will gather it again."""
         whole = use.whole()
-        if together(whole, stored):
+        if together(whole, use.gather.stored):
             # this member stores all of it; the others gather, and it must come to their transfers in backward too
             whole = whole.clone()
         self.gathered.add(use, whole)
-        return self.edge(use, whole, anchor, sink, passed)
+        return self.edge(use, whole, sink, passed)
 
-    def expect(
-        self, parameter: str, shape: Sequence[int], sync: tuple[Transfer, ...], dtype: torch.dtype, tell: Tell
-    ) -> tuple[Gradient, Callable[[], None]]:
+    def expect(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
         """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it."""
-        use = self._used(parameter, [shape], sync, dtype, tell)
-        return use.leaves[0][1], partial(_pass, use, tell)
+        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.stored.dtype)
+        return used.leaves[0][1], partial(_pass, used, self.tell)
 
 
 def _pass(use: Used, tell: Tell) -> None:

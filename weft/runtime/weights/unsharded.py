@@ -47,9 +47,8 @@ class Use:
     """
 
     def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch) -> None:
-        self.name, self.gather = gather.name, gather
+        self.gather, self._version = gather, gather.stored._version
         self._forward, self._backward = forward, backward
-        self._stored, self._version = gather.stored, gather.stored._version
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
 
@@ -64,8 +63,8 @@ class Use:
 
     def again(self) -> Tensor:
         """Gather it, for backward."""
-        if self._stored._version != self._version:
-            raise RuntimeError("; ".join(changed_since(self.name)))
+        if self.gather.stored._version != self._version:
+            raise RuntimeError("; ".join(changed_since(self.gather.name)))
         return self._backward.get(self.gather)
 
     def unpack(self) -> Tensor:

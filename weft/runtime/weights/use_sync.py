@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +21,13 @@ from torch import Tensor
 from weft.runtime.layout.execute import execute_all, real_dtype
 from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Doing, Transport
-from weft.runtime.weights.buckets import FULL
+from weft.runtime.links.transport import Doing
 from weft.runtime.weights.grad_scatter import Scatter
 from weft.runtime.weights.gradient import Gradient, total_of
-from weft.runtime.weights.precision import NO_SUMS, Sums
 from weft.runtime.weights.tape import Tape, Used
+
+if TYPE_CHECKING:
+    from weft.runtime.program.module import ParallelModule
 
 Route = tuple[str, int]
 """A parameter, and the number of the transfers by which gradients come to where it is stored."""
@@ -35,16 +37,14 @@ class UseSync:
     """The uses of one module.
 
     Args:
-        whole: parameters whose gradients are added up as they arise over the micro-batches of a step.
-        sums: in which dtypes.
         bucket: bytes.
     """
 
-    def __init__(
-        self, transport: Transport, whole: frozenset[str], sums: Sums = NO_SUMS, *, bucket: int = FULL
-    ) -> None:
-        self._transport, self._whole, self._sums = transport, whole, sums
-        self._scatter = Scatter(transport, self._deliver, bucket=bucket)
+    def __init__(self, module: ParallelModule, *, bucket: int) -> None:
+        self._transport, self._sums = module.transport, module.sums
+        self._whole = frozenset(name for name, part in module.stored_parts().items() if "gradient" in part.keeps)
+        """Parameters whose gradients are added up as they arise over the micro-batches of a step."""
+        self._scatter = Scatter(self._transport, self._deliver, bucket=bucket)
         self._numbers, self._scatters = Numbers(), dict[int, bool]()
         self._wholes: dict[Route, tuple[Gradient, torch.dtype, tuple[Transfer, ...]]] = {}
         self._left: Counter[Route] = Counter()

@@ -34,11 +34,10 @@ from torch.utils import _pytree as pytree
 
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
-from weft.compile.optimizer import make_optimizer
 from weft.compile.pieces import InPieces
 from weft.errors import RunError
 from weft.ir.program import Program
-from weft.runtime.checks.ledger import Bytes, Owner, counted_step
+from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.checks.max_shape_mode import MaxShapeMode
 from weft.runtime.links.fake_transport import FakeTransport
 from weft.runtime.links.transport import Transport
@@ -46,7 +45,7 @@ from weft.runtime.program.files import files_of
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.weights.buckets import BUCKET, in_buckets
 from weft.runtime.weights.grad_sync import summed_parameters
-from weft.train.loop import Nothing
+from weft.train.loop import optimizer_of
 from weft.train.opened import Content, open_module
 
 NOT_FORESEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -80,10 +79,7 @@ def alike_ranks(compiled: Compiled) -> list[tuple[int, ...]]:
     files of the program are known."""
     groups: dict[Any, list[int]] = {}
     for rank in range(compiled.devices):
-        if compiled.pieces is not None:
-            key: Any = _shapes_in_pieces(compiled.pieces, rank)
-        else:
-            key = rank if compiled.program is None else _shapes(compiled.program, rank)
+        key = rank if compiled.pieces is None else _shapes_in_pieces(compiled.pieces, rank)
         groups.setdefault(key, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
@@ -106,10 +102,9 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     silent = FakeTransport(rank, files_of(files).devices)
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, MaxShapeMode() as largest:
         module = _opened(files, silent, subject)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer: Any = make_optimizer(subject, parameters) if parameters else Nothing()
+        optimizer = optimizer_of(subject, module)
         with largest.reading(1):
-            _first_update(optimizer, parameters)
+            _first_update(optimizer)
         silent.lend(_sums(module))
         batch = pytree.tree_map_only(Tensor, fake.from_tensor, subject.example)
 
@@ -124,13 +119,13 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
             step()
             optimizer.zero_grad(set_to_none=True)
             silent.lend(_sums(module))
-        found = counted_step(Owner(module, optimizer, module.program.modules, silent.memory), step)
+        found = counted_step(RankMemory(module, optimizer, module.program.modules, silent.memory), step)
     return replace(found, messages=found.messages + silent.num_bytes, peak=found.peak + silent.num_bytes)
 
 
-def _first_update(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+def _first_update(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's state."""
-    for parameter in parameters:
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -25,6 +25,7 @@ from weft.train.opened import Content
 PROCESS = 200 << 20
 """Bytes of Python and torch in every process."""
 NAMES = {"kept": "kept weights", "optimizer": "optimizer state", "activations": "saved activations"}
+"""Of kinds of bytes, for people, where they go by another name."""
 
 
 def check_limit(

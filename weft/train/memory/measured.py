@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from weft.compile.model_file import Subject, load_model_file
+from weft.compile.model_file import load_model_file
 from weft.compile.subject import in_precision
-from weft.runtime.checks.ledger import Bytes, Owner, counted_step
+from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.program.files import files_of
-from weft.runtime.training.parallel import Parallel
 from weft.runtime.weights.precision import Precision
 from weft.train.loop import open_subject, optimizer_of
 from weft.train.opened import Content
@@ -52,11 +51,7 @@ def measure(
 def measure_rank(transport: ProcessTransport, order: Measuring) -> Bytes:
     """What each process does."""
     subject = in_precision(load_model_file(order.origin, hollow=0), order.precision)
-    return measured(open_subject(order.files, transport, subject), subject, transport)
-
-
-def measured(module: Parallel, subject: Subject, transport: ProcessTransport) -> Bytes:
-    """Bytes of the second step of a rank."""
+    module = open_subject(order.files, transport, subject)
     optimizer = optimizer_of(subject, module)
 
     def step() -> None:
@@ -64,4 +59,4 @@ def measured(module: Parallel, subject: Subject, transport: ProcessTransport) ->
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    return counted_step(Owner(module, optimizer, module.program.modules, transport.memory), step)
+    return counted_step(RankMemory(module, optimizer, module.program.modules, transport.memory), step)

@@ -51,7 +51,7 @@ from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
 from weft.train.memory.limit import check_limit
 from weft.train.opened import Content, open_rank, refusal
-from weft.train.programs import Once, Programs
+from weft.train.programs import Programs
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
 from weft.train.weights import Values, Weights, sample_hash
@@ -158,10 +158,9 @@ def _trained(programs: Programs, subject: Subject, memory_limit: str | int | Non
 
 def _emulated(content: Content, opened: Opened, programs: Programs) -> nn.Module:
     """All ranks as threads of this process."""
-    once = Once(programs)
     files = files_of(content)
-    make = partial(opened, files, make_files=once)
-    return Emulated(make, files.devices, once, opened.keywords["known"])
+    make = partial(opened, files, make_files=programs)
+    return Emulated(make, files.devices, programs, opened.keywords["known"])
 
 
 def _launched(trained: Callable[[], Content], start: Start, opened: Opened, programs: Programs) -> nn.Module:
@@ -195,10 +194,11 @@ def refuse_processes(devices: int) -> None:
 
 
 def refuse_size(devices: int, num_ranks: int) -> None:
+    """Processes must be whole replicas."""
     if num_ranks % devices:
         raise PlanError(
             f"the plan is for {devices} devices, the job has {num_ranks} processes",
-            remedy=f"start a multiple of {devices}, or choose another plan",
+            remedy=f"start a multiple of {devices}: each {devices} train a replica; or choose another plan",
         )
 
 

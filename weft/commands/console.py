@@ -14,7 +14,7 @@ from rich.table import Table
 WIDE = 200
 
 
-def aside(options: argparse.Namespace) -> AbstractContextManager[object]:
+def user_output(options: argparse.Namespace) -> AbstractContextManager[object]:
     """With --json what the user's code prints goes to stderr: the last line of stdout is ours."""
     return redirect_stdout(sys.stderr) if options.json else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Alike: another graph of a planned model, laid out so that its weights lie where they lay.
+"""Replan: another graph of a planned model, laid out so that its weights are stored where they were.
 
 In: a plan, another graph of the same model (micro-batches of another size, evaluation), and what is to be kept. Out: a
 plan for it and its pieces: what the plan says when it is said of this graph; else as it was said of the first; else
@@ -8,26 +8,26 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from weft.cost.links import Links
 from weft.errors import PlanError
-from weft.ir.graph import Graph
+from weft.ir.graph import Graph, Op
 from weft.lower.pipeline import Pipelined, lower_pieces
 from weft.plan.lines import Line, StageLine, TransLine
 from weft.plan.plan import Plan
 from weft.plan.primitives import CopyOver, CutBy
+from weft.plan.select import select
 
 Make = Callable[[Graph], Plan]
 
 
-def lower_alike(
+def lower_replanned(
     plan: Plan,
     graph: Graph,
     make: Make,
     *,
-    stages: Sequence[StageLine],
     keeps: Callable[[Pipelined], bool],
     refusal: PlanError,
     links: Links | None = None,
@@ -37,10 +37,10 @@ def lower_alike(
     Args:
         plan: of another graph of the same model.
         make: says what the plan says of any graph.
-        stages: of this graph.
         refusal: if there is no such way, and none is refused by itself.
     """
     reason: PlanError | None = None
+    stages = stages_like(plan, graph)
     for attempt in _attempts(plan, graph, make):
         try:
             own = tuple(line for line in attempt() if not isinstance(line, StageLine))
@@ -72,3 +72,31 @@ def _uncut(line: Line, axis: str) -> Line:
             CopyOver(one.size, axis) if isinstance(one, CutBy) and one.axis == axis else one for one in line.transforms
         ),
     )
+
+
+def stages_like(plan: Plan, graph: Graph) -> tuple[StageLine, ...]:
+    """The stages of a plan, said of another graph of the same model.
+
+    An op that both graphs have is where it was. One that only this graph has is where other ops of its module are, else
+    where what it reads is made, else where it is read.
+    """
+    paths: dict[str, str] = {}
+    for op in plan.graph.ops:
+        if op.name in plan.stages:
+            paths.setdefault(op.path, plan.stages[op.name].name)
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        known = plan.graph.by_name.get(op.name)
+        if known is not None and known.target == op.target:
+            if op.name in plan.stages:
+                found[op.name] = plan.stages[op.name].name
+        elif stage := paths.get(op.path) or _stage_before(graph, op, found):
+            found[op.name] = stage
+    lines = [line for line in plan.lines if isinstance(line, StageLine)]
+    placed = ((line, [name for name, stage in found.items() if stage == line.name]) for line in lines)
+    return tuple(replace(line, ops=select(graph, names)) for line, names in placed if names)
+
+
+def _stage_before(graph: Graph, op: Op, found: Mapping[str, str]) -> str | None:
+    makers = [graph.producers[name].name for name in op.inputs if name in graph.producers]
+    return next((found[name] for name in reversed(makers) if name in found), None)

@@ -1,4 +1,4 @@
-"""Pieces again: the model of a pipeline for micro-batches of another size, and for evaluation.
+"""Variants of a pipeline: the same model for micro-batches of another size, and for evaluation.
 
 In: a pipeline for training, compiled, and what is asked for. Out: an InPieces beside it, proven like the first: with
 the same stages, and with weights that lie where training keeps them. That of evaluation runs forwards alone, and brings
@@ -7,16 +7,14 @@ what the model returns to every device; a batch is cut only if what comes of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.example import split_example
-from weft.compile.alike import lower_alike
 from weft.compile.model_file import Subject
 from weft.compile.pieces import (
     InPieces,
@@ -27,63 +25,36 @@ from weft.compile.pieces import (
     check_parts,
     dims_in,
     stored_in,
+    stretched,
     tensors_in,
 )
+from weft.compile.replan import lower_replanned
+from weft.compile.subject import capture_subject
 from weft.cost.links import Links
 from weft.errors import PlanError
-from weft.ir.graph import Graph, Op
+from weft.ir.graph import Graph
 from weft.ir.schedule import Pipeline
 from weft.lower.pipeline import Pipelined
 from weft.order import make_schedule
-from weft.plan.lines import StageLine
 from weft.plan.plan import Plan
-from weft.plan.select import select
 from weft.runtime.training.flow import LOSS
 from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, rows_of, split_arguments
 
-Capture = Callable[[Subject], Graph]
 Make = Callable[[Graph], Plan]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A pipeline of forwards.
-
-    Args:
-        returns: tensors that every device gets.
-        joins: for each the dim along which micro-batches are joined, or LOSS; None: the batch is not cut.
-    """
-
-    pieces: InPieces
-    returns: tuple[str, ...]
-    joins: tuple[int, ...] | None
-
-    def files(self, about: dict[str, Any]) -> dict[str, bytes]:
-        return self.pieces.files({**about, "joins": self.joins}, self.returns)
-
-
-def at_size(
-    made: InPieces, subject: Subject, rows: int, capture: Capture, make: Make, *, evaluation: bool = False
-) -> InPieces:
+def at_size(made: InPieces, subject: Subject, rows: int, make: Make) -> InPieces:
     """The same pieces for micro-batches of so many rows."""
     example = _with_rows(made.examples[0], dims_in(made.whole, made.dims), rows)
-    graph = capture(replace(subject, example=as_example(example)))
-    graph = _only_read(graph) if evaluation else graph
+    graph = _captured(subject, example, evaluation=made.returns is not None)
     found = at_other_size(made.sizes[0], made.plan, graph, make, None)
     check_parts([found])
     return replace(made, sizes=(found,), size_of=(0,), examples=(example,))
 
 
 def for_evaluation(
-    trained: InPieces,
-    subject: Subject,
-    whole: Graph,
-    capture: Capture,
-    make: Make,
-    *,
-    returns: Sequence[str],
-    links: Links | None = None,
-) -> Evaluation:
+    trained: InPieces, subject: Subject, whole: Graph, make: Make, *, returns: Sequence[str], links: Links | None = None
+) -> InPieces:
     """The pipeline of forwards of a model in evaluation mode.
 
     Args:
@@ -95,7 +66,7 @@ def for_evaluation(
     told = batch_dims(subject, whole)
     dims = dims_in(whole, told if told is None or len(told) == len(whole.inputs) else None)
     examples = _cut(split_example(subject.example), dims, count)
-    graphs, size_of = by_size(examples, lambda one: _only_read(capture(replace(subject, example=as_example(one)))))
+    graphs, size_of = by_size(examples, lambda one: _captured(subject, one, evaluation=True))
     joins = _joins(whole, [graphs[size] for size in size_of], returns) if count > 1 else None
     if joins is None and len(examples) > 1:
         examples, graphs, size_of = [split_example(subject.example)], (_only_read(whole),), (0,)
@@ -106,8 +77,12 @@ def for_evaluation(
     pipeline = Pipeline(tuple(part.piece.segment for part in lowered.parts), count)
     schedule = make_schedule("inference", pipeline)
     free = pipeline.without_gradient()
-    made = InPieces(plan, sizes, size_of, free, schedule, tuple(examples), tuple(dims), whole)
-    return Evaluation(made, tuple(returns), joins)
+    return InPieces(plan, sizes, size_of, free, schedule, tuple(examples), dims, whole, tuple(returns), joins)
+
+
+def _captured(subject: Subject, batch: Arguments, *, evaluation: bool) -> Graph:
+    graph = capture_subject(replace(subject, example=as_example(batch)), trains=not evaluation)
+    return _only_read(graph) if evaluation else graph
 
 
 def _only_read(graph: Graph) -> Graph:
@@ -155,11 +130,10 @@ def _joins(whole: Graph, parts: Sequence[Graph], returns: Sequence[str]) -> tupl
 def _as_trained(trained: InPieces, graph: Graph, make: Make, links: Links | None) -> tuple[Plan, Pipelined]:
     """A plan for a graph whose weights lie where training has them."""
     homes = _homes(trained.sizes[0])
-    return lower_alike(
+    return lower_replanned(
         trained.plan,
         graph,
         make,
-        stages=stages_like(trained.plan, graph),
         keeps=lambda pipelined: _homes(pipelined) <= homes,
         refusal=PlanError(
             "evaluation would keep its weights in other places than training does",
@@ -167,34 +141,6 @@ def _as_trained(trained: InPieces, graph: Graph, make: Make, links: Links | None
         ),
         links=links,
     )
-
-
-def stages_like(plan: Plan, graph: Graph) -> tuple[StageLine, ...]:
-    """The stages of a plan, said of another graph of the same model.
-
-    An op that both graphs have is where it was. One that only this graph has is where other ops of its module are, else
-    where what it reads is made, else where it is read.
-    """
-    paths: dict[str, str] = {}
-    for op in plan.graph.ops:
-        if op.name in plan.stages:
-            paths.setdefault(op.path, plan.stages[op.name].name)
-    found: dict[str, str] = {}
-    for op in graph.ops:
-        known = plan.graph.by_name.get(op.name)
-        if known is not None and known.target == op.target:
-            if op.name in plan.stages:
-                found[op.name] = plan.stages[op.name].name
-        elif stage := paths.get(op.path) or _stage_before(graph, op, found):
-            found[op.name] = stage
-    lines = [line for line in plan.lines if isinstance(line, StageLine)]
-    placed = ((line, [name for name, stage in found.items() if stage == line.name]) for line in lines)
-    return tuple(replace(line, ops=select(graph, names)) for line, names in placed if names)
-
-
-def _stage_before(graph: Graph, op: Op, found: Mapping[str, str]) -> str | None:
-    makers = [graph.producers[name].name for name in op.inputs if name in graph.producers]
-    return next((found[name] for name in reversed(makers) if name in found), None)
 
 
 def _homes(pipelined: Pipelined) -> frozenset[Any]:
@@ -209,6 +155,5 @@ def _with_rows(arguments: Any, dims: Sequence[BatchDim], rows: int) -> Any:
     at = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for number, dim in zip(at, dims, strict=True):
         if dim is not None:
-            leaf = leaves[number]
-            leaves[number] = leaf.index_select(dim, torch.arange(rows, device=leaf.device) % leaf.shape[dim])
+            leaves[number] = stretched(leaves[number], dim, rows)
     return pytree.tree_unflatten(leaves, spec)

@@ -16,22 +16,22 @@ from typing import Any
 from torch import nn
 
 from weft.compile.optimizer import check_on_parts
-from weft.compile.passes import Compiled, compile_subject
-from weft.compile.pieces import refuse_inference
+from weft.compile.passes import compile_subject
+from weft.compile.pieces import InPieces, refuse_inference
 from weft.compile.subject import PlanLike, in_precision, make_subject
 from weft.cost.links import load as load_links
+from weft.lower.check import Report
 from weft.order import check_schedule
 from weft.runtime.program.files import files_of
 from weft.runtime.program.load import cut_parameters
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
-from weft.verify.locate import Traceable
 from weft.verify.processes import make_pool
 from weft.verify.summary import summarize, summarize_pieces
 
 
-def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the user's
+def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
     model_or_file: nn.Module | str | Path,
     example: Any = None,
     *,
@@ -63,9 +63,11 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
     costs = None if links is None else load_links(links)
     compiled = compile_subject(subject, plan, devices, links=costs, say=say)
     refuse_inference(compiled.plan)
-    if compiled.pieces is not None:
+    pieces = compiled.pieces
+    assert pieces is not None, "nothing comes from a cache here"
+    if compiled.program is None:
         # an order without backward may be made, and is none to train by
-        check_schedule(compiled.pieces.pipeline, compiled.pieces.schedule)
+        check_schedule(pieces.pipeline, pieces.schedule)
     files = files_of(compiled.files)
     check_on_parts(subject, cut_parameters(files))
     with make_pool(compiled.devices) if processes else nullcontext() as pool:
@@ -77,21 +79,13 @@ def verify(  # noqa: PLR0913 - the public door: each argument is a choice of the
             tolerance=tolerance,
             say=say,
             pool=pool,
-            traceable=_traceable(compiled),
+            pieces=pieces,
         )
-    return replace(result, summary=_summary(compiled))
+    return replace(result, summary=_summary(pieces, compiled.report))
 
 
-def _traceable(compiled: Compiled) -> Traceable:
-    if compiled.pieces is not None:
-        return Traceable.of_pieces(compiled.pieces)
-    assert compiled.program is not None, "nothing comes from a cache here"
-    return Traceable.of_program(compiled.program)
-
-
-def _summary(compiled: Compiled) -> dict[str, Any]:
-    if compiled.pieces is not None:
-        made = compiled.pieces
+def _summary(made: InPieces, report: Report | None) -> dict[str, Any]:
+    if made.program is None:
         return summarize_pieces(made.pipeline, made.schedule, made.spans, made.whole)
-    assert compiled.program is not None and compiled.report is not None, "nothing comes from a cache here"
-    return summarize(compiled.program, compiled.report)
+    assert report is not None, "a program of the whole batch was checked"
+    return summarize(made.program, report)
