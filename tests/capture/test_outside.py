@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -239,3 +239,47 @@ def test_neighbours_in_one_memory_are_no_aliases() -> None:
         module.register_buffer("high", module.low[1:])
 
     assert weft.verify(Alias(keep), (torch.randn(8, 4),), plan="dp=2").equal
+
+
+class Several(Base):
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        return self.wrap(y.abs().mean(), y.square().mean())
+
+
+class Named(NamedTuple):
+    kl: Tensor
+    loss: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda kl, loss: {"kl": kl, "loss": loss},
+        Named,
+        lambda kl, loss: (kl.detach(), loss),
+        lambda kl, loss: (kl.expand(3), [loss]),
+    ],
+    ids=["dict", "namedtuple", "the only one with a gradient", "the only scalar"],
+)
+def test_the_loss_is_the_named_one_or_the_only_one(wrap: Callable[..., Any]) -> None:
+    graph = weft.capture(Several(wrap), (torch.randn(8, 4),))
+    assert graph.loss is not None and "square" in graph.producers[graph.loss].inputs[0]
+
+
+def test_of_several_scalars_none_is_the_loss() -> None:
+    def both(kl: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+        return kl, loss
+
+    module, x = Several(both), torch.randn(8, 4)
+    with pytest.raises(WeftError, match="2 scalars, none of which is called loss"):
+        weft.verify(module, (x,), plan="dp=2")
+    parallel = weft.parallelize(module, (x,), plan="dp=2", emulate=True, cache=None)
+    kl, loss = parallel(x)
+    assert torch.allclose(kl + loss, sum(module(x)))
+    with pytest.raises(WeftError, match="no output is called loss"):
+        parallel.train_step((x,), torch.optim.SGD(parallel.parameters(), 0.1))  # type: ignore[operator]

@@ -283,7 +283,7 @@ def test_wrong_calls_are_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RunError, match="a second time"):
         loss.backward()
-    with pytest.raises(TypeError, match="needs a loss"):
+    with pytest.raises(RunError, match="needs a loss"):
         mine.train_step(torch.zeros(4, 8), torch.optim.SGD(mine.parameters()))  # type: ignore[operator]
     # and the ranks go on
     mine(torch.zeros(4, 8)).sum().backward()

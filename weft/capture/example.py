@@ -176,10 +176,7 @@ def flatten_output(output: Any) -> tuple[Output, list[torch.Tensor]]:
 def find_loss(output: Any) -> torch.Tensor | None:
     """`.loss`, `["loss"]`, or the only scalar that has a gradient. Of several scalars none is the loss: taking one of
     them would train another model than the user's own loop does."""
-    if isinstance(output, Mapping) and "loss" in output:
-        named = output["loss"]
-    else:
-        named = getattr(output, "loss", None)
+    named = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named if is_scalar(named) else None
     found = {id(leaf): leaf for leaf in pytree.tree_leaves(output) if is_scalar(leaf)}

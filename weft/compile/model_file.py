@@ -180,7 +180,7 @@ def _check_kinds(path: Path, model: Any, example: Any, batch_dims: Any) -> None:
 
 
 def check_loss(output: Any, place: str) -> Tensor:
-    """The scalar loss of a forward: the output itself, its `.loss`, its `["loss"]`, or the first of a tuple."""
+    """The scalar loss of a forward: its `.loss`, its `["loss"]`, or the only scalar that it returns."""
     loss = find_loss(output)
     if loss is not None and loss.requires_grad:
         return loss

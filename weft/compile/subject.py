@@ -66,17 +66,24 @@ def in_precision(subject: Subject, precision: Precision | str | None) -> Subject
     return replace(subject, precision=found)
 
 
+LOSS_REMEDY = (
+    'return a scalar loss that depends on a trained parameter; beside other scalars call it loss: {"loss": loss, ...}'
+)
+
+
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
     """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
     with inside(subject.path, "the forward", only=(SystemExit,)):
         graph = capture(subject.model, subject.example, precision=subject.precision)
     check_dense(graph)
     if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):
+        scalars = sum(graph.tensors[name].shape == () for name in graph.outputs if name is not None)
+        none = f"it returns {scalars} scalars, none of which is called loss" if scalars else "it returns no scalar"
         raise ModelFileError(
             "the forward gives no loss to train: "
-            + ("it returns no scalar" if graph.loss is None else "its loss depends on no trained parameter"),
+            + (none if graph.loss is None else "its loss depends on no trained parameter"),
             place=subject.place,
-            remedy="return a scalar loss that depends on a trained parameter, or a dict or model output that has one",
+            remedy=LOSS_REMEDY,
         )
     return graph
 

@@ -95,11 +95,15 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
-def loss_of(module: Callable[..., Any], batch: Any) -> Tensor:
+def loss_of(module: Stepping, batch: Any) -> Tensor:
     """The loss of a batch."""
     loss = call(module, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError("train_step() needs a loss, and this module returns none: make one of what it returns")
+        raise module._refused(
+            "train_step() needs a loss, and forward returns none: no output is called loss, or is the only scalar",
+            'let forward return {"loss": loss, ...}; or call the module, make a loss of what it returns, and call '
+            "backward() and optimizer.step() yourself",
+        )
     return loss
 
 
