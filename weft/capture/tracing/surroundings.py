@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import _lru_cache_wrapper
 from types import FunctionType, ModuleType
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, package_of
-from weft.capture.tracing.watch import CONTAINERS, PLAIN, fingerprint, refill
+from weft.capture.tracing.watch import CONTAINERS, PLAIN, refill
 
 SIMPLE = (*PLAIN, float)
 COUNTED = (itertools.count, *CONTAINERS)
@@ -139,11 +138,16 @@ def _caches(space: Space) -> Iterator[Any]:
     return (value for value in list(space.values()) if isinstance(value, _lru_cache_wrapper))
 
 
-def _print(value: Any) -> Any:
-    """Compares equal if the value does, one level deep: forward may keep whole models in a global."""
-    if type(value) is itertools.count:
-        return repr(value)
-    return fingerprint(value, 2 if isinstance(value, dict | list | set | deque | tuple) else 1)
+def _print(value: Any, depth: int = 3) -> Any:
+    """Compares equal if the value does: plain values, also in containers; other objects are known by identity."""
+    if type(value) is itertools.count or type(value) in SIMPLE:
+        return type(value), repr(value)
+    if depth == 0 or not isinstance(value, (*CONTAINERS, tuple)):
+        return type(value), id(value)
+    if isinstance(value, dict):
+        return dict, [(_print(key, depth - 1), _print(item, depth - 1)) for key, item in value.items()]
+    found = [_print(item, depth - 1) for item in value]
+    return type(value), sorted(map(str, found)) if isinstance(value, set) else found
 
 
 def _holds_tensor(value: Any) -> bool:
