@@ -49,7 +49,7 @@ bench: $(READY)  ## time of each pass, of compiling Llama-3-8B, of a step agains
 	PYTHONPATH=. $(BIN)/python bench/state.py
 	PYTHONPATH=. $(BIN)/python bench/memory.py
 
-golden: $(READY)  ## rewrite the expected texts under tests/golden
+golden: $(READY)  ## rewrite the expected texts under tests/codegen/golden
 	$(BIN)/python -m pytest -m "not full" --golden tests
 
 clean:

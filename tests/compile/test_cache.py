@@ -75,7 +75,8 @@ def test_what_a_user_says_of_an_operator_is_part_of_the_key(graph) -> None:
 def files_of(key: str = "k") -> dict[str, bytes]:
     files = {"program.py": b"x = 1\n", PARTS: b"{}\n"}
     piece = {"folder": "", "class": "X", "files": ["program.py"], "ranks": [0]}
-    return with_description(files, {"key": key, "devices": 1, "events": {}, "sizes": [{"pieces": [piece]}]})
+    about = {"batch": {}, "size_of": [0], "sizes": [{"pieces": [piece]}], "events": {}, "ties": [], "loans": []}
+    return with_description(files, {"key": key, "devices": 1, **about})
 
 
 def test_written_and_found(graph, tmp_path: Path) -> None:

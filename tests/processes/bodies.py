@@ -52,6 +52,17 @@ def everything(transport: Transport, payload: Any) -> list[Tensor]:
     return found
 
 
+def long_sums(transport: Transport, payload: Any) -> list[bool]:
+    """Sums of so many blocks that they share buffers; of whole numbers, which any order adds up to the same."""
+    group, found = tuple(range(transport.num_ranks)), []
+    for number in (3 * 2**20, 4 * 2**20 + 1, 12 * 2**20):
+        mine = torch.arange(number, dtype=torch.int32) % 1000 + transport.rank
+        total = transport.all_reduce(mine, group)
+        wanted = (torch.arange(number, dtype=torch.int32) % 1000) * len(group) + sum(group)
+        found.append(torch.equal(total, wanted))
+    return found
+
+
 def uneven(transport: Transport, payload: Any) -> dict[int, list[Tensor]]:
     """Rank r sends peer p pieces of other shapes and dtypes: p of them, of r rows. Nobody sends to rank 0."""
     n, rank = transport.num_ranks, transport.rank

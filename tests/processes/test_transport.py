@@ -67,6 +67,11 @@ def test_sums_begun_early(pools: Pools, num_ranks: int) -> None:
         assert between == sum(range(num_ranks))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_long_sums(pools: Pools, num_ranks: int) -> None:
+    assert pools(num_ranks).run(bodies.long_sums) == [[True] * 3] * num_ranks
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_totals_last_as_long_as_they_are_held(pools: Pools, num_ranks: int) -> None:
     assert pools(num_ranks).run(bodies.kept) == [[True] * 4] * num_ranks

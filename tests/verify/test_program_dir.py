@@ -163,6 +163,27 @@ def test_a_truncated_file(place, name: str) -> None:
         verify_program(EXAMPLE, program=folder)
 
 
+@pytest.mark.parametrize("key", ["batch", "size_of", "sizes", "events", "devices"])
+@pytest.mark.parametrize("value", [None, "gone"])
+def test_a_description_that_lacks_something(place, key: str, value: str | None) -> None:
+    folder = place()
+    about = json.loads((folder / PROGRAM).read_text())
+    about = {name: one for name, one in about.items() if name != key or value is None} | ({} if value else {key: None})
+    (folder / PROGRAM).write_text(json.dumps(about))
+    with pytest.raises(RunError, match=f"{PROGRAM} cannot be read"):
+        open_directory(folder)
+    (folder / "meta.json").write_text("{}")
+    with pytest.raises(RunError, match="older version"):
+        open_directory(folder)
+
+
+def test_tables_that_lack_something(place) -> None:
+    folder = place()
+    (folder / PARTS).write_text("{}")
+    with pytest.raises(RunError, match=f"{PARTS} cannot be read"):
+        open_directory(folder)
+
+
 def test_broken_constants(place) -> None:
     folder = place()
     (folder / CONSTANTS).write_bytes(b"nothing that torch saved")

@@ -34,6 +34,10 @@ DEFAULT = Path(".weft")
 
 
 ANEW = "move the directory away, and the program is made anew"
+DESCRIBED = {"batch": dict, "size_of": list, "sizes": list, "events": dict, "ties": list, "loans": list}
+"""What is written about every program, by kind."""
+OLD = ("meta.json", "pipeline.json")
+"""Files that described programs before."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,17 @@ def read_program(directory: Path, remedy: str = ANEW) -> Found:
     """The program in a directory, of which nothing is run; refuses what is none."""
     try:
         files = files_of(directory)
+        for key, kind in DESCRIBED.items():
+            if not isinstance(files.about[key], kind):
+                raise TypeError(f"{key!r} is no {kind.__name__}")
         for one in files.pieces.values():
-            _ = files.devices, files.is_whole, one.about["class"], one.about["ranks"]
+            _ = files.devices, one.about["class"], one.about["ranks"]
         return Found(directory, files, changes(files))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if any((directory / name).is_file() for name in OLD):
+            raise RunError(
+                f"{directory} is a program of an older version of weft", place=str(directory), remedy=ANEW
+            ) from None
         raise RunError(
             f"{directory} is no program of weft's: its {PROGRAM} cannot be read ({type(error).__name__}: {error})",
             place=str(directory),

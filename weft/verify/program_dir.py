@@ -132,10 +132,10 @@ def _read_tables(piece: PieceFiles) -> None:
     """Refuse tables and constants that cannot be read."""
     at = PARTS
     try:
-        _ = piece.parts
+        _ = [piece.parts[key] for key in ("here", "stored", "moves")]
         at = CONSTANTS
         load_constants(piece, "cpu")
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise RunError(
             f"{at} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}",
             place=piece.program.path(piece.name(at)),
@@ -156,12 +156,12 @@ def order_of(told: Mapping[str, Any]) -> tuple[Pipeline, Schedule]:
 
 def spans_in(told: Mapping[str, Any]) -> dict[str, Span]:
     """How long the phases of each piece take, as was estimated when it was made."""
-    return {name: Span(*times) for name, times in told["spans"].items()}
+    return {name: Span(*times) for name, times in (told.get("spans") or {}).items()}
 
 
 def compare_origin(found: ProgramDirectory, graph: Graph) -> ProgramDirectory:
     """What the program was made from that is not so now."""
-    made, now = found.files.about.get("made_from", {}), origin(graph)
+    made, now = found.files.about.get("made_from") or {}, origin(graph)
     words = {"graph": "another state of the model", "weft": "another weft", "torch": f"torch {made.get('torch')}"}
     # a program emitted by hand says nothing of its origin: whether it fits is seen all the same
     return replace(found, stale=tuple(words[key] for key in words if key in made and made[key] != now[key]))

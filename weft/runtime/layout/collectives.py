@@ -3,7 +3,7 @@
 In: this rank's local tensors and what is to happen to them, as Moves along named axes of the grid or, where a change
 does not follow the axes, as a key of the tables beside the program. Out: local tensors in the new layout. Every call
 says what backward does, and backward runs it on every rank, used or not, because each call leaves a token on the tape.
-Results are those of `runtime/reshard.py` and `execute.py`, which do the work.
+Results are those of `runtime/layout/reshard.py` and `execute.py`, which do the work.
 """
 
 from __future__ import annotations

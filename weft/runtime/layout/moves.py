@@ -115,11 +115,11 @@ def reduce_scatter(dim: int, axes: Axes | Cut) -> Move:
     return Move("reduce_scatter", as_axes(cut.axes), cut_dim=dim, cut=cut)
 
 
-def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Cut | None = None, of: int | None = None) -> Move:
+def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Axes | Cut | None = None, of: int | None = None) -> Move:
     """Parts of the dim `joined` become parts of another. `by`: how the joined dim was cut, if not plainly."""
     cut = as_cut(axes)
     names = as_axes(cut.axes)
-    return Move("all_to_all", names, cut_dim=dim, cut=cut, joined_dim=joined, joined=by or Cut(names), of=of)
+    return Move("all_to_all", names, cut_dim=dim, cut=cut, joined_dim=joined, joined=as_cut(by or names), of=of)
 
 
 def slice_to(dim: int, axes: Axes | Cut) -> Move:

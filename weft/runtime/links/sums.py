@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 BLOCK = 4 << 20
 """Bytes of a block: large enough for the rate of a long message, small enough to stay in the cache."""
+CHUNK = 1 << 20
+"""Bytes of a block that one member adds up, at most: they travel in one piece of shared memory (`shm/segments.py`).
+Blocks under way would wait for each other's second pieces, and share the buffers that those are read from."""
 ONE_ROUND = 1 << 16
 """Bytes up to which a sum over more than two members goes round once: below, the second round costs more than the
 bytes that it saves (gloo, 4 processes of one host)."""
@@ -29,7 +32,8 @@ bytes that it saves (gloo, 4 processes of one host)."""
 def add_up(channel: Channel, source: Tensor, total: Tensor, group: Group, op: str) -> None:
     """Fill `total` with the combination of all members' `source`; both are flat, and may be the same memory."""
     rounds = _one_round if len(group) <= 2 or source.nbytes <= ONE_ROUND else _two_rounds
-    length = max(1, BLOCK // source.itemsize)
+    size = BLOCK if rounds is _one_round else min(BLOCK, CHUNK * len(group))
+    length = max(1, size // source.itemsize)
     whole = len(source) <= length
     pairs = [(source, total)] if whole else zip(source.split(length), total.split(length), strict=True)
     blocks = [rounds(channel, mine, into, group, op, f"{k % 2}") for k, (mine, into) in enumerate(pairs)]
