@@ -43,6 +43,7 @@ from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
+from weft.runtime.program.surface import surface_of
 from weft.runtime.start.initialise import Start, begin, original_order
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import BadReduction, How, Reduction
@@ -107,11 +108,12 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
     reduced = reduction_of(reduction)
-    opened = _opened(start, values_of(start, init), weights, chosen, seed=seed, reduction=reduced)
 
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
+    settings = {"seed": seed, "reduction": reduced, "surface": surface_of(start.module, original)}
+    opened = _opened(start, values_of(start, init), weights, chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
     programs = Programs(
         lambda module: about(original() if module is None else module),
@@ -160,7 +162,7 @@ def _emulated(content: Content, opened: Opened, programs: Programs) -> nn.Module
     """All ranks as threads of this process."""
     files = files_of(content)
     make = partial(opened, files, make_files=programs)
-    return Emulated(make, files.devices, programs, opened.keywords["known"])
+    return Emulated(make, files.devices, programs, opened.keywords["known"], opened.keywords["surface"])
 
 
 def _launched(trained: Callable[[], Content], start: Start, opened: Opened, programs: Programs) -> nn.Module:

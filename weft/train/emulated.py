@@ -30,6 +30,7 @@ from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.context import Ambient, Modes
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
+from weft.runtime.program.surface import Surface
 from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
 from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import refuse_parts
@@ -115,12 +116,15 @@ class Emulated(Stepping):
         make: makes a rank's module on its transport.
         prepare: is called before the ranks need a program, here and not in their threads.
         order: the place of each name in the original.
+        surface: what the original shows besides.
     """
 
     replica, num_replicas = 0, 1
     ranks: nn.ModuleList
 
-    def __init__(self, make: Make, num_ranks: int, prepare: MakeFiles, order: Mapping[str, int]) -> None:
+    def __init__(
+        self, make: Make, num_ranks: int, prepare: MakeFiles, order: Mapping[str, int], surface: Surface
+    ) -> None:
         super().__init__()
         self._prepare = prepare
         self._crew = Crew(num_ranks, make)
@@ -133,6 +137,7 @@ class Emulated(Stepping):
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.guard = guard_all(self._crew.modules, refusal)
+        self.show_surface(surface)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
@@ -174,6 +179,7 @@ class Emulated(Stepping):
 
     def _refuse_surroundings(self) -> None:
         """Here, where the caller's line is known: a rank that fails ends all."""
+        self._follow()
         for module in self._crew.modules:
             module.refuse_surroundings()
 
@@ -190,10 +196,10 @@ class Emulated(Stepping):
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
         flow = self._first.known_flow(args, kwargs)
         if flow is None:
-            self._prepare(Wanted(batch=(args, kwargs)))
+            self._prepare(Wanted(modes=self.modes, batch=(args, kwargs)))
         elif not flow.is_whole:
             for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
-                self._prepare(Wanted(batch=flow.batch, rows=rows))
+                self._prepare(Wanted(modes=self.modes, batch=flow.batch, rows=rows))
         else:
             try:
                 flow.bind_whole(args, kwargs)
@@ -224,11 +230,18 @@ class Emulated(Stepping):
 
     def train(self, mode: bool = True) -> Emulated:
         """As of any module; the first `eval()` compiles the program for it."""
-        self.training = mode
-        if not mode:
-            self._prepare(Wanted())
-        self._crew.each(lambda module: module.train(mode))
+        self.modes = self.modes_after(mode)
+        self._follow()
         return self
+
+    def _follow(self) -> None:
+        """Put the ranks into the modes that this module shows. What is missing for them is made here."""
+        modes = self.modes
+        if modes != self._first.modes:
+            if modes != self._surface.modes and (self._first.has_forward or not self.training):
+                self._prepare(Wanted(modes=modes))
+            for module in self._crew.modules:
+                module.modes = modes
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""

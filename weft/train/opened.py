@@ -16,6 +16,7 @@ from weft.runtime.checks.guarded import guard_rank
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
+from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.flow import Flow, open_flow, open_trained
 from weft.runtime.training.load import load_sizes
 from weft.runtime.training.microbatches import Arguments
@@ -34,12 +35,14 @@ class Wanted:
     """A program that is not there yet.
 
     Args:
-        evaluation: it is one of `eval()`.
+        evaluation: it is not that of training at another size.
+        modes: what is in training mode.
         batch: of other arguments than the example's.
         rows: of micro-batches that a program in pieces is to serve too.
     """
 
     evaluation: bool = True
+    modes: Modes = frozenset()
     batch: Arguments | None = None
     rows: int | None = None
 
@@ -74,6 +77,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
     make_files: MakeFiles | None = None,
     reduction: Reduction | None = None,
     mixed: Mixed | None = None,
+    surface: Surface | None = None,
 ) -> Parallel:
     """The rank's module.
 
@@ -85,6 +89,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         make_files: gives the programs of `eval()` and those for other sizes when they are asked for.
         reduction: what the losses of micro-batches and replicas count.
         mixed: how a program in another precision than the weights' is trained.
+        surface: what the original shows besides.
     """
     files, order = files_of(content), known or {}
     replica = Replica(transport, files.devices)
@@ -97,12 +102,17 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         assert make_files is not None, "this module was made for training, at the example's sizes, only"
         return make_files(wanted)
 
-    def make_flow(batch: Arguments | None) -> Flow:
-        found = made(Wanted(batch=batch))
-        return flow if flow.is_whole and found == files else open_flow(found, replica, batch)
+    def make_flow(batch: Arguments | None, modes: Modes) -> Flow:
+        found = made(Wanted(modes=modes, batch=batch))
+        if flow.is_whole and found == files:
+            return flow
+        other = open_flow(found, replica, batch)
+        tell_sums(other.modules, mixed)
+        return other
 
-    def make_size(into: Flow, rows: int) -> None:
-        found = made(Wanted(into is not flow, into.batch, rows))
+    def make_size(into: Flow, rows: int, modes: Modes) -> None:
+        other = into is not flow
+        found = made(Wanted(other, modes if other else frozenset(), into.batch, rows))
         into.add(rows, load_sizes(found, replica, into.rank.sizes[0]))
         tell_sums(into.modules, mixed)
 
@@ -115,6 +125,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         make_size=make_size,
         reduction=reduction,
         refusal=refusal,
+        surface=surface,
     )
 
 

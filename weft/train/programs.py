@@ -28,6 +28,7 @@ from weft.compile.variants import at_size, for_evaluation
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 from weft.runtime.program.files import files_of
+from weft.runtime.program.surface import Modes, modes_of, set_modes
 from weft.runtime.training.microbatches import Arguments
 from weft.train.opened import Content, Wanted
 
@@ -73,7 +74,7 @@ class Programs:
 
     def __call__(self, wanted: Wanted) -> Content:
         """Another program; each is made once, whichever thread asks first."""
-        key = f"{wanted.evaluation} {wanted.rows} {told(wanted.batch)}"
+        key = f"{wanted.evaluation} {sorted(wanted.modes)} {wanted.rows} {told(wanted.batch)}"
         with self._lock:
             if key not in self._found:
                 self._found[key] = files_of(self._made(wanted))
@@ -85,32 +86,32 @@ class Programs:
         assert self._trained is not None
         subject = self._subject(None)
         if not is_in_pieces(self._trained):
-            return self._whole(self._about(subject, wanted.batch), wanted.batch)
+            return self._whole(self._about(subject, wanted.batch), wanted)
         if not wanted.evaluation:
             assert wanted.rows is not None, "the program for training is there"
             made = at_size(self._trained_pieces(), subject, wanted.rows, self._make(subject))
             return made.files()
         about = self._about(subject, wanted.batch)
-        with in_eval(about.model):
+        with in_modes(about.model, wanted.modes):
             return self._evaluation(about, wanted)
 
     def _about(self, subject: Subject, batch: Arguments | None) -> Subject:
         return subject if batch is None else replace(subject, example=as_example(batch))
 
-    def _whole(self, subject: Subject, batch: Arguments | None) -> Content:
-        """The program of `eval()`. A batch of other arguments gets all that the forward returns."""
+    def _whole(self, subject: Subject, wanted: Wanted) -> Content:
+        """The program for other modes. A batch of other arguments gets all that the forward returns."""
         plan = self._plan
         if isinstance(plan, Plan):
             # a Plan is about the graph of training: what it says is said again, of this one
             plan = partial(Plan, devices=plan.devices, lines=plan.lines)
-        with in_eval(subject.model):
+        with in_modes(subject.model, wanted.modes):
             return said(
                 compile_subject(
                     subject,
                     plan,
                     self._devices,
                     folder=self._cache,
-                    outputs=self._outputs if batch is None else "any",
+                    outputs=self._outputs if wanted.batch is None else "any",
                     like=self._trained,
                 )
             ).files
@@ -157,15 +158,14 @@ def told(batch: Arguments | None) -> str:
 
 
 @contextmanager
-def in_eval(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode; afterwards each part of it is in the mode it was in."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
+def in_modes(module: nn.Module, modes: Modes) -> Iterator[None]:
+    """The module with these submodules in training mode; afterwards each is in the mode it was in."""
+    before = modes_of(module)
+    set_modes(module, modes)
     try:
         yield
     finally:
-        for part, training in before:
-            part.training = training
+        set_modes(module, before)
 
 
 def said(compiled: Compiled) -> Compiled:

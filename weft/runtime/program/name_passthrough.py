@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from weft.runtime.program.surface import Attributes
 
-class Own(nn.Module):
+
+class Own(Attributes):
     """A module whose own attributes are not mistaken for what it shows under the same names."""
 
     def show(self, tree: nn.Module) -> None:

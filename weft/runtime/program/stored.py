@@ -138,7 +138,7 @@ class Container(nn.Module):
         holder: Container = self
         for name in way:
             if make and name not in holder._modules:
-                holder._modules[name] = Container()
+                holder._modules[name] = type(self)()
             found = holder._modules[name]
             assert isinstance(found, Container)
             holder = found

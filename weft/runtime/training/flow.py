@@ -21,6 +21,7 @@ from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.returns import Returns
 from weft.runtime.program.stored import in_order
+from weft.runtime.program.surface import Modes
 from weft.runtime.training.load import load_pipeline, pipeline_parts
 from weft.runtime.training.microbatches import Arguments, BatchDim, dims_of, part_sizes, rows_of, split_arguments
 from weft.runtime.training.pieces import Pieces
@@ -141,9 +142,9 @@ class Flow:
         return whole[0] if self.output is None else self.output.build(tuple(whole))
 
 
-MakeFlow = Callable[[Arguments | None], Flow]
-"""Makes the program of `eval()`, for the example or for a batch of other arguments."""
-MakeSize = Callable[[Flow, int], None]
+MakeFlow = Callable[[Arguments | None, Modes], Flow]
+"""Makes a program for other modes, those of `eval()`, for the example or for a batch of other arguments."""
+MakeSize = Callable[[Flow, int, Modes], None]
 """Makes a program serve micro-batches of so many rows."""
 
 

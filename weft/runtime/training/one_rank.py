@@ -20,9 +20,10 @@ from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.module import ParallelModule, Refusal
+from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.combined_optimizer import with_empties
 from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
-from weft.runtime.training.pieces import Pieces, shown_tree
+from weft.runtime.training.pieces import Pieces, hold_all
 from weft.runtime.training.reduction import BadReduction, Reduction
 from weft.runtime.training.shard_owners import tell_numbers
 from weft.runtime.training.step import Stepping
@@ -42,6 +43,7 @@ class OneRank(Stepping):
         reduction: what the batches of micro-batches and replicas count, in `forward_backward` and `train_step`; a
             backward that the user starts averages replicas.
         refusal: makes the error for a wrong call.
+        surface: what the original shows.
     """
 
     def __init__(
@@ -55,13 +57,15 @@ class OneRank(Stepping):
         make_size: MakeSize | None = None,
         reduction: Reduction | None = None,
         refusal: Refusal | None = None,
+        surface: Surface | None = None,
     ) -> None:
         super().__init__()
         self._flow, self._masters = flow, masters
         self.program = pieces
         """The programs for training of the rank's pieces, as one."""
         self._make_flow, self._make_size = make_flow, make_size
-        self._evaluations: list[Flow] = []
+        self._others: list[tuple[Modes, Flow]] = []
+        """Programs for other modes, or of evaluation, and the modes that each is for."""
         self.seed, self.step = seed, 0
         self.reduction = reduction or Reduction()
         self._refusal = refusal
@@ -75,8 +79,8 @@ class OneRank(Stepping):
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
         self._num_hooks: dict[str, int] = {}
-        tree = shown_tree(self.masters)
-        self.show(tree)
+        tree = self.show_surface(surface or Surface())
+        hold_all(self.masters, tree)
         for module in pieces.modules:
             module.trees.append(tree)
         if flow.is_whole:

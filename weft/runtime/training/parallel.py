@@ -70,10 +70,10 @@ class Parallel(OneRank):
         inputs = flow.bind_whole(args, kwargs)
         self.refuse_surroundings()
         flow.program.stream = Stream(self.seed, self.step, self.replica)
-        kind = "training" if flow is self._flow else f"evaluation {self._evaluations.index(flow)}"
+        kind = "training" if flow is self._flow else f"program {self._number(flow)}"
         if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
             self._refuse_other_batches(inputs)
-        if self.training:
+        if self.training or flow is self._flow:
             self.step += 1
         elif flow.output is None:
             self._weigh(args, kwargs, inputs)
@@ -88,8 +88,7 @@ class Parallel(OneRank):
         self.refuse_surroundings()
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
-        number = self._evaluations.index(flow)
-        inputs = self._begin(flow, f"evaluation {number}", micros, [int(one) for (one,) in told])
+        inputs = self._begin(flow, f"program {self._number(flow)}", micros, [int(one) for (one,) in told])
         for one in () if self._masters is None else self._masters.modules:
             one.refresh()
         lend(self.program, flow)
@@ -102,20 +101,34 @@ class Parallel(OneRank):
 
     def train(self, mode: bool = True) -> Parallel:
         """As of any module; the first `eval()` makes the program for it, on all ranks together."""
-        super().train(mode)
-        if not mode and not self._evaluations:
+        self.modes = self.modes_after(mode)
+        if not self._has_program():
             self._made(None)
         return self
 
+    def _has_program(self) -> bool:
+        """True if there is a program for the modes, for batches like the example."""
+        modes = self.modes
+        if modes == self._surface.modes or (self.training and not self._flow.is_whole):
+            return True
+        return any(others == modes for others, _ in self._others)
+
+    def _number(self, flow: Flow) -> int:
+        return [one for _, one in self._others].index(flow)
+
     def known_flow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
         """The program for a batch, if there is one."""
-        if self.training:
+        modes = self.modes
+        if self.training and (modes == self._surface.modes or not self._flow.is_whole):
             return self._flow
-        return next((flow for flow in self._evaluations if flow.fits(args, kwargs)), None)
+        found = [flow for others, flow in self._others if others == modes]
+        if modes == self._surface.modes and self._flow.is_whole:
+            found.insert(0, self._flow)
+        return next((flow for flow in found if flow.fits(args, kwargs)), None)
 
     def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
         """The program for a batch; in evaluation one is made if its arguments are others than any program's."""
-        if not self.training and not self._evaluations:
+        if not self._has_program():
             self._made(None)
         flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
         if flow is not self._flow and flow.is_whole:
@@ -125,7 +138,8 @@ class Parallel(OneRank):
 
     def _made(self, batch: Arguments | None) -> Flow:
         assert self._make_flow is not None, "this module was made for training only"
-        flow = self._make_flow(batch)
+        modes = self.modes
+        flow = self._make_flow(batch, modes)
         # pieces may hold a parameter in other layouts: what they read of training is looked up by layout (`lend`)
         wrong = [
             name
@@ -135,7 +149,9 @@ class Parallel(OneRank):
         ]
         assert not wrong, f"eval() would store {wrong[0]} elsewhere than training does"
         self._tell_refusal(flow)
-        self._evaluations.append(flow)
+        if flow.is_whole:
+            flow.program.after_backward = self.gradients_are_right
+        self._others.append((modes, flow))
         return flow
 
     # A step.
@@ -156,6 +172,12 @@ class Parallel(OneRank):
             raise self._refused(*NO_GRADIENT)
         self.refuse_surroundings()
         flow = self._flow
+        if self.modes != self._surface.modes:
+            other = min(self.modes ^ self._surface.modes)
+            raise self._refused(
+                f"{other or 'the module'} is in another mode (train or eval) than when the pipeline was made",
+                "a pipeline trains in the modes that its model was in; set them before parallelize()",
+            )
         micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))
@@ -205,7 +227,7 @@ class Parallel(OneRank):
         """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
         for size in flow.missing(rows):
             assert self._make_size is not None, "this module was made for the example's sizes only"
-            self._make_size(flow, size)
+            self._make_size(flow, size, self.modes)
         self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]

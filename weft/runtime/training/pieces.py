@@ -128,9 +128,7 @@ class Pieces(Generic[P]):
         return [(copy.name, copy.other) for copy in self.copies if not copy.alike]
 
 
-def shown_tree(pieces: Pieces[Any]) -> Container:
-    """What the rank holds as one tree of containers under the original names, in the order of the original."""
-    tree = Container()
+def hold_all(pieces: Pieces[Any], tree: Container) -> None:
+    """Put what the rank holds into a tree, under the original names, in the order of the original."""
     for name, held, part in pieces.held_by_name():
         tree.hold(name, held, persistent=part.persistent)
-    return tree

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.program.name_passthrough import Own
+from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
 from weft.runtime.training.scaling import GradScaler
 
 
@@ -41,6 +42,35 @@ class Stepping(Own):
         super().__init__()
         self.guard: Guard | None = None
         """What watches over its parameters."""
+        self._surface, self._paths = Surface(), dict[str, nn.Module]()
+
+    def show_surface(self, surface: Surface) -> Shown:
+        """Show what the original shows, in its modes; the tree, to be filled."""
+        tree = shown_tree(surface, self._refused)
+        self.show(tree)
+        self.tell(tree._attributes, self._refused)
+        self._surface = surface
+        self._paths = {path: module for path, module in tree.named_modules(remove_duplicate=False) if path}
+        self.training = "" in surface.modes
+        return tree
+
+    @property
+    def modes(self) -> Modes:
+        """What is in training mode."""
+        found = {path for path, module in self._paths.items() if module.training}
+        return frozenset(found | {""} if self.training else found)
+
+    @modes.setter
+    def modes(self, modes: Modes) -> None:
+        self.training = "" in modes
+        for path, module in self._paths.items():
+            module.training = path in modes
+
+    def modes_after(self, mode: bool) -> Modes:
+        """What `train(mode)` of the original puts into training mode."""
+        if self._surface.train is not None:
+            return self._surface.train(mode)
+        return frozenset({"", *self._paths} if mode else ())
 
     @abstractmethod
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
