@@ -137,10 +137,25 @@ class Emulated(Stepping):
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.guard = guard_all(self._crew.modules, refusal)
-        self.show_surface(surface)
+        tree = self.show_surface(surface)
+        for name in {name for rank in self._crew.modules for name, _ in rank.named_buffers(remove_duplicate=False)}:
+            holder, last = tree.holder_of(name, make=True)
+            setters = {**holder.__dict__.get("_assigned", {}), last: partial(self._set_buffer, name)}
+            holder.__dict__["_assigned"] = setters
+        self.__dict__["_assigned"] = tree.__dict__.get("_assigned", {})
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
+
+    @torch.no_grad()
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        """Give the ranks their parts of a whole buffer."""
+        wrong = self._wrong(name, value)
+        if wrong is not None:
+            raise refusal(wrong, "set a tensor of the shape that the buffer has")
+        for rank, stored in zip(self._crew.modules, self._stored, strict=True):
+            if name in stored:
+                rank.get_buffer(name).copy_(take(value, stored[name]))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -46,7 +46,7 @@ class OneRank(Stepping):
         surface: what the original shows.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a fact about the rank
         self,
         flow: Flow,
         pieces: Pieces[ParallelModule],
