@@ -143,8 +143,9 @@ Pair = namedtuple("Pair", ["loss", "other"])
         (lambda y: Pair(y.sum(), y), True),
         (lambda y: [y.sum()], True),
         (lambda y: y, False),
-        (lambda y: (y, y.sum()), False),
-        (lambda y: {"y": y.sum()}, False),
+        (lambda y: (y, y.sum()), True),
+        (lambda y: {"y": y.sum()}, True),
+        (lambda y: (y.mean(), y.sum()), False),
         (lambda y: y.argmax(), False),
     ],
 )

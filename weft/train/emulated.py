@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,10 @@ class Emulated(Stepping):
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.guard = guard_all(self._crew.modules, refusal)
-        tree = self.show_surface(surface)
+        tree = self.show_surface(surface, shows=False)
+        for name, child in tree._modules.items():
+            # the ranks hold what is saved and loaded under these names
+            self.hold_apart(name, cast(nn.Module, child))
         for name in {name for rank in self._crew.modules for name, _ in rank.named_buffers(remove_duplicate=False)}:
             holder, last = tree.holder_of(name, make=True)
             setters = {**holder.__dict__.get("_assigned", {}), last: partial(self._set_buffer, name)}
@@ -255,8 +258,7 @@ class Emulated(Stepping):
         if modes != self._first.modes:
             if modes != self._surface.modes and (self._first.has_forward or not self.training):
                 self._prepare(Wanted(modes=modes))
-            for module in self._crew.modules:
-                module.modes = modes
+            self._crew.each(lambda module: module.follow(modes))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""

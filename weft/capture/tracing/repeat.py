@@ -20,19 +20,27 @@ from weft.errors import CaptureError
 
 Heard = tuple[Any, ...]
 """A torch call: the function, and what it was given that is no tensor."""
+TRANSFORMED = "transformed"
 REMEDY = "pass it in as an input, or make it a buffer that forward updates (register_buffer)"
 
 
 def heard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Heard:
-    """A call, in a form that compares."""
+    """A call, in a form that compares. Sizes that depend on values have new names each time."""
     leaves, _ = pytree.tree_flatten((args, kwargs or {}))
     return func, *(_plain(leaf) for leaf in leaves)
 
 
 def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        return TRANSFORMED
     if isinstance(leaf, torch.Tensor):
-        return tuple(map(str, leaf.shape)), leaf.dtype
+        return tuple(size if type(size) is int else None for size in leaf.shape), leaf.dtype
     return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf)
+
+
+def is_transformed(first: list[Heard]) -> bool:
+    """True if forward calls a transform of torch.func, which is refused later, and cannot run again in a trace."""
+    return any(TRANSFORMED in call for call in first)
 
 
 class Comparing:

@@ -31,7 +31,7 @@ from weft.capture.source import is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is
 from weft.capture.tracing.refuse import translating
-from weft.capture.tracing.repeat import unchanged
+from weft.capture.tracing.repeat import is_transformed, unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm
 from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.watch import Watch
@@ -120,10 +120,13 @@ class Traced(nn.Module):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             watch.refuse_changes(run)
-            if not watch.settling:
+            if not watch.settling and not is_transformed(self.found.heard):
+                after = Watch(self.module)
+                watch.restore()
                 surroundings.clear_caches()
                 with translating(self.module), unchanged(surroundings.again(), forward_place(self.module)):
                     self.found.repeat(run)
+                after.restore()
             for old, new in watch.updates():
                 with torch.no_grad():
                     old.copy_(new)

@@ -30,6 +30,10 @@ class Own(Attributes):
         """Another child, whose name is not to be in state dicts."""
         self.__dict__["_held_apart"] = {**self._held_apart, name: module}
 
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__.get("_held_apart", {}).get(name)
+        return super().__getattr__(name) if found is None else found
+
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         yield from super().named_children()
         yield from self._held_apart.items()

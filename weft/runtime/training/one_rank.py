@@ -189,6 +189,11 @@ class OneRank(Stepping):
                 "a parallel module is called under autocast, and was made without",
                 "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
             )
+        if self.training and not self.has_forward and (other := self.modes ^ self._surface.modes):
+            raise self._refused(
+                f"{min(other) or 'the module'} is in another mode (train or eval) than when the pipeline was made",
+                "a pipeline trains in the modes that its model was in; set them before parallelize()",
+            )
         unchanged = self._unchanged
         if unchanged is None:
             return

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.surface import Modes
 from weft.runtime.random import Stream
 from weft.runtime.training.flow import Flow, lend, take_back
 from weft.runtime.training.microbatches import Arguments, TooFewRows
@@ -101,10 +102,14 @@ class Parallel(OneRank):
 
     def train(self, mode: bool = True) -> Parallel:
         """As of any module; the first `eval()` makes the program for it, on all ranks together."""
-        self.modes = self.modes_after(mode)
+        self.follow(self.modes_after(mode))
+        return self
+
+    def follow(self, modes: Modes) -> None:
+        """Take on these modes; a program for them is made if there is none, on all ranks together."""
+        self.modes = modes
         if not self._has_program():
             self._made(None)
-        return self
 
     def _has_program(self) -> bool:
         """True if there is a program for the modes, for batches like the example."""
@@ -172,12 +177,6 @@ class Parallel(OneRank):
             raise self._refused(*NO_GRADIENT)
         self.refuse_surroundings()
         flow = self._flow
-        if self.modes != self._surface.modes:
-            other = min(self.modes ^ self._surface.modes)
-            raise self._refused(
-                f"{other or 'the module'} is in another mode (train or eval) than when the pipeline was made",
-                "a pipeline trains in the modes that its model was in; set them before parallelize()",
-            )
         micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))

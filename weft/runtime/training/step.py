@@ -44,10 +44,11 @@ class Stepping(Own):
         """What watches over its parameters."""
         self._surface, self._paths = Surface(), dict[str, nn.Module]()
 
-    def show_surface(self, surface: Surface) -> Shown:
+    def show_surface(self, surface: Surface, *, shows: bool = True) -> Shown:
         """Show what the original shows, in its modes; the tree, to be filled."""
         tree = shown_tree(surface, self._refused)
-        self.show(tree)
+        if shows:
+            self.show(tree)
         self.tell(tree._attributes, self._refused)
         self._surface = surface
         self._paths = {path: module for path, module in tree.named_modules(remove_duplicate=False) if path}
