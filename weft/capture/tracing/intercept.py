@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -82,6 +83,14 @@ class Interception:
                 run()
         finally:
             mine.update(kept)
+
+    @contextmanager
+    def inside(self, func: Callable[..., Any]) -> Iterator[None]:
+        """While an operator runs, what it calls is its own; a function that is written in Python calls others."""
+        repeats = self.repeats
+        self.repeats = repeats and isinstance(func, FunctionType)
+        yield
+        self.repeats = repeats
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
@@ -187,7 +196,7 @@ class Listener(TorchFunctionMode):
         stable = stable_form(func, args, kwargs)
         if stable is not None:
             return stable()
-        with telling(*TOLD[func]) if func in TOLD else nullcontext():
+        with telling(*TOLD[func]) if func in TOLD else nullcontext(), self.found.inside(func):
             result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)
