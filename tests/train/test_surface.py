@@ -129,3 +129,13 @@ def test_a_pipeline_trains_in_its_modes() -> None:
     parallel(torch.randn(8, 4))
     parallel.train()
     parallel.train_step((torch.randn(8, 4),), optimizer)
+
+
+def test_a_pipeline_is_evaluated_in_the_modes_that_are_set() -> None:
+    torch.manual_seed(0)
+    net, x = Net().double(), torch.randn(8, 4, dtype=torch.float64)
+    module: Any = weft.parallelize(copy.deepcopy(net), (x,), "pp=2,microbatches=1", emulate=True, cache=None)
+    for change in (lambda m: m.eval(), lambda m: m.norm.train(), lambda m: m.norm.eval()):
+        change(net), change(module)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), net(x), rtol=0, atol=1e-12)

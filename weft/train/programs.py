@@ -126,7 +126,7 @@ class Programs:
 
     def _evaluation(self, subject: Subject, wanted: Wanted) -> Content:
         """That of a model in pieces: forwards alone; with `rows`, for micro-batches of another size."""
-        key, make = told(wanted.batch), self._make(subject)
+        key, make = f"{sorted(wanted.modes)} {told(wanted.batch)}", self._make(subject)
         outputs = self._outputs if wanted.batch is None else "any"
         if key not in self._evaluations:
             graph = at_example(capture_subject(subject, trains=False))

@@ -89,8 +89,10 @@ class Interception:
         """While an operator runs, what it calls is its own; a function that is written in Python calls others."""
         repeats = self.repeats
         self.repeats = repeats and isinstance(func, FunctionType)
-        yield
-        self.repeats = repeats
+        try:
+            yield
+        finally:
+            self.repeats = repeats
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
