@@ -134,9 +134,23 @@ def kept_table(size: int) -> Tensor:
     return TABLES[size]
 
 
-@pytest.mark.parametrize("get", [table, kept_table], ids=["lru_cache", "dict"])
+def remembering(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    kept = functools.lru_cache(function)
+    return lambda size: kept(size)
+
+
+class Tables(Base):
+    """The cache is in the closure of a static method."""
+
+    @staticmethod
+    @remembering
+    def table(size: int) -> Tensor:
+        return torch.arange(size).double()
+
+
+@pytest.mark.parametrize("get", [table, kept_table, Tables.table], ids=["lru_cache", "dict", "static"])
 def test_caches_of_tensors_stay_the_users(get: Callable[[int], Tensor]) -> None:
-    class Cached(Base):
+    class Cached(Tables):
         def factor(self, x: Tensor) -> Any:
             return get(x.shape[1])
 

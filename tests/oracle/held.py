@@ -7,6 +7,7 @@ place of a Content: harmless until somebody reads it. What could not even run is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,12 +69,17 @@ class Mover:
         self.collectives = 0
 
     def moved(self, contents: dict[Where, Held], moves: Iterable[Move]) -> dict[Where, Held]:
-        for move in moves:
+        for first, move in zip(itertools.chain([True], itertools.repeat(False)), moves, strict=False):
             for layout in (move.source, move.target):
                 verify_layout(layout, f"a {move.kind}")
             devices = {*move.source.grid.devices, *move.target.grid.devices}
             if move.source.shape != move.target.shape or not devices <= set(range(self.num_devices)):
                 raise FaultError(f"a {move.kind} from {move.source} to {move.target} cannot be carried out")
+            if first:
+                # generated code gives the first move what its source layout says that a device holds, nothing else
+                here = {where: held for where, held in contents.items() if where[0] in devices}
+                planned = {(part.device, part.slot): part.shape for part in move.source.parts()}
+                refuse_other_shapes(here, planned, f"what a {move.kind} finds")
             found = {device: self.transfers.of(move, device) for device in sorted(devices)}
             transfers = {device: made for device, made in found.items() if made is not None}
             self._match(move, transfers)
@@ -181,6 +187,8 @@ def refuse_malformed(value: Value, graph: Graph) -> None:
             raise FaultError(f"{value.name} has a layout of another shape: {layout}")
         if layout is not None:
             verify_layout(layout, value.name)
+    if value.grad is not None and value.grad.grid != value.layout.grid:
+        raise FaultError(f"{value.name} lies on {value.layout.grid}, but its gradient on {value.grad.grid}")
 
 
 Shapes = Mapping[Where, tuple[int, ...] | None]

@@ -148,9 +148,16 @@ class Prover:
         self.counts["collectives"] += refuse_hanging_talk(op, rule, step)
         self._want_addends(op, rule, carried)
         if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
+            self._refuse_unplanned(op, step)
             undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
             self.backward.append((step, undo.run))
             self.undone.append(undo)
+
+    def _refuse_unplanned(self, op: Op, step: Compute) -> None:
+        """Generated code keeps an output out of autograd if no gradient is planned for it."""
+        for tensor, name in zip(op.outputs, step.outputs, strict=True):
+            if tensor in self.wanted and self._value(name).grad is None:
+                raise FaultError(f"a gradient of {tensor} is needed, but none is planned where {op.name} makes it")
 
     def _operand(self, op: Op, position: int, source: Tracked, where: Where, ranges: tuple[Ranges, ...]) -> Content:
         """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
@@ -364,6 +371,8 @@ class Prover:
             raise FaultError(f"{tensor} is not stored anywhere")
         if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
             raise FaultError(f"{tensor} cannot be stored on {layout.grid}")
+        if num_shares(layout) > 1:
+            raise FaultError(f"{tensor} cannot be stored in addends: {layout}")
         return layout
 
     def _value(self, name: str) -> Value:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -38,7 +37,7 @@ from weft.capture.source import place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
 from weft.capture.tracing.refuse import TOLD, telling
-from weft.capture.tracing.repeat import Comparing, Heard, heard
+from weft.capture.tracing.repeat import Comparer, Hear, Recorder, heard
 from weft.capture.tracing.stable import stable_form
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
@@ -64,8 +63,8 @@ class Interception:
     regions: int = 0
     requires: str = ""
     """The last line that told a tensor to require a gradient."""
-    heard: list[Heard] = field(default_factory=list)
-    """The torch calls of the first forward."""
+    calls: Recorder = field(default_factory=Recorder)
+    """Of the first forward."""
     repeats: bool = False
     """Forward runs again, to be compared."""
 
@@ -75,24 +74,13 @@ class Interception:
 
     def repeat(self, run: Callable[[], Any]) -> None:
         """Run forward once more, untraced, and refuse what differs from the first time."""
-        again = Interception(repeats=True)
         kept, mine = dict(vars(self)), vars(self)
-        mine.update(vars(again))
+        mine.update(vars(Interception(outputs=self.outputs, repeats=True)))
         try:
-            with disable_proxy_modes_tracing(), Listener(self, Comparing(kept["heard"])):
+            with disable_proxy_modes_tracing(), Listener(self, Comparer(kept["calls"])):
                 run()
         finally:
             mine.update(kept)
-
-    @contextmanager
-    def inside(self, func: Callable[..., Any]) -> Iterator[None]:
-        """While an operator runs, what it calls is its own; a function that is written in Python calls others."""
-        repeats = self.repeats
-        self.repeats = repeats and isinstance(func, FunctionType)
-        try:
-            yield
-        finally:
-            self.repeats = repeats
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
@@ -168,7 +156,7 @@ class Listener(TorchFunctionMode):
     autograd itself, which a trace does not see. Notes where a tensor is told to require a gradient.
     """
 
-    def __init__(self, found: Interception, hear: Callable[[Heard], None]) -> None:
+    def __init__(self, found: Interception, hear: Hear) -> None:
         super().__init__()
         self.found, self.hear = found, hear
         self.draws: list[torch.Tensor] = []
@@ -177,7 +165,10 @@ class Listener(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.hear(heard(func, args, kwargs))
+        return self.hear(heard(func, args, kwargs), lambda: self.answer(func, args, kwargs))
+
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, in our way where the trace needs another."""
         if func in REFUSED:
             raise CaptureError(
                 f"forward {REFUSED[func]}, which a graph of the forward does not hold",
@@ -198,7 +189,7 @@ class Listener(TorchFunctionMode):
         stable = stable_form(func, args, kwargs)
         if stable is not None:
             return stable()
-        with telling(*TOLD[func]) if func in TOLD else nullcontext(), self.found.inside(func):
+        with telling(*TOLD[func]) if func in TOLD else nullcontext():
             result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)

@@ -1,14 +1,15 @@
 """A second forward beside the trace: what it does otherwise than the first would be frozen into the program.
 
-Enters: a forward that was just traced, and the torch calls that it made. Leaves: nothing, or a `CaptureError` that
-names what changed or the line that differs: clocks, counters, anything drawn outside torch. The second forward runs on
-the same fake tensors and is not traced.
+Enters: a forward that is traced, and the torch calls that it makes. Leaves: nothing, or a `CaptureError` that
+names what changed or the line that differs: clocks, counters, anything drawn outside torch. The second forward runs the
+user's code alone: torch calls are compared, and answered with what they returned the first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,39 +25,85 @@ TRANSFORMED = "transformed"
 REMEDY = "pass it in as an input, or make it a buffer that forward updates (register_buffer)"
 
 
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor that a call is given. The same one is equal to itself, though its shape was changed in place since."""
+
+    number: int
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Operand):
+            return False
+        return self.number == other.number or (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def heard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Heard:
     """A call, in a form that compares. Sizes that depend on values have new names each time."""
-    leaves, _ = pytree.tree_flatten((args, kwargs or {}))
-    return func, *(_plain(leaf) for leaf in leaves)
+    leaves = pytree.tree_leaves((args, kwargs) if kwargs else args)
+    # export's own modes would look at each question about a tensor
+    with torch._C.DisableTorchFunction():
+        return func, *(_plain(leaf) for leaf in leaves)
 
 
 def _plain(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
         return TRANSFORMED
     if isinstance(leaf, torch.Tensor):
-        return tuple(size if type(size) is int else None for size in leaf.shape), leaf.dtype
+        return Operand(id(leaf), tuple(size if type(size) is int else None for size in leaf.shape), leaf.dtype)
     return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf)
 
 
-def is_transformed(first: list[Heard]) -> bool:
-    """True if forward calls a transform of torch.func, which is refused later, and cannot run again in a trace."""
-    return any(TRANSFORMED in call for call in first)
+Hear = Callable[[Heard, Callable[[], Any]], Any]
+"""Answers a call, which it may run."""
 
 
-class Comparing:
-    """Refuses the first call that differs from what the first forward did."""
+class Recorder:
+    """Runs the calls of the first forward, and keeps what they returned."""
 
-    def __init__(self, first: list[Heard]) -> None:
-        self._rest: Iterator[Heard] = iter(first)
+    def __init__(self) -> None:
+        self.calls: list[Heard] = []
+        self.results: dict[int, Any] = {}
 
-    def __call__(self, call: Heard) -> None:
-        if call != next(self._rest, None):
+    def __call__(self, call: Heard, run: Callable[[], Any]) -> Any:
+        number = len(self.calls)
+        self.calls.append(call)
+        result = run()
+        if any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)) or Operand in map(type, call):
+            self.results[number] = _own(result)
+        return result
+
+    @property
+    def transformed(self) -> bool:
+        """True if forward calls a transform of torch.func, which is refused later, and cannot run again in a trace."""
+        return any(TRANSFORMED in call for call in self.calls)
+
+
+class Comparer:
+    """Answers the calls of a second forward as those of the first were; refuses the first one that differs."""
+
+    def __init__(self, first: Recorder) -> None:
+        self._first, self._number = first, -1
+
+    def __call__(self, call: Heard, run: Callable[[], Any]) -> Any:
+        self._number += 1
+        if self._number >= len(self._first.calls) or call != self._first.calls[self._number]:
             raise CaptureError(
                 "a second forward does something else here than the first: what changes between them (a clock, a "
                 "counter, a draw outside torch) would be frozen into the program",
                 place=place_here(),
                 remedy=REMEDY,
             )
+        # what has no tensor acts on torch itself (a grad mode): it runs again, and so does a call that failed
+        return _own(self._first.results[self._number]) if self._number in self._first.results else run()
+
+
+def _own(result: Any) -> Any:
+    """A list that the caller may change."""
+    return list(result) if type(result) is list else result
 
 
 @contextmanager

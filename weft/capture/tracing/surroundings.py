@@ -94,7 +94,8 @@ def _namespaces(module: nn.Module) -> Iterator[tuple[str, Owner, Space]]:
             yield name, found, vars(found)
     for kind in sorted(kinds, key=lambda one: (one.__module__, one.__qualname__)):
         yield kind.__qualname__, kind, vars(kind)
-        for name, function in vars(kind).items():
+        for name, held in vars(kind).items():
+            function = getattr(held, "__func__", getattr(held, "fget", held))  # of a static method, of a property
             if isinstance(function, FunctionType):
                 yield f"{kind.__qualname__}.{name}", None, _bound(function)
 

@@ -31,7 +31,7 @@ from weft.capture.source import is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is
 from weft.capture.tracing.refuse import translating
-from weft.capture.tracing.repeat import is_transformed, unchanged
+from weft.capture.tracing.repeat import unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm
 from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.watch import Watch
@@ -116,11 +116,11 @@ class Traced(nn.Module):
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         try:
             # translated here already: torch prints the whole graph beside an error of its own
-            with translating(self.module), Listener(self.found, self.found.heard.append):
+            with translating(self.module), Listener(self.found, self.found.calls):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             watch.refuse_changes(run)
-            if not watch.settling and not is_transformed(self.found.heard):
+            if not watch.settling and not self.found.calls.transformed:
                 after = Watch(self.module)
                 watch.restore()
                 surroundings.clear_caches()
