@@ -136,7 +136,7 @@ def kept_table(size: int) -> Tensor:
 
 def remembering(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
     kept = functools.lru_cache(function)
-    return lambda size: kept(size)
+    return lambda size: kept(size)  # noqa: PLW0108 - a closure, as decorators make it
 
 
 class Tables(Base):
