@@ -43,6 +43,14 @@ class Frozen(Net):
         return self
 
 
+class Twice(Net):
+    """A norm with two paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(self.norm)
+
+
 Change = Callable[[Any], object]
 
 
@@ -72,6 +80,12 @@ def both(plan: str, before: Change, changes: list[Change], kind: type[Net] = Net
 
 def nothing(module: Any) -> None:
     pass
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_module_with_two_paths_has_one_mode(plan: str) -> None:
+    both(plan, nothing, [nothing, lambda one: one.other.eval(), lambda one: one.norm.train(), nothing], Twice)
+    both(plan, nothing, [lambda one: one.norm.eval(), lambda one: one.other[0].train()], Twice)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -27,7 +27,7 @@ from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.batch import BatchMismatch
-from weft.runtime.program.context import Ambient, Modes
+from weft.runtime.program.context import Ambient, TorchModes
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.program.surface import Surface
@@ -79,7 +79,7 @@ class Crew:
 
     def each(self, work: Work, *given: Sequence[Any]) -> list[Any]:
         """Do something on every rank, with its own of each of the values given; the results in rank order."""
-        ambient, modes = Ambient.here(), Modes.here()
+        ambient, modes = Ambient.here(), TorchModes.here()
 
         def as_here(mine: Sequence[Any], module: Parallel) -> Any:
             with ambient.entered(), modes.entered():

@@ -1,8 +1,8 @@
 """Ambient: the per-thread state of torch that new threads and recomputation do not inherit.
 
 Enters: what the calling thread has set (grad mode, autocast). Leaves: the same state in another thread or at another
-time. The default dtype is process-wide in torch and needs no copying. `Modes`: what the calling thread has for calls of
-torch and of its operators, which a thread that works for it is to have too.
+time. The default dtype is process-wide in torch and needs no copying. `TorchModes`: what the calling thread has for
+calls of torch and of its operators, which a thread that works for it is to have too.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Ambient:
 
 
 @dataclass(frozen=True)
-class Modes:
+class TorchModes:
     """The modes of a thread, the innermost last."""
 
     functions: tuple[TorchFunctionMode, ...]
     dispatches: tuple[TorchDispatchMode, ...]
 
     @staticmethod
-    def here() -> Modes:
+    def here() -> TorchModes:
         """Those of this thread, now."""
-        return Modes(tuple(function_modes()), tuple(dispatch_modes()))
+        return TorchModes(tuple(function_modes()), tuple(dispatch_modes()))
 
     @contextmanager
     def entered(self) -> Iterator[None]:

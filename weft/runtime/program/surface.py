@@ -30,11 +30,13 @@ class Surface:
 
     Args:
         attributes: of each submodule, by path.
+        aliases: further paths of submodules, each with the first one.
         modes: those that it was captured in.
         train: what the original's own `train(mode)` makes of the modes; None if it is that of any module.
     """
 
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     modes: Modes = frozenset({""})
     train: Callable[[bool], Modes] | None = None
 
@@ -55,8 +57,13 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module]) -> Surface:
         set_modes(again, before)
         return found
 
-    attributes = {path: dict(_attributes(sub)) for path, sub in module.named_modules(remove_duplicate=False)}
-    return Surface(attributes, modes_of(module), train if own_train else None)
+    attributes, aliases, first = dict[str, Mapping[str, Any]](), dict[str, str](), dict[int, str]()
+    for path, sub in module.named_modules(remove_duplicate=False):
+        if (known := first.setdefault(id(sub), path)) == path:
+            attributes[path] = dict(_attributes(sub))
+        else:
+            aliases[path] = known
+    return Surface(attributes, aliases, modes_of(module), train if own_train else None)
 
 
 def modes_of(module: nn.Module) -> Modes:
@@ -134,5 +141,8 @@ def shown_tree(surface: Surface, refuse: Callable[[str, str], Exception]) -> Sho
         holder, _ = tree.holder_of(f"{path}.x" if path else "x", make=True)
         assert isinstance(holder, Shown)
         holder.tell(attributes, refuse, path)
+    for path, first in surface.aliases.items():
+        holder, name = tree.holder_of(path)
+        holder._modules[name] = tree.get_submodule(first)
     set_modes(tree, surface.modes)
     return tree

@@ -43,6 +43,7 @@ class Stepping(Own):
         self.guard: Guard | None = None
         """What watches over its parameters."""
         self._surface, self._paths = Surface(), dict[str, nn.Module]()
+        self._flags, self._modes = list[bool](), Modes()
 
     def show_surface(self, surface: Surface, *, shows: bool = True) -> Shown:
         """Show what the original shows, in its modes; the tree, to be filled."""
@@ -58,8 +59,12 @@ class Stepping(Own):
     @property
     def modes(self) -> Modes:
         """What is in training mode."""
-        found = {path for path, module in self._paths.items() if module.training}
-        return frozenset(found | {""} if self.training else found)
+        flags = [self.training, *[module.training for module in self._paths.values()]]
+        # asked for in every step, and hardly ever another
+        if flags != self._flags:
+            self._flags = flags
+            self._modes = frozenset(path for path, flag in zip(("", *self._paths), flags, strict=True) if flag)
+        return self._modes
 
     @modes.setter
     def modes(self, modes: Modes) -> None:
