@@ -66,6 +66,14 @@ def gradient_universes(program: Program, book: RuleBook, roots: Iterable[str] | 
     return wanted
 
 
+def refuse_unplanned(program: Program, step: Compute, wanted: Wanted) -> None:
+    """Generated code keeps an output out of autograd if no gradient is planned for it."""
+    for name in step.outputs:
+        value = program.values.get(name)
+        if value is not None and value.tensor in wanted and value.grad is None:
+            raise FaultError(f"a gradient of {value.tensor} is needed, but none is planned where {step.op} makes it")
+
+
 def summed_space(rule: Rule, step: Compute) -> Space:
     """The names whose cut leaves addends in the output, with all of their indices."""
     names = [

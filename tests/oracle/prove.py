@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.oracle.contributions import OpBackward, Space, gradient_universes, prefixed, summed_space, whole_terms
+from tests.oracle.contributions import (
+    OpBackward,
+    Space,
+    gradient_universes,
+    prefixed,
+    refuse_unplanned,
+    summed_space,
+    whole_terms,
+)
 from tests.oracle.held import (
     Held,
     Mover,
@@ -148,16 +156,10 @@ class Prover:
         self.counts["collectives"] += refuse_hanging_talk(op, rule, step)
         self._want_addends(op, rule, carried)
         if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
-            self._refuse_unplanned(op, step)
+            refuse_unplanned(self.program, step, self.wanted)
             undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
             self.backward.append((step, undo.run))
             self.undone.append(undo)
-
-    def _refuse_unplanned(self, op: Op, step: Compute) -> None:
-        """Generated code keeps an output out of autograd if no gradient is planned for it."""
-        for tensor, name in zip(op.outputs, step.outputs, strict=True):
-            if tensor in self.wanted and self._value(name).grad is None:
-                raise FaultError(f"a gradient of {tensor} is needed, but none is planned where {op.name} makes it")
 
     def _operand(self, op: Op, position: int, source: Tracked, where: Where, ranges: tuple[Ranges, ...]) -> Content:
         """What an op finds as its operand: it must be the tensor, on the indices that the rule asks for."""
@@ -369,10 +371,9 @@ class Prover:
         layout = self.program.stored.get(tensor)
         if layout is None:
             raise FaultError(f"{tensor} is not stored anywhere")
-        if layout.grid.repeats or not set(layout.grid.devices) <= set(range(self.program.devices)):
-            raise FaultError(f"{tensor} cannot be stored on {layout.grid}")
-        if num_shares(layout) > 1:
-            raise FaultError(f"{tensor} cannot be stored in addends: {layout}")
+        is_parted = layout.grid.repeats or num_shares(layout) > 1
+        if is_parted or not set(layout.grid.devices) <= set(range(self.program.devices)):
+            raise FaultError(f"{tensor} cannot be stored as {layout}")
         return layout
 
     def _value(self, name: str) -> Value:
