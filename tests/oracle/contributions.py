@@ -7,7 +7,7 @@ each exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tests.oracle.held import Tracked, Where
@@ -72,6 +72,22 @@ def refuse_unplanned(program: Program, step: Compute, wanted: Wanted) -> None:
         value = program.values.get(name)
         if value is not None and value.tensor in wanted and value.grad is None:
             raise FaultError(f"a gradient of {value.tensor} is needed, but none is planned where {step.op} makes it")
+
+
+def want_addends(
+    wanted: Wanted, universes: Mapping[str, Universe], op: Op, rule: Rule, carried: frozenset[int]
+) -> None:
+    """What is multiplied with an addend gets its gradient in addends: one for each that there is."""
+    factors = sorted(carried - rule.added)
+    for position, name in enumerate(op.inputs):
+        uses = wanted.get(name, {})
+        space = uses.get(("use", op.name, position, ""))
+        if not factors or position in carried or space is None:
+            continue
+        del uses["use", op.name, position, ""]
+        for j in factors:
+            for base, inner in universes[op.inputs[j]].bases.items():
+                uses["use", op.name, position, ("in", j, base)] = (*space, *prefixed(j, inner))
 
 
 def summed_space(rule: Rule, step: Compute) -> Space:

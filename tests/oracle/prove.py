@@ -16,6 +16,7 @@ from tests.oracle.contributions import (
     prefixed,
     refuse_unplanned,
     summed_space,
+    want_addends,
     whole_terms,
 )
 from tests.oracle.held import (
@@ -154,7 +155,7 @@ class Prover:
         for output in outputs:
             self._hold(output)
         self.counts["collectives"] += refuse_hanging_talk(op, rule, step)
-        self._want_addends(op, rule, carried)
+        want_addends(self.wanted, self.universes, op, rule, carried)
         if op.grad and any(self.graph.tensors[name].needs_grad for name in op.outputs):
             refuse_unplanned(self.program, step, self.wanted)
             undo = OpBackward(self.graph, self.wanted, op, rule, cells, found, carried, sources, outputs)
@@ -236,19 +237,6 @@ class Prover:
                         terms.append(Term(("in", j, term.base), (*prefixed(j, term.summed), *own), ascending(dims)))
                 output.contents[where] = Content(op.outputs[i], tuple(map(tidy, dims)), tuple(terms))
         return outputs
-
-    def _want_addends(self, op: Op, rule: Rule, carried: frozenset[int]) -> None:
-        """What is multiplied with an addend gets its gradient in addends: one for each that there is."""
-        factors = sorted(carried - rule.added)
-        for position, name in enumerate(op.inputs):
-            wanted = self.wanted.get(name, {})
-            space = wanted.get(("use", op.name, position, ""))
-            if not factors or position in carried or space is None:
-                continue
-            del wanted["use", op.name, position, ""]
-            for j in factors:
-                for base, inner in self.universes[op.inputs[j]].bases.items():
-                    wanted["use", op.name, position, ("in", j, base)] = (*space, *prefixed(j, inner))
 
     def _take(self, step: Take) -> None:
         source, target = self._inside(step)
