@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from weft.compile.model_file import Subject
+from weft.compile.programs import Programs
 from weft.runtime.program.files import files_of
 from weft.train.opened import open_rank
-from weft.train.programs import Programs
 from weft.verify.ranks import emulate
 
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 import weft
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject
+from weft.compile.programs import Programs
 from weft.errors import RunError
 from weft.runtime.links.transport import Transport
 from weft.runtime.weights.precision import Precision
 from weft.train.memory.expected import expect_rank
 from weft.train.opened import open_rank
-from weft.train.programs import Programs
 from weft.verify.mixed import OneDevice
 from weft.verify.ranks import emulate
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import weft
 from weft.compile import compile_program
 from weft.compile.model_file import Subject
+from weft.compile.programs import Programs
 from weft.errors import RunError
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import Transport
@@ -23,7 +24,6 @@ from weft.runtime.random import Stream
 from weft.runtime.training.microbatches import split_arguments
 from weft.runtime.training.reduction import Reduction
 from weft.train.opened import open_rank
-from weft.train.programs import Programs
 from weft.verify.draw_mode import DrawMode
 
 PLAN = "pp=2,microbatches=4"

@@ -34,6 +34,7 @@ from torch import nn
 from weft.capture.precision import chosen_precision
 from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
+from weft.compile.programs import Content, Programs
 from weft.compile.subject import PlanLike
 from weft.errors import PlanError, RunError
 from weft.plan.batch import BatchDims
@@ -51,8 +52,7 @@ from weft.runtime.weights.precision import Precision
 from weft.train.emulated import Emulated
 from weft.train.generating import Generate, generates
 from weft.train.memory.limit import check_limit
-from weft.train.opened import Content, open_rank, refusal
-from weft.train.programs import Programs
+from weft.train.opened import open_rank, refusal
 from weft.train.starting import Init, Model, started, values_of
 from weft.train.together import shared
 from weft.train.weights import Values, Weights, sample_hash

@@ -28,6 +28,7 @@ from weft.capture.example import split_example
 from weft.compile import Compiled, compile_subject
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.optimizer import check_on_parts, make_optimizer
+from weft.compile.programs import Programs, Wanted
 from weft.compile.subject import in_precision
 from weft.compile.weight_files import open_files
 from weft.errors import RunError
@@ -40,8 +41,6 @@ from weft.train.data import Choice, Source, check_file, make_source
 from weft.train.loop import Order, Told, chosen_optimizer, train_rank
 from weft.train.memory.expected import alike_ranks
 from weft.train.memory.limit import check_limit, tell_scarce
-from weft.train.opened import Wanted
-from weft.train.programs import Programs
 from weft.train.saved import check_saved, check_target, open_saved
 from weft.train.settings import Settings, Trained
 from weft.train.starting import check_start

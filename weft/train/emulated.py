@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from weft.compile.programs import Wanted
 from weft.errors import RunError, WeftError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, handed_out
@@ -35,7 +36,7 @@ from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parall
 from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import refuse_parts
 from weft.runtime.weights.leaf_aliases import is_watched
-from weft.train.opened import MakeFiles, Wanted, refusal
+from weft.train.opened import MakeFiles, refusal
 from weft.verify.ranks import emulate, join
 
 GOODBYE = 2.0

@@ -18,6 +18,7 @@ import torch
 
 from weft.compile.model_file import Optimizer, Subject, load_model_file
 from weft.compile.optimizer import make_optimizer
+from weft.compile.programs import Content, Programs, Wanted
 from weft.compile.subject import in_precision
 from weft.errors import RunError
 from weft.runtime.jobs.connect import Job
@@ -32,8 +33,7 @@ from weft.runtime.training.scaling import GradScaler
 from weft.runtime.training.step import call
 from weft.train.data import Choice, Source, make_source
 from weft.train.events import Shown
-from weft.train.opened import Content, Wanted, open_rank
-from weft.train.programs import Programs
+from weft.train.opened import open_rank
 from weft.train.saved import Progress, Saved, restore, save
 from weft.train.schedule import Rates
 from weft.train.settings import Settings

@@ -7,10 +7,10 @@ text is readable in tracebacks and debuggers all the same (`runtime/files.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from weft.capture.source import place_of_call
+from weft.compile.programs import Content, Wanted
 from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_rank
 from weft.runtime.links.replicas import Replica
@@ -25,27 +25,6 @@ from weft.runtime.training.reduction import Reduction
 from weft.runtime.weights.masters import tell_sums
 from weft.runtime.weights.precision import Mixed
 from weft.train.weights import Values, fill_all
-
-Content = Mapping[str, bytes]
-"""Files of a program by name."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A program that is not there yet.
-
-    Args:
-        evaluation: it is not that of training at another size.
-        modes: what is in training mode.
-        batch: of other arguments than the example's.
-        rows: of micro-batches that a program in pieces is to serve too.
-    """
-
-    evaluation: bool = True
-    modes: Modes = frozenset()
-    batch: Arguments | None = None
-    rows: int | None = None
-
 
 MakeFiles = Callable[[Wanted], Content]
 """Makes programs when they are asked for."""

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable
 
 from weft import errors
+from weft.compile.programs import Content
 from weft.errors import WeftError
 from weft.runtime.jobs.connect import Job
 from weft.runtime.links.transport import Stopped
-from weft.train.opened import Content
 
 MISTAKE = "mistake.json"
 

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
 from weft.compile.pieces import InPieces
+from weft.compile.programs import Content
 from weft.errors import RunError
 from weft.ir.program import Program
 from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
@@ -46,7 +47,7 @@ from weft.runtime.training.parallel import Parallel
 from weft.runtime.weights.buckets import BUCKET, in_buckets
 from weft.runtime.weights.grad_sync import summed_parameters
 from weft.train.loop import optimizer_of
-from weft.train.opened import Content, open_module
+from weft.train.opened import open_module
 
 NOT_FORESEEN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 

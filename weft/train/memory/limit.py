@@ -14,13 +14,13 @@ from pathlib import Path
 
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
+from weft.compile.programs import Content
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.runtime.checks.ledger import KINDS, Bytes
 from weft.runtime.program.files import files_of
 from weft.train.memory.amounts import read_bytes, shown
 from weft.train.memory.expected import Alike, Unforeseen, alike_ranks, expect_memory
-from weft.train.opened import Content
 
 PROCESS = 200 << 20
 """Bytes of Python and torch in every process."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from weft.compile.model_file import load_model_file
+from weft.compile.programs import Content
 from weft.compile.subject import in_precision
 from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.jobs.launch import Pool
@@ -18,7 +19,6 @@ from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.program.files import files_of
 from weft.runtime.weights.precision import Precision
 from weft.train.loop import open_subject, optimizer_of
-from weft.train.opened import Content
 from weft.verify.ranks import told
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,26 @@ from weft.plan.plan import Plan
 from weft.runtime.program.files import files_of
 from weft.runtime.program.surface import Modes, modes_of, set_modes
 from weft.runtime.training.microbatches import Arguments
-from weft.train.opened import Content, Wanted
+
+Content = Mapping[str, bytes]
+"""Files of a program by name."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A program that is not there yet.
+
+    Args:
+        evaluation: it is not that of training at another size.
+        modes: what is in training mode.
+        batch: of other arguments than the example's.
+        rows: of micro-batches that a program in pieces is to serve too.
+    """
+
+    evaluation: bool = True
+    modes: Modes = frozenset()
+    batch: Arguments | None = None
+    rows: int | None = None
 
 
 class Programs:
