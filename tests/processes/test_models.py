@@ -38,11 +38,13 @@ def equal_to_one_device(name: str, plan: Plan, pools: Pools) -> None:
     program = lower(plan)
     check(program)
     files = generate(program)
-    ours = run_generated(files, program.graph, subject, seed=7, wide=True, pool=pools(program.devices))
+    ours = run_generated(
+        files, program.graph, subject, seed=7, wide=True, reference=reference, pool=pools(program.devices)
+    )
     assert not ours.disagreements
     worst = max(compare(ours, reference), key=lambda found: found.value)
     assert worst.value < 1e-9, worst
-    emulated = run_generated(files, program.graph, subject, seed=7, wide=True)
+    emulated = run_generated(files, program.graph, subject, seed=7, wide=True, reference=reference)
     found = compare_with_emulator(ours, emulated, program.devices)
     assert found.equal_bits, found
 

@@ -60,9 +60,9 @@ def test_a_wrong_sum_is_noticed() -> None:
     first = next(iter(one.gradients[0]))
     for change in (lambda x: x * 0.5, lambda x: x * torch.nan, torch.zeros_like):
         spoiled = {**one.gradients[0], first: change(one.gradients[0][first])}
-        wrong = replace(one, gradients=(spoiled, one.gradients[1]))
+        wrong = replace(one, gradients=(spoiled, *one.gradients[1:]))
         assert judge_rounding(wrong, one, truth, subject.precision).wrong == (f"gradients {first} in step 1",)
-    lacks = Sample(one.losses, ({}, one.gradients[1]), one.weights)
+    lacks = Sample(one.losses, ({}, *one.gradients[1:]), one.weights)
     assert len(judge_rounding(lacks, one, truth, subject.precision).wrong) == len(one.gradients[0])
 
 

@@ -156,11 +156,11 @@ def test_a_tied_weight_of_two_pieces_on_one_rank_is_one_parameter(tmp_path: Path
 
     subject = replace(subject, optimizer=optimizer)
     folder, graph = tmp_path / "program", capture_subject(subject)
-    ours = run_generated(folder, graph, subject, seed=0, wide=True)
+    reference = run_reference(load_model_file(GPT), seed=0, wide=True, microbatches=4)
+    ours = run_generated(folder, graph, subject, seed=0, wide=True, reference=reference)
     # both ends of the model are on one device; a weight of the attention, one on each, has the same shape
     alike = [sum(one.shape == (96, 32) for one in parameters) for parameters in given]
     assert sorted(alike) == [1, 2]
-    reference = run_reference(load_model_file(GPT), seed=0, wide=True, microbatches=4)
     assert not ours.disagreements and max(found.value for found in compare(ours, reference)) < 1e-9
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.compile.model_file import Subject
 from weft.errors import ModelFileError, RunError
+from weft.verify.batches import batches_of
 from weft.verify.reference import direct_checkpoints, float_dtype, run_reference, widen_module
 
 
@@ -37,16 +38,16 @@ def net() -> tuple[Net, torch.Tensor]:
     return Net(), torch.randn(3, 4)
 
 
-def test_two_steps_by_hand() -> None:
+def test_steps_by_hand() -> None:
     model, x = net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = run_reference(Subject(model, (x,)), seed=0, wide=True)
 
     w, b = before["first.weight"].double().requires_grad_(), before["first.bias"].double().requires_grad_()
     update = torch.optim.AdamW([w, b], lr=1e-3)
-    for step in range(2):
+    for step, (batch,) in enumerate(batches_of((x,), other=True)):
         update.zero_grad()
-        loss = F.linear(torch.tanh(F.linear(x.double(), w, b)), w).square().mean()
+        loss = F.linear(torch.tanh(F.linear(batch.double(), w, b)), w).square().mean()
         loss.backward()
         assert found.losses[step].item() == pytest.approx(loss.item(), rel=1e-14)
         assert set(found.gradients[step]) == {"first.weight", "first.bias"}
@@ -54,7 +55,7 @@ def test_two_steps_by_hand() -> None:
         torch.testing.assert_close(found.gradients[step]["first.weight"], w.grad, rtol=1e-13, atol=1e-15)
         update.step()
     torch.testing.assert_close(found.weights["first.weight"], w.detach(), rtol=1e-13, atol=0)
-    assert found.weights["unused"].tolist() == [1.0, 1.0] and found.weights["seen"].item() == 2
+    assert found.weights["unused"].tolist() == [1.0, 1.0] and found.weights["seen"].item() == 3
 
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == before[name].dtype for name in before)

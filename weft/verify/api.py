@@ -1,9 +1,9 @@
 """verify(): does a plan give the same numbers as one device?
 
-In: a module (or model file) and a plan. Out: a Result. The program is compiled as it would be for training; then the
-eager reference and the devices (emulated, or true processes) train, both in float64, and are compared; the first
-difference is looked for if there is one. Last both sides run in the model's own precision: that rounding is told, not
-judged.
+In: a module (or model file) and a plan. Out: a Result. The programs are compiled as they would be for training and
+evaluation; then the eager reference and the devices (emulated, or true processes) train, are evaluated and train on,
+both in float64, and are compared; the first difference is looked for if there is one. Last both sides run in the
+model's own precision: that rounding is told, not judged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any
 
 from torch import nn
 
+from weft.compile.model_file import Subject
 from weft.compile.optimizer import check_on_parts
-from weft.compile.passes import compile_subject
+from weft.compile.passes import Compiled, compile_subject
 from weft.compile.pieces import InPieces, refuse_inference
+from weft.compile.programs import Programs, Wanted
 from weft.compile.subject import PlanLike, in_precision, make_subject
 from weft.cost.links import load as load_links
+from weft.errors import WeftError
 from weft.lower.check import Report
 from weft.order import check_schedule
-from weft.runtime.program.files import files_of
+from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.load import cut_parameters
+from weft.runtime.program.surface import modes_of, set_modes
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
@@ -70,6 +74,13 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
         check_schedule(pieces.pipeline, pieces.schedule)
     files = files_of(compiled.files)
     check_on_parts(subject, cut_parameters(files))
+    summary = _summary(pieces, compiled.report)
+    evaluation = None
+    try:
+        evaluation = _evaluation(subject, plan, compiled, say)
+    except WeftError as error:
+        told = f"evaluation is not compared, and eval() would fail: {error.message}"
+        summary = {**summary, "warnings": [*summary.get("warnings", ()), told]}
     with make_pool(compiled.devices) if processes else nullcontext() as pool:
         result = judge(
             files,
@@ -80,8 +91,22 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
             say=say,
             pool=pool,
             pieces=pieces,
+            evaluation=evaluation,
         )
-    return replace(result, summary=_summary(pieces, compiled.report))
+    return replace(result, summary=summary)
+
+
+def _evaluation(subject: Subject, plan: PlanLike, compiled: Compiled, say: Say) -> Source | None:
+    """The program for evaluation, as `eval()` of a parallel module has it made; None if training is in its modes."""
+    model, before = subject.model, modes_of(subject.model)
+    model.eval()
+    modes = modes_of(model)
+    set_modes(model, before)
+    if modes == before:
+        return None
+    say("compiling the program for evaluation")
+    programs = Programs(lambda module: subject, plan, compiled.devices, cache=None, outputs="any")
+    return files_of(programs.after(compiled)(Wanted(modes=modes)))
 
 
 def _summary(made: InPieces, report: Report | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 LARGEST = sys.float_info.max
 ROUNDING = 1e-9
-KINDS = ("loss", "gradients", "weights")
+KINDS = ("loss", "gradients", "weights", "evaluation")
 FEW = 3
 """So many copies that differ are named."""
 
@@ -57,7 +57,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one side of the comparison computed: two steps of training."""
+    """What one side of the comparison computed: steps of training, and an evaluation between them."""
 
     losses: tuple[Tensor, ...]
     gradients: tuple[Tensors, ...]
@@ -66,9 +66,13 @@ class Sample:
     """Parameters and buffers after the last step."""
     disagreements: tuple[str, ...] = ()
     """Copies of one tensor that differ between ranks."""
+    outputs: tuple[Tensor, ...] = ()
+    """What the model returned in evaluation; none if it was not evaluated."""
+    other: bool = False
+    """One step was done on a batch of other values."""
 
     def by_kind(self) -> Iterator[Tensors]:
-        """The tensors of each kind, in the order of KINDS; gradients of both steps."""
+        """The tensors of each kind, in the order of KINDS; gradients of all steps."""
         yield {f"of step {step}": loss for step, loss in enumerate(self.losses, 1)}
         yield {
             f"{name} in step {step}": gradient
@@ -76,6 +80,7 @@ class Sample:
             for name, gradient in gradients.items()
         }
         yield self.weights
+        yield {f"output {at}": output for at, output in enumerate(self.outputs)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ class Result:
 
     Args:
         equal: every difference is below the tolerance and all copies agree bit for bit.
-        differences: the largest of each kind, in the order loss, gradients, weights.
+        differences: the largest of each kind, in the order loss, gradients, weights, evaluation; the last only if the
+            model was evaluated.
         first_difference: where the sides part, if they do.
         disagreements: copies of one tensor that differ between ranks.
         rounding: the largest difference of each kind in the model's own precision; not judged.
@@ -324,16 +330,20 @@ def compare_kind(kind: str, ours: Tensors, reference: Tensors) -> Difference:
 
 
 def compare(ours: Sample, reference: Sample) -> tuple[Difference, ...]:
-    """The largest difference of each kind, over both steps."""
+    """The largest difference of each kind, over all steps; of an evaluation only if there was one."""
 
     def losses(sample: Sample) -> dict[str, Tensor]:
         return {f"loss of step {i}": loss for i, loss in enumerate(sample.losses, 1)}
 
+    *_, mine = ours.by_kind()
+    *_, theirs = reference.by_kind()
+    evaluation = [compare_kind("evaluation", mine, theirs)] if mine or theirs else []
     gradients = [compare_kind("gradients", a, b) for a, b in zip(ours.gradients, reference.gradients, strict=True)]
     return (
         compare_kind("loss", losses(ours), losses(reference)),
         max(gradients, key=lambda found: found.value),
         compare_kind("weights", ours.weights, reference.weights),
+        *evaluation,
     )
 
 

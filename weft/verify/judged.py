@@ -18,7 +18,7 @@ from weft.ir.graph import Graph
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.files import Source, files_of
 from weft.verify.compare import Processes, Result, Sample, compare, count_silenced
-from weft.verify.generated import run_generated
+from weft.verify.generated import evaluated_by, run_generated
 from weft.verify.locate import locate, locate_in_code
 from weft.verify.processes import compare_with_emulator, one_thread
 from weft.verify.reference import run_reference
@@ -28,7 +28,7 @@ from weft.verify.sizes import with_other_sizes
 Say = Callable[[str], None]
 
 
-def judge(
+def judge(  # noqa: PLR0913 - each is a fact about the run
     program: Source,
     graph: Graph,
     subject: Subject,
@@ -38,6 +38,7 @@ def judge(
     say: Say = lambda text: None,
     pool: Pool | None = None,
     pieces: InPieces | None = None,
+    evaluation: Source | None = None,
 ) -> Result:
     """Run both sides and compare them, a program for several sizes at some of them; on the processes of `pool` if there
     is one.
@@ -45,19 +46,21 @@ def judge(
     Args:
         program: its files, or the directory that holds them.
         pieces: what it was generated from.
+        evaluation: the program for evaluation, which is compared too.
     """
     files = files_of(program)
     count, dims = len(files.about["size_of"]), files.about["dims"]
     say(f"training on one device, {f'{count} micro-batches a step, ' if count > 1 else ''}in float64")
     run = partial(run_generated, files, graph, subject, seed=seed)
     on_one = partial(run_reference, subject, seed=seed, microbatches=count, dims=dims)
-    reference = on_one(wide=True)
+    reference = on_one(wide=True, evaluation=None if evaluation is None else evaluated_by(evaluation))
+    wide = partial(run, wide=True, reference=reference, evaluation=evaluation)
     say(f"training on {files.devices} emulated devices, in float64")
     processes = None
     if pool is None:
-        ours = run(wide=True, reference=reference)
+        ours = wide()
     else:
-        ours, processes = run_both(partial(run, wide=True, reference=reference), say=say, pool=pool)
+        ours, processes = run_both(wide, say=say, pool=pool)
     differences = compare(ours, reference)
     largest = max(found.value for found in differences)
     equal, first = largest < tolerance and not ours.disagreements, None
@@ -69,7 +72,7 @@ def judge(
     say("training on both in the model's own precision")
     # a precision that was asked for is judged
     asked = subject.precision
-    narrow, plain = run(wide=False, pool=None if asked is None else pool), on_one(wide=False)
+    narrow, plain = run(wide=False, pool=None if asked is None else pool), on_one(wide=False, other=False)
     rounded = None if asked is None else judge_rounding(narrow, plain, reference, asked)
     result = Result(
         equal=equal and (rounded is None or not rounded.wrong),

@@ -6,6 +6,7 @@ the same element they must agree on it bit for bit, and every disagreement is re
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,6 @@ from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch, RankFailed
 from weft.runtime.program.files import GENERATED
 from weft.verify.compare import Sample, Tensors
-from weft.verify.reference import NUM_STEPS
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Local:
     gradients: tuple[Tensors, ...]
     weights: Tensors
     stored: Mapping[str, Index]
+    outputs: tuple[Tensor, ...] = ()
 
 
 def emulate(num_ranks: int, body: Any) -> list[Any]:
@@ -88,18 +89,19 @@ def assemble(found: Sequence[Local], shapes: Mapping[str, tuple[int, ...]]) -> S
             quarrels.extend(f"{what} {name}: {fault}" for fault in faults)
         return joined
 
+    first = found[0]
     gradients = tuple(
-        join_all([one.gradients[step] for one in found], f"gradient of step {step + 1}") for step in range(NUM_STEPS)
+        join_all([one.gradients[step] for one in found], f"gradient of step {step + 1}")
+        for step in range(len(first.losses))
     )
     weights = join_all([one.weights for one in found], "weight")
-    first = found[0]
-    for step in range(NUM_STEPS):
-        quarrels += [
-            f"loss of step {step + 1} on ranks {first.rank} and {one.rank}"
-            for one in found
-            if not same_bits(first.losses[step], one.losses[step])
+    for one in found[1:]:
+        pairs = [
+            *zip((f"loss of step {step}" for step in itertools.count(1)), first.losses, one.losses, strict=False),
+            *zip((f"output {at} of evaluation" for at in itertools.count()), first.outputs, one.outputs, strict=False),
         ]
-    return Sample(losses=first.losses, gradients=gradients, weights=weights, disagreements=tuple(quarrels))
+        quarrels += [f"{what} on ranks {first.rank} and {one.rank}" for what, a, b in pairs if not same_bits(a, b)]
+    return Sample(first.losses, gradients, weights, tuple(quarrels), first.outputs)
 
 
 def join(shape: tuple[int, ...], pieces: Sequence[tuple[int, Index, Tensor]]) -> tuple[Tensor, list[str]]:

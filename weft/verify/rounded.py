@@ -26,6 +26,8 @@ def judge_rounding(ours: Sample, one: Sample, truth: Sample, precision: Precisio
     allowed = ROUNDINGS * torch.finfo(precision.compute).eps
     mine, theirs, wrong = [], [], []
     for kind, right, found, plain in zip(KINDS, *(sample.by_kind() for sample in (truth, ours, one)), strict=True):
+        if not plain:
+            continue
         scale = scale_of(right)
         errors = {
             name: (_error(found, right, name, scale), _error(plain, right, name, scale)) for name in sorted(right)
