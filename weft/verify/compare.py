@@ -136,7 +136,7 @@ class AtSizes:
 
 @dataclass(frozen=True)
 class Rounded:
-    """How far two steps in another precision lie from float64 (`rounded.py`).
+    """How far steps in another precision lie from float64 (`rounded.py`).
 
     Args:
         ours: the largest error of each kind on the devices; one: by the definition on one device.
