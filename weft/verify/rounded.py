@@ -1,6 +1,6 @@
 """Rounding judged: training in another precision (`runtime/precision.py`) on devices, against one device.
 
-In: two steps in float64 (the truth), by the definition on one device, and on the devices. Out: how far the two lie from
+In: the steps in float64 (the truth), by the definition on one device, and on the devices. Out: how far the two lie from
 the truth, by kind, and whether the devices are about as near to it as one device is: for every tensor, their error is
 at most SLACK times that of one device, and some roundings. An error is the root mean square of the difference, over
 that of the tensor or, if it is larger, of all float tensors of its kind.
