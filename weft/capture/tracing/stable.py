@@ -13,12 +13,17 @@ Recurrent layers with dropout between them are called one by one, with a dropout
 of random numbers is an op of its own. Torch runs the steps of a sequence in its first dim, whatever `batch_first` says,
 and drops there: so do the calls made here, or other numbers would be drawn.
 
+Covariances and `gaussian_nll_loss` look at their weights and variances to refuse bad ones: the same is expected of
+them in every step (`expect.py`).
+
 A batch norm without momentum averages over all batches so far. torch reads their number out of its buffer, which a
-trace cannot; `forward_of_batch_norm` stands in for it with the same arithmetic on tensors.
+trace cannot; `forward_of_batch_norm` stands in for it with the same arithmetic on tensors. A transformer looks whether
+its mask is the causal one, to leave it out; `not_causal` says that it is not, and the mask is used.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +47,8 @@ def stable_form(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """What to call instead of `func(*args, **kwargs)`; None for itself."""
     if func in (torch.bincount, torch.Tensor.bincount):
         return lambda: _bincount(*args, **kwargs)
+    if func in CHECKED:
+        return lambda: CHECKED[func](*args, **kwargs)
     if _drops_between(func, args, kwargs):
         return lambda: _by_layers(func, args)
     if func == GET_DATA:
@@ -67,6 +74,69 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     places = torch.zeros(minlength, dtype=weights.dtype, device=input.device)
     # counts have no gradient
     return places.scatter_add(0, input.long(), weights.detach())
+
+
+def _expect(predicate: Tensor) -> None:
+    torch.ops.weft.expect(predicate, True)
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [one for one in (fweights, aweights) if one is not None]
+    for one in given:
+        _expect((one >= 0).all())
+    if not given:
+        x = x - (x.sum(1) / x.shape[1]).unsqueeze(1)
+        return torch.true_divide(torch.mm(x, x.t().conj()), max(x.shape[1] - correction, 0)).squeeze()
+    weights = math.prod(given[1:], start=given[0])
+    total = weights.sum()
+    _expect(total != 0)
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    x = x - ((x * weights).sum(1) / total).unsqueeze(1)
+    return torch.true_divide(torch.mm(x, (x * weights).t().conj()), (total - lost).clamp(min=0)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
+    found = found / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if found.is_complex():
+        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    return found.clip(-1, 1)
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    if isinstance(var, float):
+        return functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    _expect((var >= 0).all())
+    var = var.unsqueeze(-1) if input.shape[:-1] == var.shape else var
+    other = [size for size, wanted in zip(var.shape, input.shape, strict=False) if size != wanted]
+    if var.dim() != input.dim() or sum(other) > 1 or reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"gaussian_nll_loss: var of shape {tuple(var.shape)}, reduction {reduction}")
+    # a variance below eps is raised to it, and its gradient passes
+    var = torch.where(var < eps, var - var.detach() + eps, var)
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+CHECKED: Mapping[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.cov, torch.Tensor.cov), _cov),
+    **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), _corrcoef),
+    functional.gaussian_nll_loss: _gaussian_nll_loss,
+}
+"""Functions that check values."""
+
+
+def not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Stands in for what torch's transformers ask of a mask while tracing."""
+    return is_causal is True
 
 
 def _classes(tensor: Tensor, num_classes: int = -1) -> int:
