@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.capture.compare import assert_untouched, state_of
@@ -207,9 +206,6 @@ def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words", "remedy"),
     [
-        (nn.utils.weight_norm, "weight_norm", "parametrizations.weight_norm"),
-        (nn.utils.spectral_norm, "spectral_norm", "parametrizations.spectral_norm"),
-        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "prune", "prune.remove"),
         (torch.jit.script, "torch.jit", "the plain module"),
     ],
 )

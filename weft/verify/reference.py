@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 from torch.utils._pytree import tree_map
 
 from weft.capture.example import flatten_output, split_example
+from weft.capture.tracing.modules import computed_attributes
 from weft.compile.model_file import Subject, check_loss, inside
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
@@ -250,15 +251,18 @@ def _runs_narrow(subject: Subject) -> bool:
 
 def copy_module(model: nn.Module) -> nn.Module:
     """A deep copy, so that the user's module stays as it is."""
+    computed = [vars(module).get(name) for module, name in computed_attributes(model)]
+    # torch copies no tensor that was computed; these are computed again
+    memo = {id(value): value.detach() for value in computed if isinstance(value, Tensor)}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
                 attached = f"{path}.{name}".lstrip(".")
                 raise ModelFileError(
                     f"{type(model).__name__} cannot be copied: its attribute {attached} is part of an autograd graph",
                     remedy="detach() the attribute, or compute it in forward",
                 )
-    return copy.deepcopy(model)
+    return copy.deepcopy(model, memo)
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:

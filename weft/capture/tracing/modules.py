@@ -1,11 +1,14 @@
-"""Modules that carry what a graph of the forward cannot hold: backward hooks, old reparametrisations, TorchScript.
+"""Modules that carry what a graph of the forward cannot hold: backward hooks, TorchScript, parameters without a shape.
 
 Enters: the module, before it is traced. Leaves: nothing, or a `CaptureError` that names the sub-module. The same for
-what forward does to a module as a whole (`to_where_it_is`).
+what forward does to a module as a whole (`to_where_it_is`). Weights that torch's hooks compute before each forward are
+taken away while it is traced (`without_computed`), so that they are what the hooks compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +19,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from weft.capture.source import place_here
 from weft.errors import CaptureError
-
-NEW_STYLE = "use torch.nn.utils.parametrizations.{} instead, which keeps the same parameters in a form that is captured"
 
 
 def refuse_modules(module: nn.Module) -> None:
@@ -37,8 +38,6 @@ def refuse_modules(module: nn.Module) -> None:
                 remedy="remove them before capture (handle.remove()); to change gradients, put an autograd.Function "
                 "into forward",
             )
-        for hook in vars(sub)["_forward_pre_hooks"].values():
-            refuse_reparametrisation(hook, path, label)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
@@ -48,22 +47,26 @@ def refuse_modules(module: nn.Module) -> None:
             )
 
 
-def refuse_reparametrisation(hook: object, path: str, label: str) -> None:
-    """Hooks that compute a weight before each forward and set it as a plain attribute."""
-    if isinstance(hook, WeightNorm):
-        what, remedy = "torch.nn.utils.weight_norm", NEW_STYLE.format("weight_norm")
-    elif isinstance(hook, SpectralNorm):
-        what, remedy = "torch.nn.utils.spectral_norm", NEW_STYLE.format("spectral_norm")
-    elif isinstance(hook, prune.BasePruningMethod):
-        what = "torch.nn.utils.prune"
-        remedy = "torch.nn.utils.prune.remove(module, name) before capture, or torch.nn.utils.parametrize with the mask"
-    else:
-        return
-    raise CaptureError(
-        f"the module {label} has a weight from {what}, which sets it anew as an attribute in every forward",
-        place=f"module {path or 'itself'}",
-        remedy=remedy,
-    )
+def computed_attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Attributes that hooks of torch compute from parameters before each forward: of `torch.nn.utils.weight_norm`,
+    `spectral_norm` and `prune`. No forward reads what the one before has left there."""
+    for sub in module.modules():
+        for hook in vars(sub)["_forward_pre_hooks"].values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                yield sub, hook.name
+            elif isinstance(hook, prune.BasePruningMethod):
+                yield sub, hook._tensor_name
+
+
+@contextmanager
+def without_computed(module: nn.Module) -> Iterator[None]:
+    """While this is entered, such attributes exist from the hook on only: a forward that reads one before fails."""
+    taken = [(sub, name, vars(sub).pop(name)) for sub, name in computed_attributes(module) if name in vars(sub)]
+    try:
+        yield
+    finally:
+        for sub, name, value in taken:
+            vars(sub)[name] = value
 
 
 def to_where_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

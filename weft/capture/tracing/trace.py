@@ -30,7 +30,7 @@ from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
 from weft.capture.source import is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept
-from weft.capture.tracing.modules import to_where_it_is
+from weft.capture.tracing.modules import to_where_it_is, without_computed
 from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm, not_causal
@@ -158,6 +158,7 @@ def trace(
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
+        stack.enter_context(without_computed(module))
         found = stack.enter_context(intercept())
         traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant)
         stack.enter_context(warnings.catch_warnings())

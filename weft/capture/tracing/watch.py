@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import forward_file, forward_place
 from weft.capture.source import is_users, package_of, place_of
+from weft.capture.tracing.modules import computed_attributes
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
 
@@ -195,8 +196,10 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
 
 
 def is_torchs(module: nn.Module, name: str) -> bool:
-    """Second references that torch's recurrent modules keep to their own parameters."""
-    return isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+    """What torch sets by itself: second references that recurrent modules keep to their own parameters, and weights
+    that hooks compute (`modules.py`)."""
+    is_second = isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs")
+    return is_second or any(sub is module and name == one for sub, one in computed_attributes(module))
 
 
 def holds_symbol(value: Any) -> bool:
