@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weft
 from tests.capture.compare import assert_same
 from weft.capture import capture
 from weft.errors import CaptureError
@@ -127,3 +128,26 @@ def test_refuses_what_cannot_be_drawn(kind: str, words: str) -> None:
     with pytest.raises(CaptureError, match=words) as caught:
         capture(Lines(kind), X.float())
     assert "test_draws.py" in caught.value.place and caught.value.remedy
+
+
+class Samples(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(8, 6), nn.Linear(6, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes = F.softplus(self.b(self.a(x).tanh())) + 0.2
+        drawn = {
+            "gamma": lambda: distributions.Gamma(shapes, shapes + 1).rsample(),
+            "beta": lambda: distributions.Beta(shapes, shapes + 1).rsample(),
+            "dirichlet": lambda: distributions.Dirichlet(shapes).rsample((2,)),
+            "student": lambda: distributions.StudentT(shapes + 3).rsample(),
+            "sample": lambda: distributions.Dirichlet(shapes).sample() * shapes,
+        }[self.kind]()
+        return (F.dropout(drawn, 0.3) * x).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["gamma", "beta", "dirichlet", "student", "sample"])
+def test_distributions_draw_the_same_numbers(kind: str) -> None:
+    for plan in ("dp=2", "tp=2"):
+        assert weft.verify(Samples(kind), torch.randn(4, 8), plan=plan)

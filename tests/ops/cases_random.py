@@ -71,6 +71,8 @@ def numbers() -> dict[str, list[Form]]:
         "log_normal.default": [(x, 0.5, 0.3)],
         "geometric.default": [(x, 0.3)],
         "poisson.default": [(r(3, 5).exp() * 4,)],
+        "_standard_gamma.default": [(r(3, 5).exp(),)],
+        "_sample_dirichlet.default": [(r(4, 3, 5).exp(),)],
         "multinomial.default": [(p, 3), (p, 6, True), (p[0], 2)],
     }
     found: dict[str, list[Form]] = {}

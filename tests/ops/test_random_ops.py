@@ -8,7 +8,7 @@ import torch
 from tests.ops.cases import r
 from tests.ops.cells import STREAM, cut, prove_cells, whole_case
 from weft.runtime.random import whole_draw
-from weft.runtime.sampling import geometric, multinomial, poisson
+from weft.runtime.sampling import dirichlet, gamma, geometric, multinomial, poisson
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,14 @@ def test_samples_have_their_distribution() -> None:
         torch.stack([counts.mean(), counts.var()]), torch.tensor([3.0, 3.0]).double(), atol=0.1, rtol=0
     )
     assert abs(geometric(0.25, **draw).mean().item() - 4) < 0.1
+    for concentration in (0.3, 1.0, 4.5):
+        found = gamma(torch.full(shape, concentration), **draw)
+        assert abs(found.mean().item() - concentration) < 0.05 and abs(found.var().item() - concentration) < 0.2
+    rows = torch.tensor([0.5, 1.0, 2.5]).double().expand(40_000, 3)
+    shares = dirichlet(rows, draw=whole_draw(0, (40_000, 3)), stream=STREAM)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(40_000).double())
+    torch.testing.assert_close(shares.mean(0), rows[0] / 4, atol=0.01, rtol=0)
+    torch.testing.assert_close(shares.var(0), rows[0] / 4 * (1 - rows[0] / 4) / 5, atol=0.01, rtol=0)
     p = torch.tensor([0.1, 0.6, 0.3]).double()
     for replacement in (True, False):
         size = (40_000, 1 if replacement else 3)

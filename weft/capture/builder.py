@@ -145,9 +145,10 @@ class Builder:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         context: Context,
+        draw: int | None = None,
     ) -> str:
         """Append one call of a function of the runtime that stands in for an operator; its output's working name."""
-        return self._append(target, function, args, kwargs, context)[0]
+        return self._append(target, function, args, kwargs, context, draw=draw)[0]
 
     def needs_grad(self, name: str) -> bool:
         return self.tensors[name].needs_grad

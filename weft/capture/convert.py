@@ -46,7 +46,7 @@ from weft.capture.rewritten import (
 from weft.capture.sizes import is_data_dependent
 from weft.capture.source import source_of_trace
 from weft.capture.tracing.expect import EXPECT, Expectation
-from weft.capture.tracing.intercept import ENTER, FUNCTION, LEAVE, Interception
+from weft.capture.tracing.intercept import DIRICHLET, ENTER, FUNCTION, LEAVE, Interception
 from weft.capture.tracing.refuse import NUMBER, NUMBER_REMEDY
 from weft.capture.tracing.trace import GRAD_MODE
 from weft.capture.views import Step
@@ -111,19 +111,25 @@ class Converter:
             )
         if not isinstance(target, OpOverload) or is_number(node.meta.get("val")):
             return self.number(node, context)
-        if str(target) in (ENTER, LEAVE):
-            return self.checkpoint(str(target), args)
-        if str(target) == EXPECT:
-            predicate, expected = args
-            name = read(predicate, self.builder, context)
-            return self.expected.append(Expectation(name, expected, context.place))
-        if str(target) == FUNCTION:
-            return self.function(args, node, context)
+        if target.namespace == "weft":
+            return self.marker(str(target), args, node, context)
         if not target._schema.returns:
             if target._schema.is_mutable:
                 raise unwritable(target, context)
             return None
         return self.operator(Call(target, tuple(args), dict(kwargs), context), node)
+
+    def marker(self, target: str, args: tuple[Any, ...], node: fx.Node, context: Context) -> Any:
+        """What stands for a call that export would lose (`intercept.py`)."""
+        if target in (ENTER, LEAVE):
+            return self.checkpoint(target, args)
+        if target == DIRICHLET:
+            return self.dirichlet(args[0], node, context)
+        if target == FUNCTION:
+            return self.function(args, node, context)
+        assert target == EXPECT, target
+        predicate, expected = args
+        return self.expected.append(Expectation(read(predicate, self.builder, context), expected, context.place))
 
     def region(self, target: HigherOrderOperator, args: tuple[Any, ...], context: Context) -> Any:
         """A grad-mode or autocast region, flattened."""
@@ -175,6 +181,16 @@ class Converter:
         tensors = [Ref(read(handle, self.builder, context)) for handle in args[1]]
         names = self.builder.emit_function(applied.name, applied, tuple(applied.arguments(tensors)), context)
         return [fresh(name, value) for name, value in zip(names, node.meta["val"], strict=True)]
+
+    def dirichlet(self, concentration: Handle, node: fx.Node, context: Context) -> Handle:
+        """A draw that torch makes in an autograd.Function."""
+        operand = Ref(read(concentration, self.builder, context))
+        # torch's own operator has no derivative: its Function has
+        name = self.builder.emit_runtime(
+            "aten._sample_dirichlet.default", torch.clone, (operand,), {}, context, draw=self.draws
+        )
+        self.draws += 1
+        return fresh(name, node.meta["val"])
 
     def operator(self, call: Call, node: fx.Node) -> Any:
         """An ATen operator, or a user's from a torch library."""

@@ -104,7 +104,12 @@ def _rrelu(mode: DrawMode, x: Tensor, noise: Tensor, lower: float, upper: float)
     return x * noise
 
 
+def _dirichlet(mode: DrawMode, concentration: Tensor) -> Tensor:
+    return sampling.dirichlet(concentration, **mode.draw(concentration.shape))
+
+
 OTHERS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "_sample_dirichlet": (_dirichlet, ("self",)),
     "multinomial": (_multinomial, ("self", "num_samples", "replacement")),
     "native_dropout": (_native_dropout, ("input", "p", "train")),
     "rrelu_with_noise": (_rrelu, ("self", "noise", "lower", "upper")),
@@ -121,6 +126,7 @@ DRAWN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "cauchy": (sampling.cauchy, ("median", "sigma")),
     "log_normal": (sampling.log_normal, ("mean", "std")),
     "geometric": (sampling.geometric, ("p",)),
+    "_standard_gamma": (sampling.gamma, ("self",)),
     "poisson": (sampling.poisson, ("self",)),
     "random": (random.randint, ("from", "to")),
     **dict.fromkeys(("randint", "randint_like"), (random.randint, ("low", "high"))),

@@ -5,6 +5,7 @@ inside `intercept()`), and an `Interception` that says what they stand for.
 
 - `autograd.Function`: export inlines forward and drops the user's backward. Each call becomes one
   `weft.function(key, tensors)`.
+- The one behind torch's Dirichlet distribution draws, and so is a draw of its own, `weft.dirichlet(...)`.
 - `weft.register_op`: the function is kept whole, in the same way.
 - `torch.utils.checkpoint`: export erases it. The region becomes `weft.enter(...)` ... `weft.leave(...)`.
 - Truth values that can go one way only while all is well become `weft.expect(...)`; see `expect.py`.
@@ -26,6 +27,7 @@ from unittest import mock
 import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributions.dirichlet import _Dirichlet
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -50,6 +52,7 @@ UNMARKED = (
     torch.ops.aten.rrelu.default,
 )
 """Operators that may draw and that torch does not mark as random."""
+DIRICHLET = "weft.dirichlet.default"
 FUNCTION, ENTER, LEAVE = "weft.function.default", "weft.enter.default", "weft.leave.default"
 
 
@@ -90,6 +93,8 @@ class Interception:
             run, _, *rest = args
             with self.region(reentrant=True, tensors=tensors_of(rest)):
                 return run(*rest)
+        if cls is _Dirichlet:
+            return torch.ops.weft.dirichlet(*args)
         return self.mark(*opaque(cls, args))
 
     def call(self, op: CustomOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -248,13 +253,16 @@ def intercept() -> Iterator[Interception]:
     library.define("function(int key, Tensor[] tensors) -> Tensor[]")
     library.define("enter(int region, bool reentrant, Tensor[] tensors) -> ()")
     library.define("leave(int region) -> ()")
+    library.define("dirichlet(Tensor concentration) -> Tensor")
     define(library)
     torch.library.register_fake("weft::function", found.infer, lib=library)
+    torch.library.register_fake("weft::dirichlet", torch.empty_like, lib=library)
     torch.library.register_fake("weft::enter", lambda region, reentrant, tensors: None, lib=library)
     torch.library.register_fake("weft::leave", lambda region: None, lib=library)
     # Markers look dead to export's own clean-up, and so do some random operators, whose draws count even if dead.
     lasting = torch.fx.node._side_effectful_functions
     markers = {
+        torch.ops.weft.dirichlet.default,
         torch.ops.weft.enter.default,
         torch.ops.weft.leave.default,
         torch.ops.weft.expect.default,

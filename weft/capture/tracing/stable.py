@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions.gamma import Gamma
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -137,6 +138,14 @@ CHECKED: Mapping[Any, Callable[..., Tensor]] = {
 def not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Stands in for what torch's transformers ask of a mask while tracing."""
     return is_causal is True
+
+
+def rsample_of_gamma(self: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
+    """Stands in for that of torch while tracing, which raises the smallest numbers unseen by autograd."""
+    shape = self._extended_shape(torch.Size(sample_shape))
+    value = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    tiny = torch.finfo(value.dtype).tiny
+    return torch.where(value < tiny, value - value.detach() + tiny, value)
 
 
 def _classes(tensor: Tensor, num_classes: int = -1) -> int:

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions.gamma import Gamma
 from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 from torch.nn.modules import transformer
@@ -33,7 +34,7 @@ from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
 from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import unchanged
-from weft.capture.tracing.stable import forward_of_batch_norm, not_causal
+from weft.capture.tracing.stable import forward_of_batch_norm, not_causal, rsample_of_gamma
 from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.watch import Watch
 from weft.errors import CaptureError
@@ -171,6 +172,7 @@ def trace(
         stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
         stack.enter_context(mock.patch.object(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
         stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
+        stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
         stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
         for owner, names, what, remedy in UNSEEN:

@@ -81,6 +81,15 @@ def _multinomial(it: OpView) -> Rule:
     return _if_drawn(it, it.text("d* _ -> d* _", local=_drawing(it, made)))
 
 
+def _dirichlet(it: OpView) -> Rule:
+    """Rows of concentrations, for each of which a row is drawn that adds up to 1."""
+
+    def made(cell: CellView, draw: Draw) -> Call:
+        return call("weft.dirichlet", Ref("0"), draw=draw)
+
+    return _if_drawn(it, it.text("d* _ -> d* _", local=_drawing(it, made)))
+
+
 def _if_drawn(it: OpView, rule: Rule) -> Rule:
     """The rule, of which nothing may be cut if its numbers come from a generator."""
     return rule if it.op.draw is not None else replace(rule, frozen=frozenset(rule.sizes))
@@ -111,6 +120,8 @@ RULES: Mapping[str, RuleOf] = {
     "aten.log_normal": _numbers("weft.log_normal", _normal),
     "aten.geometric": _numbers("weft.geometric", lambda args: (args["p"],)),
     "aten.poisson": _numbers("weft.poisson", lambda args: (args["self"],)),
+    "aten._standard_gamma": _numbers("weft.gamma", lambda args: (args["self"],)),
     "aten.multinomial": _multinomial,
+    "aten._sample_dirichlet": _dirichlet,
 }
 """Rules by operator."""

@@ -28,7 +28,7 @@ _LIBRARIES: Mapping[ModuleType, str] = {
         "aminmax extreme extreme_and_index extreme_index logsumexp mean_part nanmean_part prod softmax truth "
         "variance variance_only"
     ),
-    sampling: "cauchy geometric log_normal multinomial poisson",
+    sampling: "cauchy dirichlet gamma geometric log_normal multinomial poisson",
 }
 """What programs may call, by the file in which it stands."""
 
