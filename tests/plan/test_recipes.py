@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from tests.plan.graphs import gpt_graph, grouped_graph, layers, mlp_graph, odd_graph
 from weft.capture import capture
 from weft.errors import PlanError
@@ -210,9 +211,62 @@ def test_recompute_each_module_as_one() -> None:
 def test_recompute_every_layer() -> None:
     graph = gpt_graph()
     assert recompute(Plan(graph, 1)).lines == recompute(Plan(graph, 1), "transformer.h.*").lines
-    with pytest.raises(PlanError, match="has no numbered layers") as caught:
-        recompute(Plan(mlp_graph(), 1))
+    flat = recompute(Plan(mlp_graph(), 1))
+    assert flat.lines == recompute(recompute(Plan(mlp_graph(), 1), "up"), "down").lines
+    with pytest.raises(PlanError, match="has no modules") as caught:
+        recompute(Plan(capture(Odd(), torch.zeros(4, 6)), 1))
     assert "recompute=PATTERN" in caught.value.remedy
+
+
+class Powers(nn.Module):
+    """The only dim of its weight is a dim of the input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w @ self.w).square().mean()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * gate).square().mean()
+
+
+@pytest.mark.parametrize("recipe", ["tp=2", "dp=2,tp=2"])
+def test_what_a_weight_shares_with_an_input_is_cut_if_there_is_nothing_else(recipe: str) -> None:
+    x = torch.randn(4, 8)
+    assert weft.verify(Powers(), x, plan=recipe)
+    assert weft.verify(Gated(), (x, torch.randn(4, 16)), plan=recipe)
+
+
+def test_what_blocks_a_cut_is_named() -> None:
+    with pytest.raises(
+        PlanError, match=r"linear, k \(8\) is less than 9; .* b0 \(9\) is a dim of the input input"
+    ) as caught:
+        tp(Plan(capture(nn.Sequential(nn.Linear(8, 8)), torch.zeros(9, 8)), 9), 9)
+    assert caught.value.place
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.wide, self.head = nn.EmbeddingBag(10, 8), nn.Linear(3, 8), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor, offsets: Tensor, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.bags(ids, offsets), self.wide(x)], 1)).square().mean()
+
+
+def test_a_batch_of_bags_is_cut() -> None:
+    example = torch.randint(10, (12,)), torch.tensor([0, 3, 5, 9]), torch.randn(4, 3)
+    plan = dp(Plan(capture(Bags(), example), 2), 2)
+    assert all(any(isinstance(one.use, Cut) for one in plan.decision(op).uses) for op in plan.graph.ops)
+    assert weft.verify(Bags(), example, plan="dp=2")
 
 
 def test_recompute_each_call_of_a_module() -> None:

@@ -13,16 +13,18 @@ what is said when there is nothing to cut.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weft.errors import PlanError
 from weft.ir.layout import Grid
+from weft.ops.rule import names_of
 from weft.plan import primitives
 from weft.plan.batch import BatchDims, told_batch, where_of
-from weft.plan.colors import find_colors
+from weft.plan.colors import Color, Colors, OpName, find_colors
 from weft.plan.follow import default_grid
 from weft.plan.plan import Plan
 from weft.plan.primitives import CutBy, is_count
+from weft.plan.recipes.blocked import largest_product, why_whole
 from weft.plan.recipes.chains import Chain, choose_chains
 from weft.plan.select import Selection, inside, is_path, module_of
 
@@ -56,12 +58,28 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
         for op, member in color.members.items():
             chosen.setdefault(op, member.cut(parts, axis))
     if not chosen:
+        chosen = {op: member.cut(parts, axis) for color in _begun(plan, colors) for op, member in color.members.items()}
+    if not chosen:
         place = f"dim {dims[0].dim} of input {where_of(plan.graph, dims[0].tensor)}"
         remedy = "name the batch dim of every input with batch_dims"
         raise nothing_to_cut(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
     rest = [op.name for op in plan.graph.ops if op.name not in chosen]
     plan = cut_all(plan, chosen)
     return plan.trans(rest, primitives.copy(parts, axis)) if rest else plan
+
+
+def _begun(plan: Plan, colors: Colors) -> Iterator[Color]:
+    """Colors that begin as rows of what an op makes of an input that it sees whole, as bags do of ids and offsets."""
+    given = {one.tensor for one in plan.graph.inputs}
+    for op in plan.graph.ops:
+        rule = plan.rule(op)
+        if not given & set(op.inputs) or not rule.outputs or not rule.outputs[0]:
+            continue
+        read = {name for dims in rule.inputs for name in names_of(dims)}
+        for name in rule.outputs[0][0].names:
+            color = colors.at(OpName(op.name, name))
+            if name not in read and color is not None:
+                yield color
 
 
 def tp(plan: Plan, parts: int, *, axis: str = "tp") -> Plan:
@@ -126,7 +144,8 @@ def recompute(plan: Plan, pattern: str = "full") -> Plan:
     Args:
         plan: what was decided so far.
         pattern: of module paths (`layers.*`, everything inside included), or any selection, recomputed as one;
-            "full": every layer, that is every outermost numbered module (`blocks.0`, `blocks.1` ...).
+            "full": every layer, that is every outermost numbered module (`blocks.0`, `blocks.1` ...); where none is
+            numbered, every outermost module.
     """
     if pattern == "full":
         for layers in _layers(plan):
@@ -152,12 +171,25 @@ def _layers(plan: Plan) -> list[str]:
         number = next((at for at, word in enumerate(words) if word.isdigit()), None)
         if number is not None:
             found[".".join((*words[:number], "*"))] = None
+    found = found or dict.fromkeys(_outermost([op.path for op in plan.graph.ops if op.path]))
     if not found:
         raise PlanError(
-            f"{plan.graph.name} has no numbered layers to recompute one by one",
-            remedy="name modules: recompute=PATTERN, such as recompute=encoder.*",
+            f"{plan.graph.name} has no modules to recompute one by one",
+            remedy='name ops: recompute=PATTERN, such as recompute="** op=gelu"',
         )
     return list(found)
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The outermost modules of which there are several; the innermost around all ops if there are none."""
+    depth = 1
+    while any(path.count(".") >= depth for path in paths) and len({_first(path, depth) for path in paths}) == 1:
+        depth += 1
+    return [_first(path, depth) for path in paths]
+
+
+def _first(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])
 
 
 def _recompute_together(plan: Plan, ops: Selection) -> Plan:
@@ -190,7 +222,13 @@ def no_chain(plan: Plan, what: str, parts: int) -> PlanError:
         f"{what}: {plan.graph.name} has no inner dim (features, heads, channels, vocabulary) that a multiplication "
         f"uses and that falls into {parts} parts"
     )
-    return nothing_to_cut(plan, message, "", "use fewer parts, or cut ops by hand with plan.trans")
+    largest = largest_product(plan)
+    if largest is None:
+        message += ": none of its operators multiplies in a way that may be cut"
+    else:
+        message += f"; of its largest product, {largest.name}, {why_whole(plan, largest, parts)}"
+    place = "" if largest is None else largest.place
+    return nothing_to_cut(plan, message, place, "use fewer parts, or cut ops by hand with plan.trans")
 
 
 def nothing_to_cut(plan: Plan, message: str, place: str, remedy: str) -> PlanError:

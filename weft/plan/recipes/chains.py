@@ -3,7 +3,8 @@
 In: a plan and a number of parts. Out: chains: connected ops of one color, each with the name to cut.
 
     minimise   bytes moved per multiplication divided, chain by chain (greedy)
-    subject to no color that an input has (batch, sequence, features: other recipes cut those)
+    subject to no color that an input has (batch, sequence, features: other recipes cut those), unless a weight has it
+               too and nothing else is left                                     choose_chains
                at least `parts` units                                           find_inner_colors
                every op in one chain at most                                    _best_chain
                at least LEAST_FLOPS_PER_BYTE, unless nothing else is left       choose_chains
@@ -17,7 +18,7 @@ heap is a lower bound, and a color is weighed again only when it comes up.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.ir.oplayout import Cut
@@ -62,11 +63,19 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
         talking: whether parts may exchange values inside an op. If not, they are meant to run one after the other on
             one device, which saves memory only where two multiplications follow each other.
     """
+    colors = find_inner_colors(plan.graph, plan.rules, parts).all
+    free = [color for color in colors if talking or not any(one.talks for one in color.members.values())]
+    inner = [color for color in free if not is_of_inputs(plan.graph, color)]
+    stored = [color for color in free if color not in inner and plan.graph.parameter_tensors & color.dims.keys()]
+    return _choose(plan, parts, colors, inner, talking) or _choose(plan, parts, colors, stored, talking)
+
+
+def _choose(plan: Plan, parts: int, colors: Sequence[Color], eligible: Iterable[Color], talking: bool) -> list[Chain]:
+    """Chains of these colors."""
     taken: set[str] = set()
     chosen: list[Chain] = []
     poor: list[Chain] = []
-    colors = find_inner_colors(plan.graph, plan.rules, parts).all
-    heap = [(0.0, color.number, -1) for color in colors if _eligible(plan, color, talking)]
+    heap = [(0.0, color.number, -1) for color in eligible]
     while heap:
         _, number, seen = heapq.heappop(heap)
         chain = _best_chain(plan, colors[number], parts, taken)
@@ -83,10 +92,6 @@ def choose_chains(plan: Plan, parts: int, *, talking: bool = True) -> list[Chain
         else:
             poor.append(chain)
     return sorted(chosen or poor[:1], key=lambda chain: chain.color.number)
-
-
-def _eligible(plan: Plan, color: Color, talking: bool) -> bool:
-    return not is_of_inputs(plan.graph, color) and (talking or not any(one.talks for one in color.members.values()))
 
 
 def _worth(plan: Plan, chain: Chain, talking: bool) -> bool:
