@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +303,48 @@ def test_what_another_process_could_not_find_is_refused() -> None:
     program = lower(load_plan("dp=2", capture(Module(), (trained(4, 6),))))
     with pytest.raises(WeftError, match="cannot be imported from a generated program"):
         generate(program)
+
+
+SCRIPT = """
+import torch, weft
+from torch import nn
+
+print("runs")
+
+@weft.register_op("b h -> b h")
+def twice(x):
+    return x * 2
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Square.apply(twice(self.linear(x))).mean()
+
+x, model = torch.randn(4, 4), Model()
+loss = weft.parallelize(model, x, "dp=2", emulate=True, cache=None)(x)
+loss.backward()
+torch.testing.assert_close(loss, model(x))
+"""
+
+
+def test_operators_of_the_script_that_runs(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
 
 
 def test_files_and_operators_are_found_at_run_time(tmp_path: Path) -> None:

@@ -131,8 +131,12 @@ def make_plan(plan: PlanLike, graph: Graph, subject: Subject, devices: int | Non
     if isinstance(plan, Plan):
         # what it says is said again of the graph at other sizes
         made = plan if plan.graph is graph else Plan(graph, plan.devices, plan.lines)
-    else:
+    elif callable(plan):
         made = plan(graph)
+    else:
+        raise PlanError(
+            f"the plan is {plan!r}", remedy='a recipe ("dp=2"), a plan file, path.py:function, a Plan, or a function'
+        )
     if not isinstance(made, Plan):
         raise PlanError(f"the plan function returned a {type(made).__name__}", remedy="return a Plan")
     if devices is not None and devices < made.devices:

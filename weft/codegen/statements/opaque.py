@@ -70,13 +70,14 @@ def need_operator(sheet: Sheet, op: Op, target: str) -> None:
 def _reach(sheet: Sheet, op: Op, function: Any) -> None:
     """Make a function reachable from the file: imported, or taken out of the model file."""
     root = function.__qualname__.split(".")[0]
-    if "<locals>" in function.__qualname__ or function.__module__ == "__main__":
+    is_script = function.__module__ == "__main__"
+    if "<locals>" in function.__qualname__ or (is_script and not Path(_file_of(function)).is_file()):
         raise WeftError(
             f"the function behind {op.name} cannot be imported from a generated program",
             place=op.place,
-            remedy="define it at the top of a module that can be imported",
+            remedy="define it at the top of a file: a script, or a module that can be imported",
         )
-    if function.__module__.startswith(MODEL_FILE):
+    if is_script or function.__module__.startswith(MODEL_FILE):
         sheet.need("weft.runtime.operators.custom", {"defined_in"})
         sheet.definitions[root] = f"{root} = defined_in({literal(_file_of(function))}, {literal(root)})"
     else:

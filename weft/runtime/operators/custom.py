@@ -190,8 +190,12 @@ def as_module(name: str, path: str) -> Iterator[tuple[ModuleType, Callable[[], N
 
 
 def defined_in(path: str, name: str) -> Any:
-    """What a Python file defines under a name."""
-    return functools.reduce(getattr, name.split("."), load_file(path))
+    """What a Python file defines under a name; the script that runs is not run again."""
+    script = sys.modules["__main__"]
+    runs = str(Path(getattr(script, "__file__", None) or "").resolve()) == path and hasattr(
+        script, name.partition(".")[0]
+    )
+    return functools.reduce(getattr, name.split("."), script if runs else load_file(path))
 
 
 def need_operator(name: str, home: str) -> None:

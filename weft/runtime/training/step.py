@@ -140,6 +140,11 @@ def loss_of(module: Stepping, batch: Any) -> Tensor:
             'let forward return {"loss": loss, ...}; or call the module, make a loss of what it returns, and call '
             "backward() and optimizer.step() yourself",
         )
+    if not loss.requires_grad:
+        raise module._refused(
+            "train_step() has nothing to train: no parameter that requires a gradient takes part in the loss",
+            "parameter.requires_grad_() before parallelize(); parallel.eval() to evaluate",
+        )
     return loss
 
 
