@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from tests.capture.compare import assert_untouched, state_of
 from weft.capture import capture
 from weft.errors import CaptureError
@@ -216,6 +218,75 @@ def test_refuses_modules(spoil: Any, words: str, remedy: str) -> None:
     with pytest.raises(CaptureError, match=words) as caught:
         capture(module, X)
     assert remedy in caught.value.remedy and caught.value.place == "module linear"
+
+
+class Ragged(nn.Module):
+    """Shapes and branches that only values tell."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.lstm, self.linear = what, nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.what)(x)
+
+    def packs(self, x: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, torch.tensor([5, 2]), batch_first=True)
+        return rnn.pad_packed_sequence(self.lstm(packed)[0])[0].sum()
+
+    def nests(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([x[0], x[1, :3]])
+        return self.linear(rows).to_padded_tensor(0.0).sum()
+
+    def jags(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+        return self.linear(rows).values().sum()
+
+    def chooses(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).sum()
+
+    def closes_over(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.linear(row).sum())(x).sum()
+
+    def derives(self, x: Tensor) -> Tensor:
+        return torch.func.jvp(self.linear, (x,), (x,))[1].sum()
+
+
+RAGGED = [
+    ("packs", "packs a sequence", "rnn.pack_padded_sequence(", "padded batch"),
+    ("nests", "nested tensor", "nested.nested_tensor(", "padded batch"),
+    ("jags", "nested tensor", "as_nested_tensor(", "padded batch"),
+    ("chooses", r"torch\.cond", "torch.cond(", "torch.where"),
+    ("closes_over", r"torch\.vmap", "torch.vmap(", "whole batch"),
+    ("derives", "derivative", "torch.func.jvp(", "outside forward"),
+]
+
+
+@pytest.mark.parametrize(("what", "words", "line", "remedy"), RAGGED)
+@pytest.mark.filterwarnings("ignore")
+def test_shapes_and_branches_of_values(what: str, words: str, line: str, remedy: str) -> None:
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Ragged(what), torch.randn(2, 5, 6))
+    assert line in caught.value.place and remedy in caught.value.remedy
+
+
+def test_refuses_ragged_examples() -> None:
+    rows = [torch.randn(5, 6), torch.randn(3, 6)]
+    for example in (rnn.pack_sequence(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)):
+        with pytest.raises(CaptureError, match="depends on values") as caught:
+            capture(nn.LSTM(6, 6), (example,))
+        assert "padded batch" in caught.value.remedy
+
+
+def test_refuses_parameters_without_a_shape() -> None:
+    module = nn.Sequential(nn.LazyLinear(4))
+    for run in (lambda: capture(module, X), lambda: weft.parallelize(module, X, "dp=2", emulate=True)):
+        with pytest.raises(CaptureError, match="without a shape") as caught:
+            run()
+        assert caught.value.place == "module 0" and "run forward once" in caught.value.remedy
+    module(X)
+    capture(module, X)
 
 
 def test_refuses_embedding_that_shrinks_its_rows() -> None:

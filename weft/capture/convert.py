@@ -104,11 +104,7 @@ class Converter:
         if isinstance(target, HigherOrderOperator):
             return self.region(target, args, context)
         if is_transform(target):
-            raise CaptureError(
-                "forward calls torch.vmap or another transform of torch.func, which cannot be taken apart",
-                place=context.place,
-                remedy="write the computation for the whole batch: most operators take leading batch dims as they are",
-            )
+            raise transformed(target, context)
         if not isinstance(target, OpOverload) or is_number(node.meta.get("val")):
             return self.number(node, context)
         if target.namespace == "weft":
@@ -347,6 +343,18 @@ def is_number(value: Any) -> bool:
 def is_transform(target: Any) -> bool:
     """Whether a node opens or closes a transform of torch.func."""
     return isinstance(target, FunctionType) and target.__module__.startswith("torch._functorch")
+
+
+def transformed(target: Any, context: Context) -> CaptureError:
+    """The refusal of a transform."""
+    is_batch = not any(word in target.__name__ for word in ("jvp", "grad", "fwd", "dual"))
+    return CaptureError(
+        f"forward calls {'torch.vmap' if is_batch else 'a derivative of torch.func'}, which cannot be taken apart",
+        place=context.place,
+        remedy="write the computation for the whole batch: most operators take leading batch dims as they are"
+        if is_batch
+        else "write the derivative with ordinary operators, or an autograd.Function; or take it outside forward",
+    )
 
 
 def is_assertion(node: fx.Node) -> bool:

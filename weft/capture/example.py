@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, relative
 from weft.errors import CaptureError
 from weft.runtime.weights.precision import Precision
+
+RAGGED_REMEDY = "pass a padded batch and a mask or lengths, and mask what is padding (torch.where, key_padding_mask)"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Example:
 def flatten_example(module: nn.Module, example: Any) -> Example:
     """The example as leaves; refuses what forward does not take and tensors without values."""
     args, kwargs = split_example(example)
+    refuse_ragged(args, kwargs)
     register_dataclasses((args, kwargs))
     found, spec = pytree.tree_flatten_with_path((args, kwargs))
     pairs: list[tuple[Any, Any]] = list(found)
@@ -69,6 +73,14 @@ def flatten_example(module: nn.Module, example: Any) -> Example:
         wheres.append(where)
         names.append(".".join([top, *(key_name(key) for key in path[2:])]))
     return Example(tuple(leaf for _, leaf in pairs), spec, tuple(tensors), tuple(wheres), tuple(names))
+
+
+def refuse_ragged(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Packed sequences and nested tensors have rows of lengths that only their values tell."""
+    for leaf in pytree.tree_leaves((args, dict(kwargs)), is_leaf=lambda one: isinstance(one, PackedSequence)):
+        if isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.is_nested):
+            kind = "packed sequence" if isinstance(leaf, PackedSequence) else "nested tensor"
+            raise CaptureError(f"the example holds a {kind}: its shape depends on values", remedy=RAGGED_REMEDY)
 
 
 def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.capture.example import RAGGED_REMEDY
 from weft.capture.source import place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
@@ -175,10 +176,9 @@ class Listener(TorchFunctionMode):
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, in our way where the trace needs another."""
         if func in REFUSED:
+            what, remedy = REFUSED[func]
             raise CaptureError(
-                f"forward {REFUSED[func]}, which a graph of the forward does not hold",
-                place=place_here(),
-                remedy="an autograd.Function with that backward, or do it outside forward",
+                f"forward {what}, which a graph of the forward does not hold", place=place_here(), remedy=remedy
             )
         if func in LESS and len(args) == 2 and self.is_never_less(*args):
             return False
@@ -206,11 +206,13 @@ class Listener(TorchFunctionMode):
 
 LESS = (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less)
 REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-REFUSED: Mapping[Any, str] = {
-    torch.Tensor.register_hook: "registers a gradient hook",
-    torch.Tensor.backward: "calls backward",
-    torch.autograd.grad: "calls torch.autograd.grad",
-    torch.autograd.backward: "calls torch.autograd.backward",
+GRADIENT_REMEDY = "an autograd.Function with that backward, or do it outside forward"
+REFUSED: Mapping[Any, tuple[str, str]] = {
+    torch.Tensor.register_hook: ("registers a gradient hook", GRADIENT_REMEDY),
+    torch.Tensor.backward: ("calls backward", GRADIENT_REMEDY),
+    torch.autograd.grad: ("calls torch.autograd.grad", GRADIENT_REMEDY),
+    torch.autograd.backward: ("calls torch.autograd.backward", GRADIENT_REMEDY),
+    torch._pack_padded_sequence: ("packs a sequence (its shape depends on values)", RAGGED_REMEDY),
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -37,6 +38,12 @@ def refuse_modules(module: nn.Module) -> None:
                 place=f"module {path or 'itself'}",
                 remedy="remove them before capture (handle.remove()); to change gradients, put an autograd.Function "
                 "into forward",
+            )
+        if any(map(is_lazy, (*vars(sub)["_parameters"].values(), *vars(sub)["_buffers"].values()))):
+            raise CaptureError(
+                f"the module {label} has parameters without a shape: they get one in its first forward",
+                place=f"module {path or 'itself'}",
+                remedy="run forward once, model(*example), or name the sizes (nn.Linear instead of nn.LazyLinear)",
             )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:

@@ -6,14 +6,16 @@ change. Interrupts pass through.
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import UserError
+from torch._dynamo.exc import UncapturedHigherOrderOpError, UserError
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,
@@ -21,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
 )
 
-from weft.capture.example import forward_place
-from weft.capture.source import place_here, place_of_error
+from weft.capture.example import RAGGED_REMEDY, forward_place
+from weft.capture.source import TORCH, place_here, place_of_error
 from weft.errors import CaptureError
 
 BRANCH_REMEDY = (
@@ -94,6 +96,16 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
             place=place,
             remedy=BRANCH_REMEDY,
         )
+    if is_nested(error):
+        return CaptureError(
+            "forward makes a nested tensor, which a graph does not hold", place=place, remedy=RAGGED_REMEDY
+        )
+    if isinstance(error, UncapturedHigherOrderOpError):
+        return CaptureError(
+            "forward calls torch.cond or another operator that takes functions: only the one that runs is known",
+            place=place,
+            remedy=BRANCH_REMEDY,
+        )
     if isinstance(error, TypeError) and any(word in first for word in ("SymFloat", "SymInt", "SymBool")):
         return CaptureError(NUMBER, place=place, remedy=NUMBER_REMEDY)
     if DEVICE.search(first):
@@ -124,6 +136,12 @@ def is_data_dependent(error: BaseException) -> bool:
     )
     words = ("data-dependent", "unbacked", "_local_scalar_dense", "Cannot cast FakeTensor", "aten.item")
     return isinstance(error, kinds) or any(word in str(error) for word in words)
+
+
+def is_nested(error: BaseException) -> bool:
+    """Whether a nested tensor was being made, or computed with."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "_nested_" in str(error) or any(f"{TORCH}nested{os.sep}" in frame.filename for frame in frames)
 
 
 def is_constraint(error: BaseException) -> bool:
