@@ -118,7 +118,7 @@ class Programs:
         return subject if batch is None else replace(subject, example=as_example(batch))
 
     def _whole(self, subject: Subject, wanted: Wanted) -> Content:
-        """The program for other modes. A batch of other arguments gets all that the forward returns."""
+        """The program for other modes. In evaluation a batch of other arguments gets all that the forward returns."""
         plan = self._plan
         if isinstance(plan, Plan):
             # a Plan is about the graph of training: what it says is said again, of this one
@@ -130,7 +130,7 @@ class Programs:
                     plan,
                     self._devices,
                     folder=self._cache,
-                    outputs=self._outputs if wanted.batch is None else "any",
+                    outputs=self._outputs if wanted.batch is None or "" in wanted.modes else "any",
                     like=self._trained,
                 )
             ).files

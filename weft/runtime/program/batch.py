@@ -2,7 +2,8 @@
 
 In: positional and keyword arguments, as for the original module. Out: its tensors in the order of the program's
 inputs. A batch of another form, shape or dtype than the example's is refused, with the difference, and so is
-another value of an argument that is no tensor: the program was made for that one. Dims that were marked in the example
+another value of an argument that is no tensor: the program was made for that one, and another may be made for another
+flag or word (`other_flags`). Dims that were marked in the example
 may have other sizes, if the program serves them.
 """
 
@@ -65,7 +66,7 @@ class Form:
             raise OtherForm(f"the batch has another form than the example: {given}; the example has {wanted}")
         for number, (leaf, text) in enumerate(zip(leaves, self.leaves, strict=True)):
             if text and (isinstance(leaf, Tensor) or repr(leaf) != text):
-                raise OtherForm(f"argument {number} of the batch is {leaf!r}, in the example it is {text}")
+                raise OtherForm(_other_value(number, leaf, text))
         for at, where, shape, dtype in self.tensors:
             _check_kind(leaves[at], where, shape, dtype)
         sizes = {one.name: int(leaves[one.leaf].shape[one.dim]) for one in self.sizes}
@@ -75,6 +76,18 @@ class Form:
         if reason := refused(self.sizes, self.guards, sizes):
             raise BatchMismatch(reason)
         return [leaves[at] for at, _, _, _ in self.tensors]
+
+    def other_flags(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """True for a batch of the example's form in which a flag or word is another: a program may be made for it."""
+        if not any(self.leaves):
+            return False
+        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
+        leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
+        if str(spec) != self.spec or len(leaves) != len(self.leaves):
+            return False
+        pairs = zip(leaves, self.leaves, strict=True)
+        others = [leaf for leaf, text in pairs if text and (isinstance(leaf, Tensor) or repr(leaf) != text)]
+        return bool(others) and all(isinstance(leaf, bool | str | None) for leaf in others)
 
     def _shapes(self, leaves: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[Dim, ...]]:
         """What is wanted of each tensor, with as many rows as the first that has some."""
@@ -94,6 +107,14 @@ class Form:
         sizes = tuple(FreeSize(**one) for one in found["sizes"])
         guards = tuple(Guard(**one) for one in found["guards"])
         return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards)
+
+
+def _other_value(number: int, leaf: Any, text: str) -> str:
+    """What is wrong with an argument that is no tensor."""
+    said = f"argument {number} of the batch is {leaf!r}, in the example it is {text}"
+    if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+        return f"{said}: a number is part of the program; pass one that changes as a tensor, torch.tensor({leaf!r})"
+    return said
 
 
 def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> None:

@@ -124,7 +124,8 @@ class Parallel(OneRank):
     def known_flow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
         """The program for a batch, if there is one."""
         modes = self.modes
-        if self.training and (modes == self._surface.modes or not self._flow.is_whole):
+        is_trained = modes == self._surface.modes and not self._flow.form.other_flags(args, kwargs)
+        if self.training and (is_trained or not self._flow.is_whole):
             return self._flow
         found = [flow for others, flow in self._others if others == modes]
         if modes == self._surface.modes and self._flow.is_whole:
@@ -132,7 +133,8 @@ class Parallel(OneRank):
         return next((flow for flow in found if flow.fits(args, kwargs)), None)
 
     def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
-        """The program for a batch; in evaluation one is made if its arguments are others than any program's."""
+        """The program for a batch. One is made if no program has its arguments: in training for other flags and words,
+        in evaluation for all."""
         if not self._has_program():
             self._made(None)
         flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
