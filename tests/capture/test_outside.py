@@ -112,6 +112,24 @@ def test_state_outside_the_module_is_refused(habit: Callable[..., Any], words: s
     assert (CALLS, NUMBERS, LOG, Base.calls) == (0, {"n": 0}, [], 0), "all is as it was"
 
 
+@pytest.mark.parametrize(
+    ("habit", "line"),
+    [
+        (counts, "next(COUNT)"),
+        (counts_globally, "CALLS += 1"),
+        (counts_in_its_class, "Base.calls += 1"),
+        (counts_in_a_dict, 'NUMBERS["n"] += 1'),
+        (counts_in_a_default, "calls.append(1)"),
+        (logs, "LOG.append(1.0)"),
+    ],
+)
+def test_the_line_that_changes_it_is_named(habit: Callable[..., Any], line: str) -> None:
+    kind = type("Habit", (Base,), {"factor": habit, "__module__": __name__})
+    with pytest.raises(CaptureError) as caught:
+        weft.capture(kind(), (torch.randn(8, 4),))
+    assert line in caught.value.place
+
+
 def test_what_is_said_once_may_be_said() -> None:
     class Once(Base):
         def factor(self, x: Tensor) -> Any:

@@ -8,15 +8,17 @@ user's code alone: torch calls are compared, and answered with what they returne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from weft.capture.example import forward_place
 from weft.capture.source import place_here
 from weft.capture.tracing.surroundings import Surroundings
+from weft.capture.tracing.watch import Watch, blame
 from weft.errors import CaptureError
 
 Heard = tuple[Any, ...]
@@ -107,13 +109,22 @@ def _own(result: Any) -> Any:
 
 
 @contextmanager
-def unchanged(surroundings: Surroundings, place: str) -> Iterator[None]:
-    """While this is entered, nothing around the module may change."""
+def unchanged(surroundings: Surroundings, watch: Watch, again: Callable[[], Any]) -> Iterator[None]:
+    """While this is entered, nothing around the module may change. `again` runs forward, to find the line."""
+
+    def rerun() -> None:
+        # it may differ once more
+        with suppress(CaptureError):
+            again()
+
     try:
         yield
     finally:
         # what counts also makes a second forward differ: that it counts says more
-        if (name := surroundings.changed()) is not None:
+        if (found := surroundings.changed()) is not None:
+            name, state = found
             raise CaptureError(
-                f"forward changes {name}, outside the module: the change would be lost", place=place, remedy=REMEDY
+                f"forward changes {name}, outside the module: the change would be lost",
+                place=blame(rerun, state, watch.packages()) or forward_place(watch.module),
+                remedy=REMEDY,
             )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
-from functools import _lru_cache_wrapper
+from collections.abc import Callable, Iterator, Mapping
+from functools import _lru_cache_wrapper, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, package_of
-from weft.capture.tracing.watch import CONTAINERS, PLAIN, refill
+from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint
 
-SIMPLE = (*PLAIN, float)
 COUNTED = (itertools.count, *CONTAINERS)
+DEPTH = 3
+"""Of containers that are looked into."""
 
 
 class Surroundings:
@@ -34,26 +35,26 @@ class Surroundings:
         self._spaces = list(_namespaces(module))
         self._caches = [(one, one.cache_info().misses) for _, _, space in self._spaces for one in _caches(space)]
         self._held = {label: _seen(space) for label, _, space in self._spaces}
-        self._copies = {id(one): (one, one.copy()) for space in self._held.values() for one in _containers(space)}
+        self._containers = Containers(value for space in self._held.values() for value, _ in space.values())
 
     def again(self) -> Surroundings:
         """The state now."""
         return Surroundings(self._module)
 
-    def changed(self) -> str | None:
-        """What is not as it was and holds no cache; None if all is."""
+    def changed(self) -> tuple[str, Callable[[], Any]] | None:
+        """The name of what is not as it was and holds no cache, and what gives its fingerprint; None if all is."""
         for label, _, space in self._spaces:
             for name, (value, print_) in self._held[label].items():
                 now = space.get(name, value)
-                if type(now) not in (*SIMPLE, *COUNTED) or (now is value and self._is_cache(value)):
+                if type(now) not in (*PLAIN, *COUNTED) or (now is value and self._is_cache(value)):
                     continue
                 if _print(now) != print_:
-                    return f"{label}.{name}" if label else name
+                    return (f"{label}.{name}" if label else name), partial(_printed, space, name)
         return None
 
     def clear_caches(self) -> None:
         """Take out what was put into caches; functions cache nothing of what they cached meanwhile."""
-        for held, copy in self._copies.values():
+        for held, copy in self._containers:
             if isinstance(held, dict) and self._is_cache(held):
                 for key in [key for key in held if key not in copy and _holds_tensor(held[key])]:
                     del held[key]
@@ -65,16 +66,14 @@ class Surroundings:
         """Give plain values and containers back what they held."""
         for label, owner, space in self._spaces:
             for name, (value, print_) in self._held[label].items():
-                if owner is not None and type(value) in SIMPLE and _print(space.get(name, value)) != print_:
+                if owner is not None and type(value) in PLAIN and _print(space.get(name, value)) != print_:
                     setattr(owner, name, value)
-        for held, copy in self._copies.values():
-            if _identity(held) != _identity(copy):
-                refill(held, copy)
+        self._containers.restore()
         self.clear_caches()
 
     def _is_cache(self, held: Any) -> bool:
         """True for a dict whose old entries are as they were, and for a set that only grew."""
-        _, copy = self._copies.get(id(held), (held, held))
+        copy = self._containers.before(held)
         if isinstance(held, dict):
             return all(key in held and _print(held[key]) == _print(value) for key, value in copy.items())
         return isinstance(held, set) and copy <= held
@@ -128,33 +127,21 @@ def _seen(space: Space) -> dict[str, tuple[Any, Any]]:
 
 
 def _is_seen(name: str, value: Any) -> bool:
-    return type(value) in (*SIMPLE, *COUNTED) and not (name.startswith("__") and name.endswith("__"))
-
-
-def _containers(seen: Mapping[str, tuple[Any, Any]]) -> Iterator[Any]:
-    return (value for value, _ in seen.values() if isinstance(value, CONTAINERS))
+    return type(value) in (*PLAIN, *COUNTED) and not (name.startswith("__") and name.endswith("__"))
 
 
 def _caches(space: Space) -> Iterator[Any]:
     return (value for value in list(space.values()) if isinstance(value, _lru_cache_wrapper))
 
 
-def _print(value: Any, depth: int = 3) -> Any:
-    """Compares equal if the value does: plain values, also in containers; other objects are known by identity."""
-    if type(value) is itertools.count or type(value) in SIMPLE:
-        return type(value), repr(value)
-    if depth == 0 or not isinstance(value, (*CONTAINERS, tuple)):
-        return type(value), id(value)
-    if isinstance(value, dict):
-        return dict, [(_print(key, depth - 1), _print(item, depth - 1)) for key, item in value.items()]
-    found = [_print(item, depth - 1) for item in value]
-    return type(value), sorted(map(str, found)) if isinstance(value, set) else found
+def _printed(space: Space, name: str) -> Any:
+    return _print(space.get(name))
+
+
+def _print(value: Any) -> Any:
+    """Other objects than values and containers of them are known by identity."""
+    return fingerprint(value, DEPTH, objects=False)
 
 
 def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def _identity(held: Any) -> list[Any]:
-    """The objects in a container."""
-    return [(key, id(value)) for key, value in held.items()] if isinstance(held, dict) else [id(one) for one in held]

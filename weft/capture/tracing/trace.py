@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from torch.fx.proxy import TracerBase
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.capture.example import Example, Output, dynamic_shapes, flatten_output, forward_place
+from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
 from weft.capture.source import is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept
@@ -126,8 +127,9 @@ class Traced(nn.Module):
                 after = Watch(self.module)
                 watch.restore()
                 surroundings.clear_caches()
-                with translating(self.module), unchanged(surroundings.again(), forward_place(self.module)):
-                    self.found.repeat(run)
+                repeat = partial(self.found.repeat, run)
+                with translating(self.module), unchanged(surroundings.again(), watch, repeat):
+                    repeat()
                 after.restore()
             for old, new in watch.updates():
                 with torch.no_grad():

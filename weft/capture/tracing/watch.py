@@ -20,17 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import forward_file, forward_place
 from weft.capture.source import is_users, package_of, place_of
+from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint, refill
 from weft.capture.tracing.modules import computed_attributes
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
 
-DEPTH = 5
-PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex)
-CONTAINERS = (list, dict, set, deque)
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 
 Key = tuple[str, str]
@@ -49,7 +46,7 @@ class Watch:
         self.values: dict[Key, Any] = {}
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
-        self.copies = {key: value.copy() for key, value in self.attributes.items() if isinstance(value, CONTAINERS)}
+        self.containers = Containers(self.attributes.values())
         self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
         self.hooks = dict(hooks_of(module))
         self.random = random_states()
@@ -68,8 +65,7 @@ class Watch:
                 del modules[key[0]].__dict__[key[1]]
         for (path, name), value in self.attributes.items():
             modules[path].__dict__[name] = value
-            if (path, name) in self.copies and fingerprint(value) != self.prints[path, name]:
-                refill(value, self.copies[path, name])
+        self.containers.restore()
         for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
             for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
                 del modules[path].__dict__[kind][name]
@@ -213,7 +209,7 @@ def holds_symbol(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """A number, word or flag, or nothing."""
-    return type(value) in (*PLAIN, float)
+    return type(value) in PLAIN
 
 
 def is_plain_object(value: Any) -> bool:
@@ -222,48 +218,10 @@ def is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not is_known
 
 
-def refill(container: Any, saved: Any) -> None:
-    """Give a list, dict or set its old contents."""
-    container.clear()
-    container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
-
-
 def tensors_of(module: nn.Module, kind: str) -> Iterator[tuple[Key, torch.Tensor | None]]:
     for path, sub in module.named_modules():
         for name, tensor in list(vars(sub)[kind].items()):
             yield (path, name), tensor
-
-
-def fingerprint(value: Any, depth: int = DEPTH) -> Any:
-    """Something that compares equal exactly if the value is, as far as a forward could have changed it."""
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if kind is float:
-        return kind, repr(value)
-    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
-        return kind, id(value)
-    if isinstance(value, dict):
-        items = tuple((fingerprint(key, depth - 1), fingerprint(item, depth - 1)) for key, item in value.items())
-        return kind, items
-    if isinstance(value, list | tuple | deque):
-        return kind, tuple(fingerprint(item, depth - 1) for item in value)
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(fingerprint(item, depth - 1) for item in value)
-    return kind, id(value), object_state(value, depth)
-
-
-def object_state(value: Any, depth: int) -> Any:
-    """The state of a generator; the attributes of any other object."""
-    if isinstance(value, torch.Generator):
-        with _disable_current_modes():
-            return bytes(value.get_state().numpy())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if type(value).__module__.startswith("numpy"):
-        return repr(getattr(getattr(value, "bit_generator", value), "state", None))
-    inner = getattr(value, "__dict__", None)
-    return None if inner is None else fingerprint(dict(inner), depth - 1)
 
 
 def random_states() -> tuple[Any, ...]:
