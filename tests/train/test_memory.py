@@ -203,6 +203,50 @@ def test_train_has_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "100 KiB are allowed" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
 
 
+WIDE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def model():
+    return Net()
+
+
+def example():
+    return torch.zeros(4, 4096)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory cannot be reset here")
+def test_a_limit_is_checked_before_a_weight_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "wide.py"
+    path.write_text(WIDE)
+    options = ["train", str(path), "--plan", "dp=2", "--memory-limit", "1GiB", "--cache", str(tmp_path / "cache")]
+    most_memory()
+    before = most_memory()
+    assert main(options) == 2
+    assert "1 GiB are allowed: optimizer state 1.5 GiB, parameters 768 MiB" in capsys.readouterr().err
+    assert most_memory() - before < 256 << 20, "the weights are 768 MiB"
+
+
+def most_memory() -> int:
+    """The most that this process has held since the last call."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(line.split()[1]) * 1024
+
+
 def test_show_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(GPT), "--plan", "dp=2,zero=3", "--memory", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     # what the user's code prints is not what was asked for
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
-        subject = load_model_file(options.file)
+        subject = load_model_file(options.file, hollow=0)
         status.update("capturing the model")
         graph = capture_subject(subject)
         status.update("looking up rules")

@@ -76,8 +76,8 @@ def check_on_parts(subject: Subject, cut: Mapping[str, int]) -> None:
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     if not trained:
         return
-    # on copies: some optimizers change their parameters when they are made
-    made = make_optimizer(subject, [nn.Parameter(one.detach().clone()) for one in trained])
+    # not on the parameters: some optimizers change them when they are made. Memory that nobody touches costs nothing
+    made = make_optimizer(subject, [nn.Parameter(torch.empty_like(one)) for one in trained])
     if not cut:
         return
     with Float64Mode():
