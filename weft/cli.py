@@ -14,8 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -24,6 +23,7 @@ from rich.console import Console
 from weft import __version__
 from weft.commands.console import plain_console
 from weft.commands.options import COMMANDS
+from weft.commands.usage import Parser
 from weft.errors import WeftError
 
 FAILED, INTERRUPTED = 2, 130
@@ -39,11 +39,10 @@ weft COMMAND --help says more, with examples. weft completion bash|zsh|fish comp
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    with _usage(sys.argv[1:] if argv is None else argv):
-        options = make_parser().parse_args(argv)
-    if options.debug:
-        return _run(options)
-    with _Told(json=options.json) as told:
+    words = sys.argv[1:] if argv is None else argv
+    with _Told(json="--json" in words) as told:
+        options = make_parser().parse_args(words)
+        told.debug = options.debug
         told.code = _run(options)
     if told.code == INTERRUPTED:
         _leave()
@@ -59,14 +58,14 @@ def _leave() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="weft",
-        description="Draws one single-device PyTorch model across many devices, to the same numbers.",
+        description="Runs a single-device PyTorch model on many devices, to the same numbers.",
         epilog=TOUR,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.parser(commands).set_defaults(module=command.module, parser=parser)
     return parser
@@ -84,6 +83,7 @@ class _Told:
     """Tells errors to the user instead of letting a stack trace out."""
 
     json: bool = False
+    debug: bool = False
     code: int = FAILED
     console: Console = field(default_factory=lambda: plain_console(stderr=True))
 
@@ -93,6 +93,8 @@ class _Told:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self.debug:
+            return False
         match error:
             case WeftError():
                 self.code = error.exit_code
@@ -119,17 +121,6 @@ class _Told:
 
 def _error_json(error: str, place: str, remedy: str) -> str:
     return json.dumps({"error": error, "at": place, "try": remedy})
-
-
-@contextmanager
-def _usage(argv: Sequence[str]) -> Iterator[None]:
-    """A command line that is not understood is told on stderr by argparse; with --json on stdout too."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code == FAILED and "--json" in argv:
-            print(_error_json("the command line is not understood", f"weft {' '.join(argv)}", "weft --help"))
-        raise
 
 
 if __name__ == "__main__":

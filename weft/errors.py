@@ -2,10 +2,12 @@
 
 Every error that a user can cause derives from `WeftError`. It prints as three short lines: the fact with the
 offending value, the place (the user's source line, a plan line, a file), and the remedy. Internal faults are
-plain `assert`s: they are ours, not the user's.
+plain `assert`s: they are ours, not the user's. `did_you_mean` finds what a misspelt word was to be.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class WeftError(Exception):
@@ -55,3 +57,28 @@ class ModelFileError(WeftError):
 
 class RunError(WeftError):
     """A rank failed while a Program ran; the others were stopped."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'dp'? `, or nothing if no known word is near.
+
+    >>> did_you_mean("pd", ["tp", "pp", "dp"]), did_you_mean("cosin", ["linear", "cosine"]), did_you_mean("x", ["dp"])
+    ("did you mean 'dp'? ", "did you mean 'cosine'? ", '')
+    """
+    far = {one: _distance(word, one) for one in known}
+    near = min(far, key=lambda one: far[one], default="")
+    return f"did you mean {near!r}? " if near and far[near] <= max(1, (len(word) + 1) // 3) < len(near) else ""
+
+
+def _distance(a: str, b: str) -> float:
+    """Letters to insert, drop or replace; two that changed places count half, which people mistype most."""
+    rows: list[list[float]] = [list(map(float, range(len(b) + 1)))]
+    for i, letter in enumerate(a, 1):
+        row = [float(i)]
+        for j, other in enumerate(b, 1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
+            if i > 1 and j > 1 and (letter, a[i - 2]) == (b[j - 2], other) and letter != other:
+                best = min(best, rows[-2][j - 2] + 0.5)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]

@@ -246,7 +246,7 @@ def test_bad_input(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     write(case)
     before, processes = set(tmp_path.rglob("*")), set(multiprocessing.active_children())
-    code = run(command_line(case))
+    code = main(command_line(case))
     told = capfd.readouterr().err
     assert code == 2, told
     assert "error:" in told and "Traceback" not in told and "fault in Weft" not in told, told
@@ -275,14 +275,6 @@ def command_line(case: Case) -> list[str]:
         return case.argv.split()
     devices = [] if case.devices is None else ["--devices", str(case.devices)]
     return ["verify", "net.py", "--plan", "plans.py:plan" if case.lines else case.plan, *devices, "--json"]
-
-
-def run(argv: list[str]) -> int:
-    """The exit code; argparse leaves by an exception."""
-    try:
-        return main(argv)
-    except SystemExit as end:
-        return int(str(end.code))
 
 
 def test_there_are_sixty() -> None:

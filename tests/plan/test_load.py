@@ -275,3 +275,15 @@ def test_bad_lines_name_their_place(line: dict[str, object], message: str, tmp_p
 def test_saving_needs_a_directory(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no directory"):
         save_plan(Plan(GRAPH, 1), tmp_path / "none" / "plan.yaml")
+
+
+def test_a_plan_is_saved_under_a_name_that_is_read(tmp_path: Path) -> None:
+    for name in ("plan.json", "p.plan", "plan"):
+        with pytest.raises(PlanError, match=r"end in .yaml or .yml"):
+            save_plan(Plan(GRAPH, 2), tmp_path / name)
+        assert not (tmp_path / name).exists()
+    for text in ("plan.json", str(tmp_path / "p.plan")):
+        with pytest.raises(PlanError, match=r"is no plan file: the names of plan files end in .yaml or .yml"):
+            load_plan(text, GRAPH)
+    save_plan(Plan(GRAPH, 2), tmp_path / "plan.yml")
+    assert load_plan(str(tmp_path / "plan.yml"), GRAPH) == Plan(GRAPH, 2)

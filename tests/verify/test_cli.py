@@ -106,10 +106,40 @@ def test_missing_model_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     "argv", [[], ["verify"], ["verify", "net.py"], ["verify", "net.py", "--plan", "p", "--devices", "0"]]
 )
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    assert "usage: weft" in capsys.readouterr().err
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and f"  at: {' '.join(('weft', *argv))}\n  try: " in err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    {
+        "tarin net.py --plan dp=2": "did you mean 'train'?",
+        "train net.py --plan dp=2 --stpes 3": "did you mean '--steps'?",
+        "train net.py --plna dp=2": "did you mean '--plan'?",
+        "train net.py --plan dp=2 -steps 3": "did you mean '--steps'?",
+        "train net.py --plan dp=2 --schedule cosin": "did you mean 'cosine'?",
+        "show net.py --memroy --plan dp=2": "did you mean '--memory'?",
+        "completion bsh": "did you mean 'bash'?",
+        "train net.py": "--plan dp=2 (each device takes half of the batch)",
+        "verify net.py": "or --program DIR",
+        "show net.py --devices 2": "plan.yaml",
+    }.items(),
+)
+def test_what_is_misspelt_or_missing(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_may_be_cut_short(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    answers(EQUAL)
+    assert main(["verify", "net.py", "--pl=dp=2", "--dev", "2", "--seed", "-1"]) == 0
+
+
+@pytest.mark.parametrize(("plan", "told"), [("pd=2", "'dp'"), ("t=2", "'tp'"), ("dp=2,zreo=1", "'zero'")])
+def test_misspelt_settings(plan: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(Path(__file__).parents[2] / "examples" / "mlp.py"), "--plan", plan]) == 2
+    assert f"did you mean {told}?" in capsys.readouterr().err
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
@@ -123,9 +153,8 @@ def test_errors_are_json_too(answers, capsys: pytest.CaptureFixture[str]) -> Non
     answers(AssertionError("two parts overlap"))
     assert main(["verify", "net.py", "--plan", "dp=2", "--json"]) == 2
     assert last_line(capsys)["error"] == "AssertionError: two parts overlap"
-    with pytest.raises(SystemExit):
-        main(["verify", "net.py", "--json"])
-    assert "not understood" in str(last_line(capsys)["error"])
+    assert main(["verify", "net.py", "--json"]) == 2
+    assert last_line(capsys)["error"] == "weft verify needs a plan"
 
 
 def test_what_the_user_prints_does_not_break_json(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from weft.errors import PlanError
 from weft.ir.graph import Graph
 from weft.ops.coverage import NONE, Coverage, Kind, coverage, show_share, unruled_warnings
 from weft.plan.divided import Divided, Rest, divided
-from weft.plan.load import SUFFIXES
+from weft.plan.plan_file import SUFFIXES
 from weft.plan.recipes.text import parse_recipe
 
 HEADS = ("operator", "count", "flops", "bytes", "rule", "from", "means")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.capture.example import find_loss
 from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
-from weft.errors import ModelFileError, WeftError
+from weft.errors import ModelFileError, WeftError, did_you_mean
 from weft.plan.batch import BatchDims
 from weft.runtime.operators.custom import as_module, keep, kept_name
 from weft.runtime.start.initialise import Start, begin
@@ -95,8 +95,9 @@ def load_model_file(path: str | Path, *, hollow: int | None = None) -> Subject:
         return Subject(**vars(load_hugging_face(str(path), hollow=hollow is not None)))
     path = Path(path)
     if not path.is_file():
+        near = did_you_mean(path.name, sorted(one.name for one in path.parent.glob("*.py")))
         raise ModelFileError(
-            f"no model file {str(path)!r}", remedy="give the path of a Python file with model() and example()"
+            f"no model file {str(path)!r}", remedy=f"{near}give the path of a Python file with model() and example()"
         )
     if path.suffix != ".py":
         raise ModelFileError(f"{str(path)!r} is not a Python file", remedy="give a file whose name ends in .py")

@@ -8,13 +8,12 @@ with what was found.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from weft.errors import RuleError
+from weft.errors import RuleError, did_you_mean
 from weft.ir.graph import Graph, Op
 from weft.ops.arguments import family
 from weft.ops.rule import Rule
@@ -68,12 +67,11 @@ def _content(said: Stated, function: Any) -> str:
 def unknown(name: str, operator: str = "", place: str = "") -> RuleError:
     """The error of one who asks for an algorithm that is not there."""
     known = (OWN, *REGISTRY.names(operator))
-    near = difflib.get_close_matches(name, known, n=1)
     listed = f"known: {', '.join(known)}; weft.register_algorithm adds one"
     return RuleError(
         f"no algorithm{f' of {operator}' if operator else ''} is called {name!r}",
         place=place,
-        remedy=(f"did you mean {near[0]!r}? " if near else "") + listed,
+        remedy=did_you_mean(name, known) + listed,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from weft.errors import PlanError
+from weft.errors import PlanError, did_you_mean
 from weft.ir.schedule import Pipeline, Schedule
 from weft.order.check import check_schedule
 from weft.order.pattern import interlaced
@@ -56,7 +56,9 @@ NAMES = tuple(SCHEDULES)
 def named(name: str) -> Named:
     """The schedule of a name."""
     if name not in SCHEDULES:
-        raise PlanError(f"no schedule is called {name!r}", remedy=f"schedules: {', '.join(NAMES)}")
+        raise PlanError(
+            f"no schedule is called {name!r}", remedy=f"{did_you_mean(name, NAMES)}schedules: {', '.join(NAMES)}"
+        )
     return SCHEDULES[name]
 
 

@@ -18,10 +18,8 @@ from weft.errors import PlanError, WeftError
 from weft.ir.graph import Graph
 from weft.plan.batch import BatchDims
 from weft.plan.plan import Plan
-from weft.plan.plan_file import read_plan
+from weft.plan.plan_file import ENDS, SUFFIXES, read_plan
 from weft.plan.recipes.text import check_devices, parse_recipe
-
-SUFFIXES = (".yaml", ".yml")
 
 
 def load_plan(text: str, graph: Graph, devices: int | None = None, *, batch_dims: BatchDims | None = None) -> Plan:
@@ -38,12 +36,22 @@ def load_plan(text: str, graph: Graph, devices: int | None = None, *, batch_dims
         return _from_function(Path(path), function, graph, devices)
     if text.endswith(SUFFIXES):
         return _same_devices(read_plan(Path(text), graph), devices, text)
+    if _is_other_file(text):
+        raise PlanError(
+            f"{text!r} is no plan file: {ENDS}", remedy="give it such a name, or write a recipe such as dp=2"
+        )
     if text.endswith(".py"):
         raise PlanError(f"{text} names no function", remedy=f"write {text}:FUNCTION")
     if not text.strip():
         raise PlanError("the plan is empty", remedy="give a recipe string, a plan file, or path.py:function")
     recipe = parse_recipe(text)
     return recipe.write(Plan(graph, check_devices(recipe, devices, text)), batch_dims=batch_dims)
+
+
+def _is_other_file(text: str) -> bool:
+    """True for what can only be meant as a file: no setting has dots or slashes before its value."""
+    path = Path(text)
+    return path.suffix != ".py" and (path.is_file() or ("=" not in text and ("." in text or "/" in text)))
 
 
 def _same_devices(plan: Plan, devices: int | None, text: str) -> Plan:

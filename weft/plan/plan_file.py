@@ -37,6 +37,8 @@ from weft.plan.primitives import CopyOver, CutBy, RecomputeMark, Transform, algo
 from weft.plan.select import Selection, fold
 
 VERSION = 1
+SUFFIXES = (".yaml", ".yml")
+ENDS = f"the names of plan files end in {' or '.join(SUFFIXES)}"
 KINDS = {int: "whole number", list: "list"}
 """What the types of fields are called in errors."""
 
@@ -44,6 +46,10 @@ KINDS = {int: "whole number", list: "list"}
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan to a file; an older file stays until the new one is whole."""
     target = Path(path)
+    if target.suffix not in SUFFIXES:
+        raise PlanError(
+            f"{str(target)!r} is no name to load a plan by: {ENDS}", remedy=str(target.with_suffix(SUFFIXES[0]))
+        )
     if not target.parent.is_dir():
         raise PlanError(f"there is no directory {target.parent}", remedy="make it, or save the plan elsewhere")
     content = {

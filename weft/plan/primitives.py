@@ -12,13 +12,12 @@ gradients of one block and micro-batch).
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from weft.errors import PlanError
+from weft.errors import PlanError, did_you_mean
 from weft.ir.graph import Op
 from weft.ir.oplayout import Copied, Cut, Use
 from weft.ir.schedule import PHASES, Before, Event, Micro
@@ -278,11 +277,10 @@ def _operator(op: Op) -> str:
 def _name_of(transform: CutBy, op: Op, rule: Rule) -> str:
     name = transform.name if isinstance(transform.name, str) else _name_at(transform.name, op, rule)
     if name not in rule.sizes or name not in rule.names:
-        near = difflib.get_close_matches(name, rule.names, n=1)
         raise PlanError(
             f"{_operator(op)} has names {' '.join(rule.names) or '(none)'}, not {name!r}",
             place=op.place,
-            remedy=(f"did you mean {near[0]!r}? " if near else "") + _cuttable(rule),
+            remedy=did_you_mean(name, rule.names) + _cuttable(rule),
         )
     if name in rule.frozen and transform.size > 1:
         raise PlanError(

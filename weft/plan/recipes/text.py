@@ -13,12 +13,11 @@ impossible settings, and combinations that mean nothing, are refused with the ne
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from weft.errors import PlanError
+from weft.errors import PlanError, did_you_mean
 from weft.plan.batch import BatchDims
 from weft.plan.plan import Plan
 from weft.plan.primitives import placed
@@ -217,10 +216,9 @@ def _check_key(key: str) -> None:
     known = f"available: {', '.join(KEYS)}"
     if key in LATER:
         raise PlanError(f"{key} is not available in this version", remedy=known)
-    near = difflib.get_close_matches(key, (*KEYS, *LATER), n=1, cutoff=0.5)
     raise PlanError(
         f"{key!r} is no setting of a recipe" if key else "a setting is empty",
-        remedy=f"did you mean {near[0]!r}? {known}" if near else known,
+        remedy=did_you_mean(key, (*KEYS, *LATER)) + known,
     )
 
 
