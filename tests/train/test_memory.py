@@ -248,7 +248,11 @@ def most_memory() -> int:
 
 
 def test_show_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(GPT), "--plan", "dp=2,zero=3", "--memory", "--json"]) == 0
+    options = ["show", str(GPT), "--plan", "dp=2,zero=3", "--memory", "--json"]
+    assert main(options) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert row["ranks"] == [0, 1] and row["measured"] is None
+    assert main([*options, "--measure"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
     assert row["ranks"] == [0, 1]
     assert row["expected"]["parameters"] == row["measured"]["parameters"] > 0

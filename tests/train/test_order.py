@@ -79,16 +79,20 @@ def test_so_are_masters(plan: str) -> None:
     check_order(found)
 
 
-def test_the_state_of_an_eager_optimizer_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=1", "dp=3,zero=3"])
+def test_the_state_of_an_eager_optimizer_goes_on_where_it_was(plan: str, has_stepped: bool) -> None:
     eager, steps = net(), [batch(seed) for seed in range(6)]
     ours = torch.optim.AdamW(eager.parameters(), lr=0.01)
     for x in steps[:3]:
         ours.zero_grad()
         eager(x).backward()
         ours.step()
-    parallel = parallel_of("dp=2", weights=eager.state_dict())
+    parallel = parallel_of(plan, weights=eager.state_dict())
     theirs = [torch.optim.AdamW(rank.parameters(), lr=0.01) for rank in parallel.ranks]
     for one in theirs:
+        if has_stepped:
+            one.step()
         one.load_state_dict(copy.deepcopy(ours.state_dict()))
     for x in steps[3:]:
         for module, optimizers in ((eager, [ours]), (parallel, theirs)):

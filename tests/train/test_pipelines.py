@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,28 @@ def test_replicas_draw_and_average() -> None:
     trained = train_file(TIED, "pp=2,microbatches=2", Settings(steps=3, devices=4, lr=1e-3))
     assert trained.replicas == 2
     assert trained.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_marked_dims_are_not_acted_upon_in_stages() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.words(tokens)).square().mean()
+
+    marked = weft.dynamic(torch.zeros(4, 6, dtype=torch.long), 0, 1)
+    with pytest.warns(UserWarning, match=r"dim 1 of tokens is marked \(weft.dynamic\), which a plan in stages"):
+        parallel = weft.parallelize(Words(), (marked,), "pp=2,microbatches=2", emulate=True, cache=None)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    parallel.train_step((marked[:3],), optimizer)
+    with pytest.raises(
+        RunError, match="other numbers of rows, and no other sizes: pad to those of the example"
+    ) as told:
+        parallel.train_step((marked[:, :5],), optimizer)
+    assert "without pp and microbatches" in str(told.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = weft.dynamic(torch.zeros(4, 6, dtype=torch.long), 0)
+        weft.parallelize(Words(), (rows,), "pp=2,microbatches=2", emulate=True, cache=None)

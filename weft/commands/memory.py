@@ -1,9 +1,10 @@
-"""`weft show FILE --plan P --memory`: bytes by kind and rank, expected next to measured.
+"""`weft show FILE --plan P --memory`: bytes by kind and rank; with `--measure`, expected next to measured.
 
 In: a compiled program and its model. Out: a table, or plain values for JSON. Expected is what the rank's code does with
 tensors without content (`train/expected.py`); measured what two steps on processes of this machine left alive
-(`train/measured.py`). Ranks of the same shapes share a row: one of them is foreseen, and of what was measured the
-largest is shown. What this machine has no memory for is not run, and that is said.
+(`train/measured.py`), which takes as long as these steps do. Ranks of the same shapes share a row: one of them is
+foreseen, and of what was measured the largest is shown. What this machine has no memory for is not run, and that is
+said.
 """
 
 from __future__ import annotations
@@ -58,28 +59,40 @@ class Memory:
         return {"memory": [row.as_json() for row in self.rows], "notes": list(self.notes)}
 
 
-def memory_of(compiled: Compiled, subject: Subject, *, say: Say = lambda text: None) -> Memory:
-    """Foresee, then measure."""
+def memory_of(compiled: Compiled, subject: Subject, *, measures: bool = False, say: Say = lambda text: None) -> Memory:
+    """Foresee, then measure if that is asked for."""
     groups, notes = alike_ranks(compiled), []
-    expected: list[Bytes | None] = [None] * len(groups)
-    say("memory: foreseeing")
+    expected: list[Bytes | None] = []
     try:
-        expected = [one.bytes for one in expect_memory(compiled.files, subject, groups)]
+        for number, group in enumerate(groups, 1):
+            say(f"foreseeing memory: {number} of {len(groups)} kinds of ranks")
+            expected += [one.bytes for one in expect_memory(compiled.files, subject, [group])]
     except Unforeseen as error:
-        notes.append(error.message)
-    needed = _needed(groups, expected, subject)
-    there = available()
-    measured: Sequence[Bytes] = ()
-    if there is not None and needed > there:
-        notes.append(f"not measured: the processes would need {show_bytes(needed)}, {show_bytes(there)} are free here")
-    else:
-        say("memory: measuring")
-        measured = measure(subject.origin, compiled.files, precision=subject.precision)
+        notes.append(f"{error.message}{'' if measures else '; --measure measures it'}")
+        expected = [None] * len(groups)
+    measured = _measured(groups, expected, compiled, subject, notes, say) if measures else ()
     rows = [
         Row(group, one, max((measured[rank] for rank in group), key=lambda each: each.peak) if measured else None)
         for group, one in zip(groups, expected, strict=True)
     ]
     return Memory(tuple(rows), tuple(notes))
+
+
+def _measured(
+    groups: Sequence[Sequence[int]],
+    expected: Sequence[Bytes | None],
+    compiled: Compiled,
+    subject: Subject,
+    notes: list[str],
+    say: Say,
+) -> Sequence[Bytes]:
+    """What each rank held; nothing, and a note, where this machine has no memory for it."""
+    needed, there = _needed(groups, expected, subject), available()
+    if there is not None and needed > there:
+        notes.append(f"not measured: the processes would need {show_bytes(needed)}, {show_bytes(there)} are free here")
+        return ()
+    say(f"measuring memory: two steps on {compiled.devices} processes")
+    return measure(subject.origin, compiled.files, precision=subject.precision)
 
 
 def _needed(groups: Sequence[Sequence[int]], expected: Sequence[Bytes | None], subject: Subject) -> int:

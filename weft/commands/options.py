@@ -137,7 +137,8 @@ SHOW = Command(
     "Without a flag: the plan by module, layers that repeat in one row, with what is cut, on which\n"
     "devices, by which collectives and how many bytes a device sends in a step.\n"
     "A plan in stages or micro-batches is shown by stage; --schedule draws its time table.\n"
-    "--memory tells the bytes of each rank by kind: what is expected, and what two steps on processes have left.\n"
+    "--memory tells the bytes that each rank will hold, by kind; --measure runs two steps on processes and tells\n"
+    "what they held beside it.\n"
     "With --code, --program or --json stdout holds that and nothing else.",
     "  weft show examples/gpt.py --plan dp=2,tp=2\n"
     "  weft show examples/gpt.py --plan dp=2,tp=2 --code | less\n"
@@ -154,8 +155,9 @@ SHOW = Command(
             flag("--code", "the generated program"),
             flag("--program", "the Program before it becomes code, one line a step"),
             flag("--schedule", "the time table of a plan in stages or micro-batches"),
-            flag("--memory", "bytes of each rank by kind, expected and measured"),
+            flag("--memory", "bytes that each rank will hold, by kind; nothing is run"),
         ),
+        flag("--measure", "with --memory: run two steps on processes too, and tell what they held"),
         option("--out", metavar="DIR", help="write the program's files there"),
         flag("--force", "with --out: overwrite a program that was edited"),
     ),

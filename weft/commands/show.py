@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.force and options.out is None:
         raise WeftError("--force says to overwrite, and nothing is written", remedy="add --out DIR")
+    if options.measure and not options.memory:
+        raise WeftError("--measure says how to find out about memory, which is not asked for", remedy="add --memory")
     if options.json and (options.code or options.program or options.schedule):
         raise WeftError("--json tells code, program and schedule too", remedy="leave out all others, or --json")
     # what the user's code prints is not what was asked for
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             links=None if options.links is None else load_links(options.links),
             say=status.update,
         )
-        memory = memory_of(compiled, subject, say=status.update) if options.memory else None
+        memory = memory_of(compiled, subject, measures=options.measure, say=status.update) if options.memory else None
     if options.out is not None:
         write(Path(options.out), compiled.files, force=options.force)
         plain_console(stderr=True).print(f"written to {options.out}")

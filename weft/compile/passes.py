@@ -22,7 +22,7 @@ from weft.capture.specialise import at_example
 from weft.codegen.sizes.sampled import Make, generate_for_sizes
 from weft.compile import cache
 from weft.compile.model_file import Subject
-from weft.compile.pieces import InPieces, is_in_pieces, lower_prepared, prepare_pieces
+from weft.compile.pieces import InPieces, is_in_pieces, lower_prepared, prepare_pieces, warn_of_marks
 from weft.compile.subject import PlanLike, check_fit, graph_for, make_plan
 from weft.cost.links import Links
 from weft.errors import CaptureError, PlanError
@@ -135,6 +135,7 @@ def compile_subject(
             )
         with timer("micro-batches"):
             prepared = prepare_pieces(subject, made, make)
+            warn_of_marks(graph, prepared.dims)
 
         def lower_all() -> InPieces:
             with timer("pieces"):

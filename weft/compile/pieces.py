@@ -151,6 +151,19 @@ def prepare_pieces(subject: Subject, plan: Plan, make: Callable[[Graph], Plan]) 
     return Prepared(plan, plans, size_of, tuple(examples), dims)
 
 
+def warn_of_marks(graph: Graph, dims: Sequence[BatchDim] | None) -> None:
+    """Say that marks have no effect: a pipeline serves other numbers of rows, each by a program of its own."""
+    inputs = {one.tensor: (one.where, dim) for one, dim in zip(graph.inputs, dims_in(graph, dims), strict=True)}
+    for tensor, dim in graph.symbols.values():
+        where, rows = inputs[tensor]
+        if rows is None or dim != rows % len(graph.tensors[tensor].shape):
+            warnings.warn(
+                f"dim {dim} of {where} is marked (weft.dynamic), which a plan in stages or micro-batches does not act "
+                "upon: batches have the example's sizes in all dims but that of the rows",
+                stacklevel=2,
+            )
+
+
 def by_size(examples: Sequence[Arguments], make: Callable[[Arguments], T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
     """What is made of the first example of each size, and which of the sizes each example has."""
     found: dict[str, T] = {}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from weft.runtime.checks.guards import Guard, RankParameters, Refuse
+from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.shard_owners import tell_numbers
@@ -20,7 +21,9 @@ def held_by(module: OneRank) -> RankParameters:
     parts = module.program.trained_parts()
     trained = tuple((name, one) for name, one in module.named_parameters() if name in parts)
     stored = module.stored
-    cut = frozenset(name for name, _ in trained if size(stored[name]) != parts[name].shape)
+    cut = {
+        name: PartOf(parts[name].shape, stored[name]) for name, _ in trained if size(stored[name]) != parts[name].shape
+    }
     return RankParameters(trained, cut, not cut and all(name in stored for name in parts))
 
 

@@ -17,7 +17,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
 from weft.runtime.checks.scales import Scales, agreed
+from weft.runtime.checks.whole_state import PartOf, cut_state
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
 
 Refuse = Callable[[str, str], Exception]
@@ -86,12 +87,12 @@ class RankParameters:
 
     Args:
         trained: its trained parameters, by name.
-        cut: those of them that are a part only.
+        cut: those of them that are a part only, and which.
         complete: it holds every trained parameter of the model, whole.
     """
 
     trained: tuple[tuple[str, nn.Parameter], ...]
-    cut: frozenset[str]
+    cut: Mapping[str, PartOf]
     complete: bool
 
     @property
@@ -147,13 +148,16 @@ class Guard:
                 one.remember()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once."""
+        """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once. What it has
+        loaded of whole parameters is cut as these are."""
         self._refuse_twice([optimizer])
         for group in optimizer.param_groups:
             mine = [one for one in group["params"] if guard_of(one) is self]
             dims = {one.dim() for one in mine if id(one) in self._cut}
             if mine and (dims or not self.alike):
                 self._refuse_mixing(optimizer, group, dims or {mine[0].dim()}, mine)
+        for rank in self.ranks:
+            cut_state(optimizer, {one: rank.cut[name] for name, one in rank.trained if name in rank.cut})
 
     def _refuse_mixing(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: set[int], mine: Sequence[nn.Parameter]
@@ -309,10 +313,17 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         for guard in guards:
             guard.check(optimizer)
         watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts)
+        if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
+            optimizer.register_load_state_dict_post_hook(_look_again)
     for reference in watched.guards:
         found = reference()
         if found is not None:
             found.before(args, kwargs)
+
+
+def _look_again(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that has loaded another state is looked at as a new one."""
+    vars(optimizer).pop(MARK, None)
 
 
 def _register() -> None:

@@ -22,6 +22,12 @@ from weft.runtime.program.sizes import FreeSize, Guard, evaluate, refused
 Dim = int | str
 """A size, or an expression over free sizes."""
 
+MARKED = "dims whose size may vary are marked in the example: weft.dynamic(tensor, dim)"
+ROWS_ONLY = (
+    "a plan in stages or micro-batches serves other numbers of rows, and no other sizes: pad to those of the example, "
+    "or use a plan without pp and microbatches, which serves all sizes of dims that are marked (weft.dynamic)"
+)
+
 
 class BatchMismatch(ValueError):  # noqa: N818 - says what happened
     """A batch that the program was not made for."""
@@ -72,7 +78,7 @@ class Form:
         sizes = {one.name: int(leaves[one.leaf].shape[one.dim]) for one in self.sizes}
         shapes = self._shapes(leaves, dims or [None] * len(self.tensors))
         for (at, where, _, _), expected in zip(self.tensors, shapes, strict=True):
-            _check_shape(leaves[at], where, expected, sizes)
+            _check_shape(leaves[at], where, expected, sizes, MARKED if dims is None else ROWS_ONLY)
         if reason := refused(self.sizes, self.guards, sizes):
             raise BatchMismatch(reason)
         return [leaves[at] for at, _, _, _ in self.tensors]
@@ -126,15 +132,13 @@ def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> N
         raise BatchMismatch(_differs(given, where, shape, dtype))
 
 
-def _check_shape(given: Tensor, where: str, shape: tuple[Dim, ...], sizes: Mapping[str, int]) -> None:
+def _check_shape(given: Tensor, where: str, shape: tuple[Dim, ...], sizes: Mapping[str, int], may: str) -> None:
+    """Refuse another shape, and say what may vary."""
     wanted = tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
     if tuple(given.shape) == wanted:
         return
     told = f", where {', '.join(f'{name} is {size}' for name, size in sizes.items())}" if sizes else ""
-    raise BatchMismatch(
-        f"{_differs(given, where, shape, dtype_name(given.dtype))}{told}; dims whose size may vary are marked in the "
-        "example: weft.dynamic(tensor, dim)"
-    )
+    raise BatchMismatch(f"{_differs(given, where, shape, dtype_name(given.dtype))}{told}; {may}")
 
 
 def _differs(given: Tensor, where: str, shape: tuple[Dim, ...], dtype: str) -> str:

@@ -162,5 +162,5 @@ def _foreseen(subject: Subject) -> Iterator[None]:
         raise Unforeseen(
             f"the memory of a step cannot be foreseen: {type(error).__name__}: {error}",
             place=subject.place,
-            remedy="measure it: weft show FILE --plan P --memory",
+            remedy="measure it: weft show FILE --plan P --memory --measure",
         ) from error
