@@ -50,8 +50,8 @@ def test_operators_that_talk_inside_are_named(gpt_rows) -> None:
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", MLP, "--plan", "tp=2"]) == 0
     out = capsys.readouterr().out
-    assert "mlp.py under tp=2: 2 devices, cut by tp=2" in out and "collectives per step" in out
-    assert "a device sends" in out and "proven:" in out
+    assert "mlp.py under tp=2: 2 devices, cut by tp=2" in out and "collectives, sends" in out
+    assert "proven:" in out
 
 
 def test_code_is_all_of_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -103,3 +103,44 @@ def test_help_ends_with_an_example(command: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert f"example:\n  weft {command}" in capsys.readouterr().out
+
+
+def test_a_program_replaces_another_and_leaves_no_folders(tmp_path: Path) -> None:
+    out = tmp_path / "program"
+    assert main(["show", MLP, "--plan", "pp=2,microbatches=2", "--out", str(out)]) == 0
+    assert (out / "piece0").is_dir()
+    assert main(["show", MLP, "--plan", "dp=2", "--out", str(out)]) == 0
+    assert sorted(one.name for one in out.iterdir()) == ["parts.json", "program.json", "program.py"]
+
+
+def test_out_below_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "net.py"
+    file.touch()
+    for path in (file, file / "x", file / "x" / "y"):
+        assert main(["show", MLP, "--plan", "dp=2", "--out", str(path)]) == 2
+        assert f"error: {file} is a file\n  at: --out {path}" in capsys.readouterr().err
+
+
+def test_stages_have_a_program_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", MLP, "--plan", "pp=2,microbatches=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["program"].startswith("# ") and found["program"].count("program of ") == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ops", GPT],
+        ["show", GPT, "--plan", "dp=2,tp=2"],
+        ["show", GPT, "--plan", "pp=2,microbatches=4"],
+        ["show", GPT, "--plan", "dp=2,zero=3", "--memory"],
+    ],
+)
+def test_tables_are_as_wide_as_columns_says(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rule = next(number for number, line in enumerate(lines) if line.startswith("─"))
+    assert all(0 < len(line) <= 80 for line in lines[rule - 1 : rule + 3]), lines[rule - 1 :]

@@ -80,7 +80,7 @@ def files_of(key: str = "k") -> dict[str, bytes]:
 
 
 def test_written_and_found(graph, tmp_path: Path) -> None:
-    directory = cache.directory_of(tmp_path / "deep" / "er", graph, "0123456789abcdef00")
+    directory = cache.directory_of(tmp_path / "deep" / "er", Plan(graph, 2), "0123456789abcdef00")
     assert cache.look_up(directory, "k") is None
     assert not cache.write(directory, "k", files_of()).edited
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
@@ -108,3 +108,19 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     (directory / PROGRAM).write_text("{")
     with pytest.raises(RunError, match="no program of weft's"):
         cache.look_up(directory, "k")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gist"),
+    {
+        "dp=2,tp=2": "dp2-tp2",
+        "dp=2,zero=2": "dp2-zero2",
+        "dp=2,zero=3,recompute=**": "dp2-zero3-recompute",
+        "pp=2,microbatches=4": "pp2-mb4",
+    }.items(),
+)
+def test_the_name_says_the_plan(graph, recipe: str, gist: str) -> None:
+    plan = load_plan(recipe, graph)
+    assert (
+        cache.directory_of(Path("x"), plan, "0123456789abcdef00").name == f"{plan.graph.name}-{gist}-0123456789abcdef"
+    )

@@ -37,7 +37,7 @@ FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 CODE = re.compile(r"# exit code (\d+)$")
 COMPARED = re.compile(r"^(loss|gradients|weights) [\d.]+e[+-]\d+ .*")
 """A row of verify's table: in which tensor two sides lie farthest apart is a matter of rounding."""
-MEASURED = re.compile(r"(?<=rank )\d+(?= failed|: )|\d+(\.\d+)?e[+-]?\d+|\d+\.\d+|\d+(?= steps/s| tokens/s| ms)")
+MEASURED = re.compile(r"(?<=rank )\d+(?= failed|: )|\d+(\.\d+)?e[+-]?\d+|\d+\.\d+|[\d,]+(?= steps/s| tokens/s| ms)")
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 STARTED = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],

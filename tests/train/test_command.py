@@ -62,7 +62,7 @@ def write(folder: Path, more: str) -> str:
 def test_it_trains_as_the_eager_model_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", MLP, "--plan", "dp=2", "--steps", str(STEPS), "--lr", "0.01", "--json"]) == 0
     out = capsys.readouterr().out
-    assert "loss" in out and "on 2 processes" in out
+    assert "step 1  loss " in out and f"{STEPS} steps, " in out and "on 2 processes" in out
     said = json.loads(out.strip().splitlines()[-1])
     subject = load_model_file(MLP)
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=0.01)

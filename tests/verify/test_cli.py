@@ -111,6 +111,16 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("error: ") and f"  at: {' '.join(('weft', *argv))}\n  try: " in err
 
 
+def test_long_lists_are_cut_short(answers, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = {f"kind{number}": 1 for number in range(9)}
+    answers(replace(EQUAL, summary={"operators": 9, "axes": {"dp": {"size": 2, "cut": 9, "kinds": kinds}}}))
+    assert main(["verify", "net.py", "--plan", "dp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "1 kind4 and 4 more kinds" in out and "kind5" not in out
+    assert main(["verify", "net.py", "--plan", "dp=2", "--all"]) == 0
+    assert "1 kind7, 1 kind8\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -10,8 +11,10 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 WIDE = 200
+"""Columns of piped text, unless COLUMNS says otherwise."""
 
 
 def user_output(options: argparse.Namespace) -> AbstractContextManager[object]:
@@ -28,9 +31,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def wide_console() -> Console:
-    """For tables: piped text is not squeezed into 80 columns."""
+    """For tables: as wide as the terminal, or as COLUMNS says; other piped text is not squeezed into 80 columns."""
     console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=WIDE)
+    narrow = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return console if narrow else Console(highlight=False, markup=False, width=WIDE)
 
 
 def plain_console(*, stderr: bool = False) -> Console:
@@ -38,9 +42,43 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
-def headed(heads: Sequence[str], right: Container[str] = ()) -> Table:
-    """An empty table whose first column is never broken; columns in `right` stand to the right."""
-    found = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, head in enumerate(heads):
-        found.add_column(head, no_wrap=not number, justify="right" if head in right else "left")
+Row = Sequence[str | Text]
+
+
+def fitted(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    right: Container[str] = (),
+    optional: Sequence[str] = (),
+    styles: Sequence[str] = (),
+) -> Table:
+    """A table as wide as the console at most: first optional columns are left out, then cells are broken.
+
+    Args:
+        heads: of the columns; the first is never broken.
+        right: columns that stand to the right.
+        optional: columns that may be left out, the first to go first.
+        styles: of the rows, if they have some.
+    """
+    widths = {head: max([len(head), *(len(str(row[number])) for row in rows)]) for number, head in enumerate(heads)}
+    shown = list(heads)
+    for head in optional:
+        if sum(widths[one] + len(GAP) for one in shown) - len(GAP) > console.width:
+            shown.remove(head)
+    found = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for head in shown:
+        found.add_column(head, no_wrap=head == heads[0], justify="right" if head in right else "left")
+    for number, row in enumerate(rows):
+        cells = [
+            Text(str(one)) if isinstance(one, str) else one
+            for one, head in zip(row, heads, strict=True)
+            if head in shown
+        ]
+        found.add_row(*cells, style=styles[number] if styles else "")
     return found
+
+
+GAP = "  "
+"""Between columns."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
-from weft.commands.console import headed, wide_console
+from weft.commands.console import fitted, wide_console
 from weft.commands.modules import devices_text, show_bytes
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
@@ -111,13 +111,13 @@ def show_memory(memory: Memory, title: str) -> None:
     known = [one for row in memory.rows for one in (row.expected, row.measured) if one is not None]
     kinds = [kind for kind in HEADS if any(getattr(one, kind) for one in known)]
     heads = [HEADS[kind] for kind in kinds]
-    table = headed(("rank", "", *heads), right=heads)
+    rows: list[tuple[str | Text, ...]] = []
     for row in memory.rows:
         lines = [("expected", row.expected), ("measured", row.measured)]
         for number, (name, one) in enumerate((name, one) for name, one in lines if one is not None):
             cells = [_cell(one, kind, row.expected if name == "measured" else None) for kind in kinds]
-            table.add_row(Text("" if number else devices_text(row.ranks)), Text(name), *cells)
-    console.print(table)
+            rows.append(("" if number else devices_text(row.ranks), name, *cells))
+    console.print(fitted(console, ("rank", "", *heads), rows, right=heads))
     for note in memory.notes:
         console.print(note, soft_wrap=True)
     console.print("tensors only: the interpreter, torch and its threads come on top of them in every process")

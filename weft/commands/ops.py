@@ -14,10 +14,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.text import Text
 
 from weft.capture.specialise import at_example
-from weft.commands.console import headed, wide_console
+from weft.commands.console import fitted, wide_console
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.subject import capture_subject, make_plan
 from weft.errors import PlanError
@@ -101,10 +100,8 @@ def show(found: Coverage, under: Under, title: str) -> None:
     """The table, for people."""
     console = wide_console()
     console.print(f"{title}: {found.operators} operators of {len(found.kinds)} kinds", soft_wrap=True)
-    table = headed(HEADS, right=("count", "flops", "bytes"))
-    for kind in found.kinds:
-        table.add_row(*map(Text, _cells(kind)), style="yellow" if kind.source == NONE else "")
-    console.print(table)
+    rows, styles = [_cells(kind) for kind in found.kinds], ["yellow" * (kind.source == NONE) for kind in found.kinds]
+    console.print(fitted(console, HEADS, rows, right=HEADS[1:4], optional=("means", "from"), styles=styles))
     console.print(
         "name+: cutting it leaves addends. name!: cut by an algorithm whose parts talk. name^: nobody may cut it.\n"
         "flops, bytes: share of the floating-point work and of the memory traffic of one forward.",
@@ -139,13 +136,14 @@ def _told(one: Rest) -> str:
 
 
 def _cells(kind: Kind) -> tuple[str, ...]:
-    more = f"  (and {len(kind.rules) - 1} more forms)" if len(kind.rules) > 1 else ""
+    others = len(kind.rules) - 1
+    more = f"  (+{others} form{'s' * (others > 1)})" if others else ""
     return (
         kind.operator,
         str(kind.count),
         show_share(kind.flops_share),
         show_share(kind.bytes_share),
-        "" if kind.source == NONE else kind.rules[0] + more.replace("1 more forms", "1 more form"),
+        "" if kind.source == NONE else kind.rules[0] + more,
         kind.source,
         kind.means,
     )

@@ -127,6 +127,7 @@ VERIFY = Command(
         LINKS,
         PRECISION,
         SEED,
+        flag("--all", "name all kinds of operators and all events, however many there are"),
     ),
 )
 
@@ -201,7 +202,12 @@ TRAIN = Command(
         option("--clip", type=float, metavar="X", help="the largest norm of all gradients together"),
         option("--eval-every", type=POSITIVE, metavar="K", help="evaluate on eval_data(), or the end of --data"),
         option("--save", metavar="DIR", help="write model, optimizer and step there at the end"),
-        option("--save-every", type=POSITIVE, metavar="K", help="and every K steps"),
+        option(
+            "--save-every",
+            type=POSITIVE,
+            metavar="K",
+            help="and every K steps; a state that is written replaces the one before",
+        ),
         option("--resume", metavar="DIR", help="go on from what --save has written, under this plan or another"),
         option("--tensorboard", metavar="DIR", help="write events there"),
         option(

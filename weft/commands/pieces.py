@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.text import Text
-
-from weft.commands.console import headed, wide_console
+from weft.commands.console import fitted, wide_console
 from weft.commands.modules import MODEL, show_bytes
 from weft.commands.verify import idle_words
 from weft.compile.pieces import InPieces
@@ -138,14 +136,13 @@ def show_pieces(made: InPieces, title: str) -> None:
     console = wide_console()
     devices = "1 device" if made.plan.devices == 1 else f"{made.plan.devices} devices"
     console.print(f"{title}: {devices}, {_counts(made)}", soft_wrap=True)
-    table = headed(HEADS)
+    rows = []
     for row in piece_rows(made):
         some = ", ".join(row.modules[:SOME]) + (", ..." if len(row.modules) > SOME else "")
         gives = ", ".join(f"{show_bytes(count)} to {name}" for name, count in row.gives.items())
         where = ", ".join(map(str, row.devices))
-        cells = (row.piece, some, where, str(row.operators), f"{row.time:.0%}", show_bytes(row.stored), gives)
-        table.add_row(*map(Text, cells))
-    console.print(table)
+        rows.append((row.piece, some, where, str(row.operators), f"{row.time:.0%}", show_bytes(row.stored), gives))
+    console.print(fitted(console, HEADS, rows, right=("ops", "time", "weights"), optional=("ops",)))
     for one in made.sizes[0].ties:
         name = made.sizes[0].graph.parameter_tensors[one.parameter].names[0]
         console.print(f"tied: {name} in {', '.join(one.holders)}; gradients are added up")

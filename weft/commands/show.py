@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.text import Text
 
 from weft.commands import pieces
-from weft.commands.console import headed, plain_console, wide_console
+from weft.commands.console import fitted, plain_console, wide_console
 from weft.commands.memory import memory_of, show_memory
 from weft.commands.modules import SOME, Row, axis_sizes, module_rows, show_bytes
 from weft.compile import Compiled, cache, compile_subject
@@ -32,7 +32,7 @@ from weft.errors import PlanError, RunError, WeftError
 from weft.ir.program import Program
 from weft.ir.show_program import show_program
 
-HEADS = ("module", "ops", "cut", "devices", "collectives per step", "a device sends")
+HEADS = ("module", "ops", "cut", "devices", "collectives", "sends")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,9 +116,8 @@ def as_json(compiled: Compiled, made: InPieces, options: argparse.Namespace) -> 
             "axes": axis_sizes(compiled.program),
             "modules": [row.as_json() for row in module_rows(compiled.program)],
             "proven": str(compiled.report),
-            "program": show_program(compiled.program),
         }
-    return {**found, "code": code_of(compiled.files), "out": options.out}
+    return {**found, "program": program_text(made), "code": code_of(compiled.files), "out": options.out}
 
 
 def show_table(compiled: Compiled, program: Program, title: str) -> None:
@@ -128,14 +127,14 @@ def show_table(compiled: Compiled, program: Program, title: str) -> None:
     devices = "1 device" if compiled.devices == 1 else f"{compiled.devices} devices"
     console.print(f"{title}: {devices}{', cut by ' if axes else ''}{axes}", soft_wrap=True)
     rows = module_rows(program)
-    table = headed(HEADS)
+    lines = []
     for row in rows:
         cells = (row.module + (f"  x{row.layers}" if row.layers > 1 else ""), str(row.operators), _cuts(row))
         sent = ", ".join(f"{count} {kind}" for kind, count in row.collectives.items())
-        table.add_row(*map(Text, (*cells, ", ".join(row.devices), sent, show_bytes(row.moved))))
+        lines.append((*cells, ", ".join(row.devices), sent, show_bytes(row.moved)))
     total = sum(row.moved for row in rows)
-    console.print(table)
-    console.print(f"a device sends {show_bytes(total) or 'nothing'} in a step")
+    console.print(fitted(console, HEADS, lines, right=("ops", "sends"), optional=("ops", "devices")))
+    console.print(f"collectives, sends: of a device in a step; it sends {show_bytes(total) or 'nothing'} in all")
     if any("inside" in row.collectives for row in rows):
         console.print("inside: operators whose parts talk to each other; their bytes are not counted")
     console.print(f"proven: {compiled.report}", soft_wrap=True)
@@ -150,8 +149,9 @@ def _cuts(row: Row) -> str:
 
 def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
     """Write a program's files, over an older program if nobody has edited it, and never over something else."""
-    if directory.exists() and not directory.is_dir():
-        raise RunError(f"{directory} is a file", remedy="give a directory")
+    file = next((one for one in (directory, *directory.parents) if one.exists() and not one.is_dir()), None)
+    if file is not None:
+        raise RunError(f"{file} is a file", place=f"--out {directory}", remedy="give a directory")
     if directory.is_dir() and any(directory.iterdir()):
         found = cache.read_program(directory, "give a directory that is empty or not there")
         edited = [name for name, what in found.edited.items() if what == "edited"]
@@ -161,7 +161,15 @@ def write(directory: Path, files: Mapping[str, bytes], *, force: bool) -> None:
                 place=str(directory),
                 remedy="give another --out DIR, or --force to overwrite it",
             )
-        for name in set(found.files) - set(files):
-            (directory / name).unlink(missing_ok=True)
+        _remove(directory, set(found.files) - set(files))
     directory.mkdir(parents=True, exist_ok=True)
     cache.write_files(directory, files)
+
+
+def _remove(directory: Path, names: Collection[str]) -> None:
+    """Remove files of an older program, and folders that have nothing else in them."""
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    for folder in {(directory / name).parent for name in names} - {directory}:
+        if folder.is_dir() and not any(one for one in folder.rglob("*") if one.is_file() and one.suffix != ".pyc"):
+            shutil.rmtree(folder)

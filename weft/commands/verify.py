@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +21,8 @@ from weft.verify.compare import Processes, shortened, show
 OK, DIFFERENT = 0, 1
 MAX_LINES = 6
 """Of operators that run whole."""
+MAX_KINDS = 5
+"""Of operators that an axis cuts."""
 MAX_ROW = 100
 """Characters of a device's events."""
 
@@ -37,26 +39,26 @@ def run(options: argparse.Namespace) -> int:
             tell = plain_console().print
             result = verify_program(options.file, program=options.program, say=status.update, tell=tell, **shared)
     under = options.plan if options.program is None else f"the program in {options.program}"
-    show_result(result, title=f"{options.file} under {under}")
+    show_result(result, title=f"{options.file} under {under}", all=options.all)
     if options.json:
         print(json.dumps(result.as_json(), allow_nan=False))
     return OK if result.equal else DIFFERENT
 
 
-def show_result(result: Result, *, title: str) -> None:
-    """Print a verdict for people."""
+def show_result(result: Result, *, title: str, all: bool = False) -> None:
+    """Print a verdict for people; long lists are cut short unless all of them is asked for."""
     console = plain_console()
     console.print(title)
     summary = result.summary
     axes = summary.get("axes", {})
     console.print(f"{summary.get('operators', 0)} operators on {result.devices} devices")
     for name, axis in axes.items():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in axis["kinds"].items())
+        kinds = _some([f"{count} {kind}" for kind, count in axis["kinds"].items()], None if all else MAX_KINDS)
         console.print(f"  {name}={axis['size']} cuts {axis['cut']} of them: {kinds or 'none'}")
     if "pieces" in summary:
-        _show_pieces(console, result)
+        _show_pieces(console, result, all=all)
     else:
-        _show_whole(console, result)
+        _show_whole(console, result, None if all else MAX_LINES)
     if proven := summary.get("proven"):
         console.print(f"proven before running: {proven}")
     rows = [(found.kind, show(found.value), found.tensor) for found in result.differences]
@@ -76,7 +78,18 @@ def show_result(result: Result, *, title: str) -> None:
     _show_verdict(console, result)
 
 
-def _show_pieces(console: Console, result: Result) -> None:
+def _some(words: Sequence[str], most: int | None) -> str:
+    """Words, the first few of many.
+
+    >>> _some(["3 linear", "1 add", "1 gelu"], 2), _some(["3 linear", "1 add"], None)
+    ('3 linear, 1 add and 1 more kind', '3 linear, 1 add')
+    """
+    hidden = 0 if most is None else max(0, len(words) - most)
+    more = f" and {hidden} more kind{'s' * (hidden > 1)}" if hidden else ""
+    return ", ".join(words[:most]) + more
+
+
+def _show_pieces(console: Console, result: Result, *, all: bool) -> None:
     """Stages, micro-batches, the order of events."""
     summary = result.summary
     pieces, parts = summary["pieces"], summary["microbatches"]
@@ -88,7 +101,7 @@ def _show_pieces(console: Console, result: Result) -> None:
         f"{alone}, {parts} micro-batch{'es' * (parts > 1)} a step, {idle_words(summary)}; the order:",
     )
     for device, text in summary["schedule"].items():
-        console.print(f"  {device}: {_shortened(text)}")
+        console.print(f"  {device}: {text if all else _shortened(text)}")
     for text in summary.get("warnings", ()):
         console.print(f"warning: {text}", style="yellow")
 
@@ -102,7 +115,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_ROW else text[: text.rindex(" ", 0, MAX_ROW)] + " ..."
 
 
-def _show_whole(console: Console, result: Result) -> None:
+def _show_whole(console: Console, result: Result, most: int | None) -> None:
     """Name what no axis cuts."""
     if result.devices == 1:
         return
@@ -118,14 +131,13 @@ def _show_whole(console: Console, result: Result) -> None:
     whole = [group for group in whole if not (group["reason"] and group["kind"] in told)]
     lines = [_describe(group) for group in whole if group["heavy"] or group["reason"]]
     if light := [_describe(group) for group in whole if not (group["heavy"] or group["reason"])]:
-        some = ", ".join(light[:MAX_LINES])
-        lines.append(some + (f" and {len(light) - MAX_LINES} more kinds" if len(light) > MAX_LINES else ""))
+        lines.append(_some(light, most))
     if len(lines) == 1:
         console.print(f"runs whole on every device: {lines[0]}")
     elif lines:
         console.print("runs whole on every device:")
-        hidden = len(lines) - MAX_LINES
-        lines = [*lines[: MAX_LINES - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
+        hidden = 0 if most is None else len(lines) - most
+        lines = [*lines[: -hidden - 1], f"and {hidden + 1} more kinds"] if hidden > 0 else lines
         for line in lines:
             console.print(f"  {line}")
 

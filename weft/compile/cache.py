@@ -1,8 +1,8 @@
 """The cache of emitted programs: a directory each, named by a hash of all that it was made from.
 
-In: a Graph, a Plan, the emitted files. Out: a directory `NAME-KEY` that holds them; `program.json` among them tells the
-key and the hashes of the files. Promised: what is found under a key was made from the same graph, plan, rules of the
-user's, torch and weft, sources included (of a program in pieces: at every size of micro-batches); a program that
+In: a Graph, a Plan, the emitted files. Out: a directory `NAME-PLAN-KEY` that holds them; `program.json` among them
+tells the key and the hashes of the files. Promised: what is found under a key was made from the same graph, plan, rules
+of the user's, torch and weft, sources included (of a program in pieces: at every size of micro-batches); a program that
 somebody has edited, or that is incomplete, is recognised as such and neither replaced nor used without a word; a
 directory appears whole or not at all, whatever else is writing there.
 """
@@ -25,8 +25,9 @@ from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.ir.show import show_graph
 from weft.ops.registered import told_by_user
-from weft.plan.lines import ScheduleLine
+from weft.plan.lines import ScheduleLine, StageLine, StoreLine, TransLine
 from weft.plan.plan import Plan
+from weft.plan.primitives import RecomputeMark
 from weft.runtime.program.files import PROGRAM, ProgramFiles, changes, files_of
 
 DEFAULT = Path(".weft")
@@ -135,10 +136,25 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def directory_of(folder: Path, graph: Graph, key: str) -> Path:
-    """Where the program with this key belongs."""
-    name = re.sub(r"[^A-Za-z0-9_.]+", "-", graph.name or "program")
-    return folder / f"{name}-{key[:16]}"
+def directory_of(folder: Path, plan: Plan, key: str) -> Path:
+    """Where the program with this key belongs: `GPT-dp2-tp2-0123456789abcdef`."""
+    name = "-".join((plan.graph.name or "program", *_gist(plan), key[:16]))
+    return folder / re.sub(r"[^A-Za-z0-9_.]+", "-", name)
+
+
+def _gist(plan: Plan) -> list[str]:
+    """What a plan does, in words for a file name: its axes, stages, micro-batches, how parameters are stored."""
+    trans = [one for line in plan.lines if isinstance(line, TransLine) for one in line.transforms]
+    axes = {one.axis: one.size for one in trans if not isinstance(one, RecomputeMark) and one.axis}
+    stages = sum(isinstance(line, StageLine) for line in plan.lines)
+    stores = [line for line in plan.lines if isinstance(line, StoreLine)]
+    words = [f"{axis}{size}" for axis, size in axes.items()]
+    words += [f"pp{stages}"] if stages else []
+    words += [f"mb{plan.microbatches}"] if plan.microbatches > 1 else []
+    words += ["spread"] if any(line.devices is not None for line in stores) else []
+    parts = {3 if line.state is None else 2 if line.reduced else 1 for line in stores if line.devices is None}
+    words += [f"zero{stage}" for stage in sorted(parts)]
+    return words + (["recompute"] if any(isinstance(one, RecomputeMark) for one in trans) else [])
 
 
 def look_up(directory: Path, key: str) -> Found | None:

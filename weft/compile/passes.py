@@ -172,7 +172,7 @@ def kept(
     if folder is None:
         return emitted({"key": "", "made_from": cache.origin(known.graph)})
     key = cache.program_key(known.graph, known.plan, more, others)
-    directory = cache.directory_of(Path(folder), known.graph, key)
+    directory = cache.directory_of(Path(folder), known.plan, key)
     found, made = cache.look_up(directory, key), known
     if found is None:
         made = emitted({"key": key, "made_from": cache.origin(known.graph)})

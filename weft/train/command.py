@@ -52,6 +52,8 @@ Say = Callable[[str], None]
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and SIGTERM, as shells have them."""
 MEBI = 1 << 20
+MILESTONES = 6
+"""So many losses of a run are shown at most, beside the first and the last."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -230,6 +232,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def milestones(steps: int) -> list[int]:
+    """Steps whose losses are shown, counted from 1: the first, the last, and some between at round numbers.
+
+    >>> milestones(3), milestones(30), milestones(2500)
+    ([1, 2, 3], [1, 5, 10, 15, 20, 25, 30], [1, 500, 1000, 1500, 2000, 2500])
+    """
+    sizes = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+    every = next(size for size in sizes if steps / size <= MILESTONES)
+    return sorted({1, steps, *range(every, steps + 1, every)})
+
+
 def show_trained(trained: Trained, title: str) -> None:
     """What came of it, for people."""
     show = partial(Console(highlight=False, soft_wrap=True).print, markup=False)
@@ -237,8 +254,11 @@ def show_trained(trained: Trained, title: str) -> None:
     show(f"{title} on {trained.devices} processes{replicas}")
     rate = ""
     if not math.isnan(trained.steps_per_second):
-        rate = f", {trained.steps_per_second:.3g} steps/s, {trained.per_second:.3g} {trained.unit}/s"
+        rate = f", {trained.steps_per_second:.3g} steps/s, {_rounded(trained.per_second)} {trained.unit}/s"
     after = f" after {trained.start}" if trained.start else ""
+    wide = len(str(trained.start + len(trained.losses)))
+    for step in milestones(len(trained.losses))[:-1]:
+        show(f"step {trained.start + step:>{wide}}  loss {trained.losses[step - 1]:.4f}")
     show(f"{len(trained.losses)} steps{after}{rate}: loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}")
     if trained.evaluations:
         show(f"evaluation: {', '.join(f'{loss:.4f} at {step}' for step, loss in trained.evaluations[-5:])}")
