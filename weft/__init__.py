@@ -1,4 +1,4 @@
-"""Weft draws one single-device PyTorch model across many devices, to the same numbers.
+"""Weft runs one single-device PyTorch model on many devices, to the same numbers.
 
 Packages in flow order: capture (nn.Module -> Graph), ops (a Rule per Op), plan (Plan, primitives, recipes), cost, lower
 (Plan -> Program, check), codegen (Program -> text), compile (the passes), runtime (what runs), verify (the same

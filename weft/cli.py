@@ -28,13 +28,18 @@ from weft.errors import WeftError
 
 FAILED, INTERRUPTED = 2, 130
 TOUR = """a tour, in three commands:
-  weft ops    examples/gpt.py                              what the model is made of, and what of it may be cut
-  weft verify examples/gpt.py --plan dp=2,tp=2             is the plan equal to one device? no GPU needed
-  weft train  examples/gpt.py --plan dp=2 --steps 100      train on processes of this machine
+  weft ops examples/gpt.py
+      its operators, and along which dims each may be cut
+  weft verify examples/gpt.py --plan dp=2,tp=2
+      is the plan equal to one device? no GPU needed
+  weft train examples/gpt.py --plan dp=2 --steps 100
+      train on processes of this machine
 
-In place of examples/gpt.py: a file of your own with model(), whose forward returns the loss, and example(), a batch;
-or a Hugging Face model that lies here: hf:FOLDER, hf:LlamaConfig(hidden_size=64, num_hidden_layers=2).
-weft COMMAND --help says more, with examples. weft completion bash|zsh|fish completes all this in a shell."""
+In place of examples/gpt.py: a file of your own with model(), whose forward
+returns the loss, and example(), a batch; or a Hugging Face model, which is not
+downloaded: hf:FOLDER, hf:LlamaConfig(hidden_size=64, num_hidden_layers=2).
+weft COMMAND --help has the options and examples. weft completion bash|zsh|fish
+prints a script that completes commands and options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

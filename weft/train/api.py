@@ -78,7 +78,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     memory_limit: str | int | None = None,
     precision: Precision | str | None = None,
 ) -> nn.Module:
-    """Draw a module across devices.
+    """Make the parallel module of a module, an example batch and a plan.
 
     Args:
         model: a module whose forward returns a scalar loss, or tensors (a part of an eager model that runs the same on
