@@ -34,6 +34,8 @@ from weft.runtime.operators.algorithms import Exchange
 
 NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for `reduction`."""
+WORDS = ("none", "mean", "sum")
+"""What the runtime's functions, and so the text of programs, say for them."""
 
 _POINTWISE = """
 mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss
@@ -103,7 +105,7 @@ def _hard_local(it: OpView, rows: tuple[str, ...], normalised: bool) -> Local:
             Ref("0"),
             Ref("1"),
             args["weight"],
-            reduction=args["reduction"],
+            reduction=WORDS[args["reduction"]],
             ignore_index=int(args["ignore_index"]),
             label_smoothing=args.get("label_smoothing", 0.0),
             log_probabilities=normalised,
@@ -122,7 +124,7 @@ def _whole(it: OpView, normalised: bool) -> Call:
     plain = args["weight"] is None and args.get("label_smoothing", 0.0) == 0 and args["reduction"] != NONE
     if normalised or not plain or len(it.shape) != 2:
         return call_with(it.op)
-    options = {"reduction": int(args["reduction"]), "ignore_index": int(args["ignore_index"])}
+    options = {"reduction": WORDS[args["reduction"]], "ignore_index": int(args["ignore_index"])}
     return call("weft.entropy", Ref("0"), Ref("1"), **options)
 
 
@@ -137,7 +139,7 @@ def _soft_local(it: OpView) -> Local:
             Ref("0"),
             Ref("1"),
             args["weight"],
-            reduction=args["reduction"],
+            reduction=WORDS[args["reduction"]],
             label_smoothing=args["label_smoothing"],
             num_classes=num_classes,
             count=math.prod(it.shape) // num_classes,
@@ -221,7 +223,7 @@ def ctc_loss(it: OpView) -> Rule:
             return call_with(op, **sizes)
         options = {"blank": args["blank"], "zero_infinity": args["zero_infinity"]}
         tensors = (Ref("0"), Ref("1"), *sizes.values())
-        return call("weft.ctc_part", *tensors, reduction=reduction, count=scores[1], **options)
+        return call("weft.ctc_part", *tensors, reduction=WORDS[reduction], count=scores[1], **options)
 
     lengths = ", n" * (len(it.reads) - 2)
     left, right = ("n", "n") if reduction == NONE else ("n+", "")

@@ -24,9 +24,9 @@ from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
 from weft.runtime.layout.indices import Intervals, locate
 from weft.runtime.operators.reductions import scores_and_total
 
-MEAN, SUM = 1, 2
+MEAN, SUM = "mean", "sum"
+NUMBERS = {"none": 0, MEAN: 1, SUM: 2}
 """ATen's numbers for `reduction`."""
-NAMES = {0: "none", MEAN: "mean", SUM: "sum"}
 PLAIN = (torch.float32, torch.float64)
 """Dtypes in which a sum over many rows keeps its precision."""
 
@@ -42,7 +42,7 @@ def loss_part(target: str, *args: Any, count: int, **kwargs: Any) -> Tensor:
 
 
 def entropy(
-    scores: Tensor, target: Tensor, *, reduction: int = MEAN, ignore_index: int = -100, reuse: bool = False
+    scores: Tensor, target: Tensor, *, reduction: str = MEAN, ignore_index: int = -100, reuse: bool = False
 ) -> Tensor:
     """Cross entropy with class indices.
 
@@ -50,18 +50,18 @@ def entropy(
         reuse: nobody else reads the scores, and backward of what made them does not either: they may be written over.
     """
     if scores.dim() != 2 or scores.dtype not in PLAIN or reduction not in (MEAN, SUM):
-        return F.cross_entropy(scores, target, reduction=NAMES[reduction], ignore_index=ignore_index)
+        return F.cross_entropy(scores, target, reduction=reduction, ignore_index=ignore_index)
     found: Tensor = _Entropy.apply(scores, target, reduction, ignore_index, reuse and scores.is_contiguous())
     return found
 
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int, ignore_index: int, reuse: bool) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: str, ignore_index: int, reuse: bool) -> Tensor:
         # autograd does not see the writing, but counts it: whoever did keep the scores for backward is told
         kept = torch.log_softmax(scores, 1, out=scores.detach()) if reuse else torch.log_softmax(scores, 1)
         loss: Tensor
-        loss, weight = torch.ops.aten.nll_loss_forward.default(kept, target, None, reduction, ignore_index)
+        loss, weight = torch.ops.aten.nll_loss_forward.default(kept, target, None, NUMBERS[reduction], ignore_index)
         ctx.save_for_backward(kept, target, weight)
         ctx.mean, ctx.ignore_index, ctx.spent = reduction == MEAN, ignore_index, False
         return loss
@@ -85,7 +85,7 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    reduction: int,
+    reduction: str,
     ignore_index: int,
     label_smoothing: float = 0.0,
     log_probabilities: bool = False,
@@ -103,11 +103,13 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
     if not classes and tuple(map(tuple, ranges)) == ((0, num_classes),) and x.dtype in PLAIN:
         part = SUM if reduction == MEAN else reduction
         if log_probabilities:
-            loss: Tensor = torch.ops.aten.nll_loss_nd.default(x, target, weight, part, ignore_index)
+            loss: Tensor = torch.ops.aten.nll_loss_nd.default(x, target, weight, NUMBERS[part], ignore_index)
         elif weight is None and label_smoothing == 0 and part == SUM:
             loss = entropy(x, target, reduction=part, ignore_index=ignore_index, reuse=reuse)
         else:
-            loss = torch.ops.aten.cross_entropy_loss.default(x, target, weight, part, ignore_index, label_smoothing)
+            loss = torch.ops.aten.cross_entropy_loss.default(
+                x, target, weight, NUMBERS[part], ignore_index, label_smoothing
+            )
         return loss / _denominator(x.dtype, target, weight, ignore_index, rows) if reduction == MEAN else loss
     class_dim = 0 if x.ndim == 1 else 1
     values = wide(x)
@@ -170,7 +172,7 @@ def soft_cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    reduction: int,
+    reduction: str,
     label_smoothing: float = 0.0,
     num_classes: int,
     count: int,
@@ -193,7 +195,7 @@ def ctc_part(
     input_lengths: Tensor | Sequence[int],
     target_lengths: Tensor | Sequence[int],
     *,
-    reduction: int,
+    reduction: str,
     count: int,
     blank: int,
     zero_infinity: bool,
@@ -210,7 +212,7 @@ def ctc_part(
     return _reduced(loss, reduction, count)
 
 
-def _reduced(loss: Tensor, reduction: int, count: int | Tensor) -> Tensor:
+def _reduced(loss: Tensor, reduction: str, count: int | Tensor) -> Tensor:
     """A loss by row, or its sum, which is divided by the number of rows for a mean."""
     if reduction == MEAN:
         return loss.sum() / count

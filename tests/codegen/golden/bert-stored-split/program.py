@@ -119,7 +119,7 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             view,
             view_1,
             None,
-            reduction=1,
+            reduction="mean",
             ignore_index=-100,
             ranges=((0, 32),),
             num_classes=32,

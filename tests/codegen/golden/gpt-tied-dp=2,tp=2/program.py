@@ -65,7 +65,7 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
             view,
             view_1,
             None,
-            reduction=1,
+            reduction="mean",
             ignore_index=-1,
             ranges=self.here.ranges_tp,
             num_classes=32,

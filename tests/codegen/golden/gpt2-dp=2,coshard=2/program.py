@@ -81,7 +81,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
             logits,
             shift_labels,
             None,
-            reduction=1,
+            reduction="mean",
             ignore_index=-100,
             ranges=((0, 32),),
             num_classes=32,

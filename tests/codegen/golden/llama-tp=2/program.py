@@ -87,7 +87,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
             logits,
             shift_labels,
             None,
-            reduction=1,
+            reduction="mean",
             ignore_index=-100,
             ranges=self.here.ranges_tp,
             num_classes=32,
