@@ -8,7 +8,6 @@ from the same content is not made again. A pass that raises leaves nothing behin
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from weft.ir.program import Program
 from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
 from weft.plan.plan import Plan
-from weft.runtime.program.returns import NotReturned, Returns, lost, returns_of
+from weft.runtime.program.returns import NotReturned, Returns, returns_of
 
 Say = Callable[[str], None]
 About = dict[str, Any]
@@ -91,7 +90,7 @@ def compile_program(
     return compile_subject(Subject(module, example), plan, devices, **settings)
 
 
-def compile_subject(
+def compile_subject(  # noqa: PLR0913 - each is a choice of the caller's
     subject: Subject,
     plan: PlanLike,
     devices: int | None = None,
@@ -100,6 +99,7 @@ def compile_subject(
     folder: str | Path | None = None,
     outputs: str = "loss",
     like: Plan | None = None,
+    captured: Graph | None = None,
     say: Say = lambda text: None,
 ) -> Compiled:
     """The same for what a model file gives.
@@ -108,13 +108,15 @@ def compile_subject(
         links: what communication costs; gloo's built-in table if not given.
         folder: of the cache; none if not given.
         outputs: "loss": the forward must return one, and the program does. "all": the program returns what the forward
-            returns, and backward starts from there. "any": a loss if there is one, else all.
+            returns, and backward starts from there. "any": a loss if there is one, else all. "forward": a loss if
+            that is what the forward returns, else all.
         like: a plan of the same model: parameters are stored as it has them.
+        captured: the Graph, if it is there already.
         say: is told what is being done, for a progress display.
     """
     timer = Timer(say)
     with timer("capture"):
-        graph = graph_for(plan, subject, trains=outputs == "loss")
+        graph = captured or graph_for(plan, subject, trains=outputs == "loss")
         check_fit(graph, subject)
         if is_open(graph, outputs):
             returned(graph)
@@ -169,13 +171,14 @@ def kept(
         emitted: makes it, given what is to be written about its origin.
         more, others: what else it is made from, beside the graph and the plan.
     """
+    told = about_graph(known.graph)
     if folder is None:
-        return emitted({"key": "", "made_from": cache.origin(known.graph)})
+        return emitted({"key": "", **told})
     key = cache.program_key(known.graph, known.plan, more, others)
     directory = cache.directory_of(Path(folder), known.plan, key)
     found, made = cache.look_up(directory, key), known
     if found is None:
-        made = emitted({"key": key, "made_from": cache.origin(known.graph)})
+        made = emitted({"key": key, **told})
         found = cache.write(directory, key, made.files)
     else:
         made = replace(known, files=found.complete())
@@ -203,8 +206,6 @@ def _emit_whole(
     lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
     if returns_all:
         about["output"] = returned(graph).to_json()
-        if kinds := lost(graph.out_leaves):
-            warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=6)
     about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
     if graph.symbols:
         with timer("emit for all sizes"):
@@ -234,7 +235,18 @@ def returned(graph: Graph) -> Returns:
 
 def is_open(graph: Graph, outputs: str) -> bool:
     """True if the program returns what the forward returns, not its loss alone."""
-    return outputs == "all" or (outputs == "any" and graph.loss is None)
+    return (
+        outputs == "all"
+        or (outputs != "loss" and graph.loss is None)
+        or (outputs == "forward" and not graph.out_spec.is_leaf())
+    )
+
+
+def about_graph(graph: Graph) -> About:
+    """What is written about every program: what it was made from, and whether the forward returns a loss, more than
+    that, or none."""
+    alone = "loss" if graph.out_spec.is_leaf() else "more"
+    return {"made_from": cache.origin(graph), "forward": "none" if graph.loss is None else alone}
 
 
 class Timer:

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weft.capture.specialise import at_example
-from weft.compile import cache
 from weft.compile.model_file import Subject
-from weft.compile.passes import Compiled, compile_subject, is_open, returned
+from weft.compile.passes import Compiled, about_graph, compile_subject, is_open, returned
 from weft.compile.pieces import InPieces, as_example, is_in_pieces, refuse_inference
 from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
 from weft.compile.variants import at_size, for_evaluation
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
 from weft.runtime.program.files import files_of
+from weft.runtime.program.returns import lost
 from weft.runtime.program.surface import Modes, modes_of, set_modes
 from weft.runtime.training.microbatches import Arguments
 
@@ -44,12 +44,14 @@ class Wanted:
         modes: what is in training mode.
         batch: of other arguments than the example's.
         rows: of micro-batches that a program in pieces is to serve too.
+        outputs: it is to return all that the forward returns, not its loss alone.
     """
 
     evaluation: bool = True
     modes: Modes = frozenset()
     batch: Arguments | None = None
     rows: int | None = None
+    outputs: bool = False
 
 
 class Programs:
@@ -73,6 +75,7 @@ class Programs:
     ) -> None:
         self._subject, self._plan, self._devices, self._cache, self._outputs = subject, plan, devices, cache, outputs
         self._trained: Plan | None = None
+        self._captured: tuple[Graph, Modes] | None = None
         self._pieces: InPieces | None = None
         self._evaluations: dict[str, InPieces] = {}
         self._found, self._lock = dict[str, Content](), threading.Lock()
@@ -82,6 +85,11 @@ class Programs:
         subject = self._subject(module)
         made = said(compile_subject(subject, self._plan, self._devices, folder=self._cache, outputs=self._outputs))
         self.after(made)
+        if self._outputs == "all":
+            tell_lost(made.graph)
+        if not made.graph.out_spec.is_leaf():
+            # a program that returns more than the loss may be asked for
+            self._captured = made.graph, modes_of(subject.model)
         return made.files
 
     def after(self, training: Compiled) -> Programs:
@@ -93,7 +101,7 @@ class Programs:
 
     def __call__(self, wanted: Wanted) -> Content:
         """Another program; each is made once, whichever thread asks first."""
-        key = f"{wanted.evaluation} {sorted(wanted.modes)} {wanted.rows} {told(wanted.batch)}"
+        key = f"{wanted.evaluation} {sorted(wanted.modes)} {wanted.rows} {wanted.outputs} {told(wanted.batch)}"
         with self._lock:
             if key not in self._found:
                 self._found[key] = files_of(self._made(wanted))
@@ -118,22 +126,34 @@ class Programs:
         return subject if batch is None else replace(subject, example=as_example(batch))
 
     def _whole(self, subject: Subject, wanted: Wanted) -> Content:
-        """The program for other modes. In evaluation a batch of other arguments gets all that the forward returns."""
-        plan = self._plan
+        """The program for other modes, or one that returns more."""
+        plan, captured = self._plan, None
+        if wanted.batch is None and self._captured is not None and self._captured[1] == wanted.modes:
+            captured = self._captured[0]
         if isinstance(plan, Plan):
             # a Plan is about the graph of training: what it says is said again, of this one
             plan = partial(Plan, devices=plan.devices, lines=plan.lines)
         with in_modes(subject.model, wanted.modes):
-            return said(
+            made = said(
                 compile_subject(
                     subject,
                     plan,
                     self._devices,
                     folder=self._cache,
-                    outputs=self._outputs if wanted.batch is None or "" in wanted.modes else "any",
+                    outputs=self._outputs_of(wanted),
                     like=self._trained,
+                    captured=captured,
                 )
-            ).files
+            )
+        if wanted.batch is not None:
+            tell_lost(made.graph)
+        return made.files
+
+    def _outputs_of(self, wanted: Wanted) -> str:
+        """As of `compile_subject`. In evaluation a batch of other arguments need not have a loss."""
+        if wanted.outputs:
+            return "forward"
+        return self._outputs if wanted.batch is None or "" in wanted.modes or self._outputs == "all" else "any"
 
     def _trained_pieces(self) -> InPieces:
         """The pieces of training; they are made again if the program came from a cache."""
@@ -145,8 +165,8 @@ class Programs:
 
     def _evaluation(self, subject: Subject, wanted: Wanted) -> Content:
         """That of a model in pieces: forwards alone; with `rows`, for micro-batches of another size."""
-        key, make = f"{sorted(wanted.modes)} {told(wanted.batch)}", self._make(subject)
-        outputs = self._outputs if wanted.batch is None else "any"
+        key, make = f"{sorted(wanted.modes)} {wanted.outputs} {told(wanted.batch)}", self._make(subject)
+        outputs = self._outputs_of(wanted)
         if key not in self._evaluations:
             graph = at_example(capture_subject(subject, trains=False))
             check_fit(graph, subject)
@@ -157,11 +177,17 @@ class Programs:
             )
         made = self._evaluations[key]
         output = returned(made.whole).to_json() if is_open(made.whole, outputs) else None
-        about = {"made_from": cache.origin(made.whole), "output": output}
+        about = {**about_graph(made.whole), "output": output}
         return (made if wanted.rows is None else at_size(made, subject, wanted.rows, make)).files(about)
 
     def _make(self, subject: Subject) -> Callable[[Graph], Plan]:
         return partial(make_plan, self._plan, subject=subject, devices=self._devices)
+
+
+def tell_lost(graph: Graph) -> None:
+    """Warn of what a program cannot return, where all that the forward returns was asked for."""
+    if kinds := lost(graph.out_leaves):
+        warnings.warn(f"the forward returns a {kinds[0]}, which a program does not: it is None", stacklevel=4)
 
 
 def told(batch: Arguments | None) -> str:

@@ -95,9 +95,10 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         weights: where the values come from, if not from the module: a state dict, or files of one.
         init: how a function's values are made: "exact" as on one device, "counter" of the same distributions, each rank
             its own elements; or a function that gives a module on the meta device its values (docs/state.md).
-        outputs: "loss" returns the loss alone, as a forward with a loss does unless told otherwise; "all" returns what
-            the forward returns, whole on every rank. Backward then starts from what the caller makes of it: gradients
-            flow back to inputs that require one in the example. An output without a gradient counts as zeros.
+        outputs: what a call returns. If it is not given, that is what the forward returns, whole on every rank, and
+            backward starts from what the caller makes of it: gradients flow back to inputs that require one in the
+            example. Where that is more than a loss, a second program for it is made at the first call, and
+            `train_step` keeps to the loss. "loss": the loss alone; "all": one program that returns all.
         reduction: how losses of micro-batches, and of replicas, become that of a step in `train_step`: "mean" by their
             rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
         batch_dims: the batch dim of each tensor of a batch, in order or by name, None for one without; else dim 0.
@@ -112,7 +113,12 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
-    settings = {"seed": seed, "reduction": reduced, "surface": surface_of(start.module, original)}
+    settings = {
+        "seed": seed,
+        "reduction": reduced,
+        "surface": surface_of(start.module, original),
+        "returns_all": outputs is None,
+    }
     opened = _opened(start, values_of(start, init), weights, chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
     programs = Programs(

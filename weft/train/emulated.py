@@ -213,12 +213,14 @@ class Emulated(Stepping):
 
     def _prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
+        if not self._first.has_program():
+            self._make_missing()
         flow = self._first.known_flow(args, kwargs)
         if flow is None:
-            self._prepare(Wanted(modes=self.modes, batch=(args, kwargs)))
+            self._prepare(Wanted(modes=self.modes, batch=(args, kwargs), outputs=self._first.wants_all))
         elif not flow.is_whole:
             for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
-                self._prepare(Wanted(modes=self.modes, batch=flow.batch, rows=rows))
+                self._prepare(Wanted(modes=self.modes, batch=flow.batch, rows=rows, outputs=self._first.wants_all))
         else:
             try:
                 flow.bind_whole(args, kwargs)
@@ -258,8 +260,18 @@ class Emulated(Stepping):
         modes = self.modes
         if modes != self._first.modes:
             if modes != self._surface.modes and (self._first.has_forward or not self.training):
-                self._prepare(Wanted(modes=modes))
+                self._prepare(Wanted(modes=modes, outputs=self._first.wants_all))
             self._crew.each(lambda module: module.follow(modes))
+
+    def _make_missing(self) -> None:
+        """Let the ranks have the program for the modes; it is made here."""
+        self._prepare(Wanted(modes=self.modes, outputs=self._first.wants_all))
+        self._crew.each(lambda module: module.make_missing())
+
+    def set_loss_alone(self, alone: bool) -> None:
+        super().set_loss_alone(alone)
+        for module in self._crew.modules:
+            module.set_loss_alone(alone)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""

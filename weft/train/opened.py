@@ -57,6 +57,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
     reduction: Reduction | None = None,
     mixed: Mixed | None = None,
     surface: Surface | None = None,
+    returns_all: bool = False,
 ) -> Parallel:
     """The rank's module.
 
@@ -69,6 +70,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         reduction: what the losses of micro-batches and replicas count.
         mixed: how a program in another precision than the weights' is trained.
         surface: what the original shows besides.
+        returns_all: a call gives what the original returns, where that is more than a loss.
     """
     files, order = files_of(content), known or {}
     replica = Replica(transport, files.devices)
@@ -81,8 +83,8 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         assert make_files is not None, "this module was made for training, at the example's sizes, only"
         return make_files(wanted)
 
-    def make_flow(batch: Arguments | None, modes: Modes) -> Flow:
-        found = made(Wanted(modes=modes, batch=batch))
+    def make_flow(batch: Arguments | None, modes: Modes, outputs: bool) -> Flow:
+        found = made(Wanted(modes=modes, batch=batch, outputs=outputs))
         if flow.is_whole and found == files:
             return flow
         other = open_flow(found, replica, batch)
@@ -91,7 +93,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
 
     def make_size(into: Flow, rows: int, modes: Modes) -> None:
         other = into is not flow
-        found = made(Wanted(other, modes if other else frozenset(), into.batch, rows))
+        found = made(Wanted(other, modes if other else frozenset(), into.batch, rows, other and returns_all))
         into.add(rows, load_sizes(found, replica, into.rank.sizes[0]))
         tell_sums(into.modules, mixed)
 
@@ -105,6 +107,7 @@ def open_module(  # noqa: PLR0913 - each is a fact about the run
         reduction=reduction,
         refusal=refusal,
         surface=surface,
+        returns_all=returns_all,
     )
 
 

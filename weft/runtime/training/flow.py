@@ -44,6 +44,7 @@ class Flow:
         known: which of the rank's sizes micro-batches of so many rows have.
         joins: for each tensor that a forward returns, the dim along which micro-batches are joined, or LOSS.
         output: the form of what a forward returns; None if it is the loss alone.
+        returned: what the original returns: "loss", "more" than that, or "none".
         batch: of other arguments than the example's, for which the program was made.
         is_whole: it is one piece, and the batch is not cut.
         needs_grad: of such a program, for each input whether its gradient goes back to the caller.
@@ -56,9 +57,20 @@ class Flow:
     known: dict[int, int] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     output: Returns | None = None
+    returned: str = "loss"
     batch: Arguments | None = field(default=None, compare=False)
     is_whole: bool = False
     needs_grad: tuple[bool, ...] = ()
+
+    @property
+    def gives_all(self) -> bool:
+        """True if it returns what the original does."""
+        return self.output is not None or self.returned != "more"
+
+    @property
+    def has_loss(self) -> bool:
+        """True if a loss is among what it returns."""
+        return self.output is None or self.returned != "none"
 
     @property
     def program(self) -> ParallelModule:
@@ -142,8 +154,9 @@ class Flow:
         return whole[0] if self.output is None else self.output.build(tuple(whole))
 
 
-MakeFlow = Callable[[Arguments | None, Modes], Flow]
-"""Makes a program for other modes, those of `eval()`, for the example or for a batch of other arguments."""
+MakeFlow = Callable[[Arguments | None, Modes, bool], Flow]
+"""Makes a program for other modes, those of `eval()`, for the example or for a batch of other arguments; one that
+returns all that the original does if that is asked for."""
 MakeSize = Callable[[Flow, int, Modes], None]
 """Makes a program serve micro-batches of so many rows."""
 
@@ -158,9 +171,10 @@ def open_flow(source: Source, transport: Replica, batch: Arguments | None = None
     told, rank = files.about, load_pipeline(files, transport)
     form = Form.from_json(told["batch"])
     output = None if told.get("output") is None else Returns.from_json(told["output"])
+    returned = told.get("forward", "loss")
     if files.is_whole:
         needs_grad = tuple(told.get("needs_grad", ()))
-        return Flow(rank, form, output=output, is_whole=True, needs_grad=needs_grad)
+        return Flow(rank, form, output=output, returned=returned, is_whole=True, needs_grad=needs_grad)
     shapes = [tuple(int(size) for size in shape) for _, _, shape, _ in form.tensors]
     dims = dims_of(shapes) if told["dims"] is None else told["dims"]
     places = tuple(None if dim is None else dim % len(shape) for dim, shape in zip(dims, shapes, strict=True))
@@ -175,6 +189,7 @@ def open_flow(source: Source, transport: Replica, batch: Arguments | None = None
         dict(zip(part_sizes(rows, len(size_of)), size_of, strict=True)),
         tuple(joins or ()),
         output,
+        returned,
         batch,
     )
 

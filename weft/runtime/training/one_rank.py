@@ -44,6 +44,7 @@ class OneRank(Stepping):
             backward that the user starts averages replicas.
         refusal: makes the error for a wrong call.
         surface: what the original shows.
+        returns_all: a call gives what the original returns, where that is more than a loss.
     """
 
     def __init__(  # noqa: PLR0913 - each is a fact about the rank
@@ -58,14 +59,16 @@ class OneRank(Stepping):
         reduction: Reduction | None = None,
         refusal: Refusal | None = None,
         surface: Surface | None = None,
+        returns_all: bool = False,
     ) -> None:
         super().__init__()
         self._flow, self._masters = flow, masters
         self.program = pieces
         """The programs for training of the rank's pieces, as one."""
         self._make_flow, self._make_size = make_flow, make_size
+        self._returns_all = returns_all
         self._others: list[tuple[Modes, Flow]] = []
-        """Programs for other modes, or of evaluation, and the modes that each is for."""
+        """Programs for other modes, of evaluation, or that return more, and the modes that each is for."""
         self.seed, self.step = seed, 0
         self.reduction = reduction or Reduction()
         self._refusal = refusal

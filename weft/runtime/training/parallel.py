@@ -6,12 +6,15 @@ and buffers of the rank's pieces under the original names (`parameters()` is wha
     loss = parallel(*batch); loss.backward()           gradients complete, over replicas averaged
     loss = parallel.train_step(batch, optimizer)
 
-A program of one piece is called with batches as the original is. If it returns no loss, it returns what the original
-does, full on every rank, and backward starts from what the caller makes of it: the gradients of outputs, and of inputs
-that require one, are the same on every rank. A program of several pieces, or micro-batches, has no forward of its own
-in training: `train_step` runs all micro-batches in the order of the schedule. A batch may have any number of rows:
-programs for micro-batches of other sizes are made when they are first seen, on all ranks together; what the schedule
-has beyond the micro-batches that there are is left out, and a replica that has no batch at all gives None.
+A program of one piece is called with batches as the original is, and returns what the original does, full on every
+rank: backward starts from what the caller makes of it; the gradients of outputs, and of inputs that require one, are
+the same on every rank. Where that is more than a loss, a step (`train_step`) runs a program for the loss alone, and one
+that returns all is made when the module is first called, on the same parameters.
+
+A program of several pieces, or micro-batches, has no forward of its own in training: `train_step` runs all of them
+in the order of the schedule. A batch may have any number of rows: programs for micro-batches of other sizes are made
+when they are first seen, on all ranks together; what the schedule has beyond the micro-batches that there are is left
+out, and a replica that has no batch at all gives None.
 
 A step in training draws the random numbers of its own number (counted from 0: `parallel.step`) and replica. `eval()`
 runs a program of its own, made when it is first asked for, on the same weights; so does, in evaluation, a batch of
@@ -76,7 +79,7 @@ class Parallel(OneRank):
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
             self.step += 1
-        elif flow.output is None:
+        elif flow.has_loss:
             self._weigh(args, kwargs, inputs)
         found = flow.program(*inputs)
         if flow is not self._flow:
@@ -96,7 +99,7 @@ class Parallel(OneRank):
         stream = Stream(self.seed, self.step, self.replica * self._flow.count)
         found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
         take_back(self.program, flow)
-        weights = self._weighed(micros, flow.parts(rows)) if flow.output is None else flow.parts(rows)
+        weights = self._weighed(micros, flow.parts(rows)) if flow.has_loss else flow.parts(rows)
         self._weight = sum(weights)
         return flow.join(found, self.reduction.shares(weights))
 
@@ -108,35 +111,50 @@ class Parallel(OneRank):
     def follow(self, modes: Modes) -> None:
         """Take on these modes; a program for them is made if there is none, on all ranks together."""
         self.modes = modes
-        if not self._has_program():
+        # one that returns more than the loss of training waits for the first call
+        if modes != self._surface.modes:
+            self.make_missing()
+
+    def make_missing(self) -> None:
+        """Make the program for the modes, for batches like the example, if there is none; on all ranks together."""
+        if not self.has_program():
             self._made(None)
 
-    def _has_program(self) -> bool:
-        """True if there is a program for the modes, for batches like the example."""
+    @property
+    def wants_all(self) -> bool:
+        """True if a call gives what the original returns, not its loss alone."""
+        return self._returns_all and not self.loss_alone
+
+    def has_program(self) -> bool:
+        """True if there is a program for the modes, for batches like the example, that returns what is wanted."""
+        return (self.training and not self._flow.is_whole) or bool(self._flows())
+
+    def _flows(self) -> list[Flow]:
+        """The programs for the modes that return what is wanted."""
         modes = self.modes
-        if modes == self._surface.modes or (self.training and not self._flow.is_whole):
-            return True
-        return any(others == modes for others, _ in self._others)
+        found = [flow for others, flow in self._others if others == modes]
+        if modes == self._surface.modes and self._flow.is_whole:
+            found.insert(0, self._flow)
+        return [flow for flow in found if flow.gives_all] if self.wants_all else found
 
     def _number(self, flow: Flow) -> int:
         return [one for _, one in self._others].index(flow)
 
     def known_flow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
         """The program for a batch, if there is one."""
-        modes = self.modes
-        is_trained = modes == self._surface.modes and not self._flow.form.other_flags(args, kwargs)
-        if self.training and (is_trained or not self._flow.is_whole):
+        if self.training and not self._flow.is_whole:
             return self._flow
-        found = [flow for others, flow in self._others if others == modes]
-        if modes == self._surface.modes and self._flow.is_whole:
-            found.insert(0, self._flow)
-        return next((flow for flow in found if flow.fits(args, kwargs)), None)
+        found = next((flow for flow in self._flows() if flow.fits(args, kwargs)), None)
+        form = self._flow.form
+        if found is None and self.training and self.modes == self._surface.modes and not form.other_flags(args, kwargs):
+            # in training batches have the form of the example, but for flags: this one is to refuse it
+            return None if self._flow.fits(args, kwargs) else self._flow
+        return found
 
     def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
         """The program for a batch. One is made if no program has its arguments: in training for other flags and words,
         in evaluation for all."""
-        if not self._has_program():
-            self._made(None)
+        self.make_missing()
         flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
         if flow is not self._flow and flow.is_whole:
             # the very same parameters: gradients of evaluation are theirs too
@@ -146,7 +164,7 @@ class Parallel(OneRank):
     def _made(self, batch: Arguments | None) -> Flow:
         assert self._make_flow is not None, "this module was made for training only"
         modes = self.modes
-        flow = self._make_flow(batch, modes)
+        flow = self._make_flow(batch, modes, self.wants_all)
         # pieces may hold a parameter in other layouts: what they read of training is looked up by layout (`lend`)
         wrong = [
             name
@@ -154,7 +172,7 @@ class Parallel(OneRank):
             for name, index in module.stored.items()
             if name not in self.stored or (flow.is_whole and self.stored[name] != index)
         ]
-        assert not wrong, f"eval() would store {wrong[0]} elsewhere than training does"
+        assert not wrong, f"another program would store {wrong[0]} elsewhere than training does"
         self._tell_refusal(flow)
         if flow.is_whole:
             flow.program.after_backward = self.gradients_are_right

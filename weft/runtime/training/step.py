@@ -6,7 +6,8 @@ In: a module that gives gradients (`forward_backward`), its optimizers. Out: the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -44,6 +45,8 @@ class Stepping(Own):
         """What watches over its parameters."""
         self._surface, self._paths = Surface(), dict[str, nn.Module]()
         self._flags, self._modes = list[bool](), Modes()
+        self.loss_alone = False
+        """A call gives the loss alone, whatever the original returns: a step needs no more."""
 
     def show_surface(self, surface: Surface, *, shows: bool = True) -> Shown:
         """Show what the original shows, in its modes; the tree, to be filled."""
@@ -77,6 +80,19 @@ class Stepping(Own):
         if self._surface.train is not None:
             return self._surface.train(mode)
         return frozenset({"", *self._paths} if mode else ())
+
+    @contextmanager
+    def giving_loss(self) -> Iterator[None]:
+        """Calls give the loss alone."""
+        before = self.loss_alone
+        self.set_loss_alone(True)
+        try:
+            yield
+        finally:
+            self.set_loss_alone(before)
+
+    def set_loss_alone(self, alone: bool) -> None:
+        self.loss_alone = alone
 
     @abstractmethod
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
@@ -133,7 +149,8 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def loss_of(module: Stepping, batch: Any) -> Tensor:
     """The loss of a batch."""
-    loss = call(module, batch)
+    with module.giving_loss():
+        loss = call(module, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise module._refused(
             "train_step() needs a loss, and forward returns none: no output is called loss, or is the only scalar",

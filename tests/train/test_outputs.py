@@ -1,0 +1,174 @@
+"""What a call returns: what the original returns, in training and in evaluation, with right gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from weft.errors import RunError
+
+
+@dataclass
+class Found:
+    """A structure of the user's."""
+
+    loss: Tensor
+    logits: Tensor
+    features: tuple[Tensor, ...]
+
+
+class Classifier(nn.Module):
+    """A norm with statistics, dropout that is off, and one of several forms of what is returned."""
+
+    def __init__(self, form: str = "dict") -> None:
+        super().__init__()
+        self.form = form
+        self.up, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        hidden = torch.relu(self.norm(self.up(x)))
+        logits = self.down(hidden)
+        if y is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits, y)
+        if self.form == "tuple":
+            return loss, logits
+        if self.form == "class":
+            return Found(loss, logits, (hidden,))
+        return {"loss": loss, "logits": logits, "hidden": hidden, "note": 3}
+
+
+def model(form: str = "dict") -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(form).double()
+
+
+def batch(seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(8, 6, generator=generator, dtype=torch.float64),
+        "y": torch.randint(4, (8,), generator=generator),
+    }
+
+
+def made(plan: str, form: str = "dict", **settings: Any) -> Any:
+    return weft.parallelize(model(form), batch(), plan, emulate=True, cache=None, **settings)
+
+
+def loss_of(found: Any) -> Tensor:
+    if isinstance(found, tuple):
+        return found[0]
+    return found["loss"] if isinstance(found, dict) else found.loss
+
+
+def compare(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Found):
+        found, expected = vars(found), vars(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "form"), [("dp=1", "dict"), ("dp=2", "tuple"), ("tp=2", "class"), ("dp=2,zero=3", "dict")]
+)
+def test_a_call_returns_what_the_original_does(plan: str, form: str) -> None:
+    eager, parallel = model(form), made(plan, form)
+    theirs, ours = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (eager, parallel))
+    for step in range(4):
+        expected = eager(**batch(step))
+        if step == 2:
+            # a step that needs the loss alone, between calls
+            found = parallel.train_step(batch(step), ours)
+            theirs.zero_grad()
+            loss_of(expected).backward()
+            theirs.step()
+            assert found.dim() == 0 and found.item() == pytest.approx(loss_of(expected).item(), rel=1e-12)
+            continue
+        found = parallel(**batch(step))
+        compare(found, expected)
+        for optimizer, output in ((theirs, expected), (ours, found)):
+            optimizer.zero_grad()
+            loss_of(output).backward()
+            optimizer.step()
+    for name, held in eager.state_dict().items():
+        torch.testing.assert_close(parallel.state_dict()[name], held, rtol=1e-12, atol=1e-12)
+    eager.eval(), parallel.eval()
+    compare(parallel(**batch(9)), eager(**batch(9)))
+    compare(parallel(x=batch(9)["x"]), eager(x=batch(9)["x"]))
+    parallel.train()
+    assert set(parallel(**batch())) >= {"loss", "logits"} if form == "dict" else True
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3"])
+def test_gradients_through_any_output(plan: str) -> None:
+    eager, parallel = model(), made(plan)
+    expected = None
+    for one in (eager, parallel):
+        found = one(**batch())
+        (found["loss"] + found["logits"].square().mean() + 0.1 * found["hidden"].sum()).backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+        expected, state = expected or one.state_dict(), one.state_dict()
+    torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pipeline_evaluates_to_what_the_original_returns() -> None:
+    eager, parallel = model(), made("pp=2,microbatches=2")
+    with pytest.raises(RunError, match="train_step"):
+        parallel(**batch())
+    parallel.train_step(batch(), torch.optim.SGD(parallel.parameters(), lr=0.0))
+    eager.load_state_dict(parallel.state_dict())
+    eager.eval(), parallel.eval()
+    for rows in (8, 5):
+        given = {name: one[:rows] for name, one in batch(3).items()}
+        expected = eager(**given)
+        compare(parallel(**given), {**expected, "loss": expected["loss"].detach()})
+
+
+def test_the_loss_alone_if_it_is_asked_for() -> None:
+    parallel = made("dp=2", outputs="loss")
+    expected = model()(**batch())["loss"]
+    found = parallel(**batch())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert parallel.eval()(**batch()).dim() == 0
+
+
+def test_a_loss_alone_needs_no_other_program() -> None:
+    class Bare(Classifier):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            return super().forward(x, y)["loss"]
+
+    torch.manual_seed(0)
+    parallel: Any = weft.parallelize(Bare().double(), batch(), "dp=2", emulate=True, cache=None)
+    parallel(**batch()).backward()
+    parallel.train_step(batch(), torch.optim.SGD(parallel.parameters(), lr=0.1))
+    assert not parallel.ranks[0]._others, "one program serves both"
+
+
+def test_a_part_of_a_model_in_one_forward_with_a_step() -> None:
+    """Both programs count the same steps, so draws are those of the step."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            kept = F.dropout(self.layer(x), 0.5)
+            return {"loss": kept.square().mean(), "kept": kept}
+
+    torch.manual_seed(0)
+    net, x = Dropped().double(), batch()["x"]
+    one = weft.parallelize(net, (x,), "dp=2", emulate=True, cache=None, seed=5)
+    other = weft.parallelize(net, (x,), "dp=2", emulate=True, cache=None, seed=5)
+    rest = torch.optim.SGD(other.parameters(), lr=0.0)
+    for _ in range(3):
+        found: Any = one(x)
+        assert found["loss"].item() == pytest.approx(other.train_step((x,), rest).item(), rel=1e-12)
+        assert (found["kept"] == 0).any()
