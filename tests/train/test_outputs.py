@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,3 +173,41 @@ def test_a_part_of_a_model_in_one_forward_with_a_step() -> None:
         found: Any = one(x)
         assert found["loss"].item() == pytest.approx(other.train_step((x,), rest).item(), rel=1e-12)
         assert (found["kept"] == 0).any()
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_the_signature_and_calls_are_those_of_the_original(plan: str) -> None:
+    net, given = model(), batch()
+    wanted = inspect.signature(net.forward)
+    parallel: Any = weft.parallelize(net, (given["x"], given["y"]), plan, emulate=plan != "dp=1", cache=None)
+    assert inspect.signature(parallel.forward) == wanted
+    expected = model()(**given)
+    for found in (parallel(**given), parallel(given["x"], y=given["y"]), parallel(y=given["y"], x=given["x"])):
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-12, atol=1e-12)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    found = parallel.train_step(given, optimizer)
+    torch.testing.assert_close(found, expected["loss"].detach(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(RunError, match="another form"):
+        parallel(given["x"])
+    with pytest.raises(RunError, match="another form"):
+        parallel(**given, z=given["x"])
+
+
+def test_a_pipeline_takes_arguments_by_name() -> None:
+    given = batch()
+    parallel: Any = weft.parallelize(model(), (given["x"], given["y"]), "pp=2,microbatches=1", emulate=True, cache=None)
+    found = parallel.train_step(given, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    torch.testing.assert_close(found, model()(**given)["loss"].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_arguments_that_are_given_as_their_defaults() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, *, scale: float = 2.0, **more: Any) -> Tensor:
+            return (super().forward(x) * scale).sum()
+
+    torch.manual_seed(0)
+    net, x = Scaled(6, 3).double(), batch()["x"]
+    parallel = weft.parallelize(net, (x,), "dp=2", emulate=True, cache=None)
+    torch.testing.assert_close(parallel(x=x, scale=2.0), net(x), rtol=1e-12, atol=1e-12)
+    with pytest.raises(RunError, match="another form"):
+        parallel(x, scale=3.0)

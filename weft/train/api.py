@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from weft.capture.example import split_example
 from weft.capture.precision import chosen_precision
 from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
@@ -116,7 +117,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     settings = {
         "seed": seed,
         "reduction": reduced,
-        "surface": surface_of(start.module, original),
+        "surface": surface_of(start.module, original, split_example(example)),
         "returns_all": outputs is None,
     }
     opened = _opened(start, values_of(start, init), weights, chosen, **settings)

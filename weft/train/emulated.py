@@ -28,6 +28,7 @@ from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.calling import Signed
 from weft.runtime.program.context import Ambient, TorchModes
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
@@ -184,8 +185,10 @@ class Emulated(Stepping):
         found = list(super().parameters(recurse))
         return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
 
+    @Signed
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the batch, or what the original returns, as every rank has it."""
+        """What the original returns, as every rank has it."""
+        args, kwargs = self.arranged(args, kwargs)
         if self.training and not self._first.has_forward:
             raise refusal(*NO_FORWARD)
         self._refuse_surroundings()

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.runtime.program.batch import dtype_name
+from weft.runtime.program.calling import Arguments, Calling, calling_of
 from weft.runtime.program.stored import Container
 
 STANDARD = frozenset(vars(nn.Module()))
@@ -33,19 +34,22 @@ class Surface:
         aliases: further paths of submodules, each with the first one.
         modes: those that it was captured in.
         train: what the original's own `train(mode)` makes of the modes; None if it is that of any module.
+        calling: how its forward is called.
     """
 
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     modes: Modes = frozenset({""})
     train: Callable[[bool], Modes] | None = None
+    calling: Calling | None = None
 
 
-def surface_of(module: nn.Module, original: Callable[[], nn.Module]) -> Surface:
+def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Arguments) -> Surface:
     """The surface of a module.
 
     Args:
         original: gives the module again; it is not kept.
+        example: the arguments of a call.
     """
     own_train = any(type(sub).train is not nn.Module.train for sub in module.modules())
 
@@ -63,7 +67,8 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module]) -> Surface:
             attributes[path] = dict(_attributes(sub))
         else:
             aliases[path] = known
-    return Surface(attributes, aliases, modes_of(module), train if own_train else None)
+    calling = calling_of(module.forward, *example)
+    return Surface(attributes, aliases, modes_of(module), train if own_train else None, calling)
 
 
 def modes_of(module: nn.Module) -> Modes:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.calling import Signed
 from weft.runtime.program.surface import Modes
 from weft.runtime.random import Stream
 from weft.runtime.training.flow import Flow, lend, take_back
@@ -57,8 +58,10 @@ class Parallel(OneRank):
 
     # A forward, or an evaluation.
 
+    @Signed
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the replica's batch, or what the original returns, on every rank of it."""
+        """What the original returns of the replica's batch, on every rank of it."""
+        args, kwargs = self.arranged(args, kwargs)
         if self.training and not self._flow.is_whole:
             raise self._refused(*NO_FORWARD)
         try:
@@ -190,14 +193,14 @@ class Parallel(OneRank):
         """
         if self._flow.is_whole:
             loss = loss_of(self, batch)
-            count = self._count(*arguments_of(batch)) * scale
+            count = self._count(*self.arranged(*arguments_of(batch))) * scale
             (loss if count == 1 else loss * count).backward()
             return loss.detach()
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
         self.refuse_surroundings()
         flow = self._flow
-        micros, rows = ([], 0) if batch is None else self.cut(flow, *arguments_of(batch))
+        micros, rows = ([], 0) if batch is None else self.cut(flow, *self.arranged(*arguments_of(batch)))
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
@@ -238,7 +241,7 @@ class Parallel(OneRank):
         """Sizes of micro-batches of a batch for training that no program is for yet; refuses what is no such batch."""
         if batch is None:
             return []
-        micros, rows = self.cut(self._flow, *arguments_of(batch))
+        micros, rows = self.cut(self._flow, *self.arranged(*arguments_of(batch)))
         self._weighed(micros, self._flow.parts(rows))
         return self._flow.missing([rows])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
+from weft.runtime.program.calling import Calling
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
 from weft.runtime.training.scaling import GradScaler
@@ -45,6 +46,8 @@ class Stepping(Own):
         """What watches over its parameters."""
         self._surface, self._paths = Surface(), dict[str, nn.Module]()
         self._flags, self._modes = list[bool](), Modes()
+        self.calling: Calling | None = None
+        """How the original is called."""
         self.loss_alone = False
         """A call gives the loss alone, whatever the original returns: a step needs no more."""
 
@@ -54,7 +57,7 @@ class Stepping(Own):
         if shows:
             self.show(tree)
         self.tell(tree._attributes, self._refused)
-        self._surface = surface
+        self._surface, self.calling = surface, surface.calling
         self._paths = {path: module for path, module in tree.named_modules(remove_duplicate=False) if path}
         self.training = "" in surface.modes
         return tree
@@ -80,6 +83,10 @@ class Stepping(Own):
         if self._surface.train is not None:
             return self._surface.train(mode)
         return frozenset({"", *self._paths} if mode else ())
+
+    def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as the original takes them, in the form of the example."""
+        return (args, kwargs) if self.calling is None else self.calling.arranged(args, kwargs)
 
     @contextmanager
     def giving_loss(self) -> Iterator[None]:
