@@ -36,6 +36,7 @@ from weft.runtime.program.surface import Surface
 from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
 from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import refuse_parts
+from weft.runtime.weights.gradient import is_retained
 from weft.runtime.weights.leaf_aliases import is_watched
 from weft.train.opened import MakeFiles, refusal
 from weft.verify.ranks import emulate, join
@@ -355,13 +356,17 @@ class _Call:
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Backward of every rank from its tensors that need a gradient; the gradients of what rank 0 was given."""
+    def backward(self, gradients: Sequence[Tensor], *, retain: bool) -> list[Tensor | None]:
+        """Backward of every rank from its tensors that need a gradient; the gradients of what rank 0 was given.
+
+        `retain`: another may come."""
 
         def work(module: Parallel, ran: tuple[Any, list[Any], Any]) -> None:
             pairs = zip(_tensors(ran[1]), gradients, strict=True)
             live = [(root, one.to(root.device)) for root, one in pairs if root.requires_grad]
-            torch.autograd.backward([root for root, _ in live], [one for _, one in live])
+            for one in ran[0]:
+                one.grad = None
+            torch.autograd.backward([root for root, _ in live], [one for _, one in live], retain_graph=retain)
 
         with torch.enable_grad():
             self._crew.each(work, self._ran)
@@ -390,7 +395,8 @@ class _Ranks(torch.autograd.Function):
         refuse_parts(ctx, refusal)
         if ctx.call.spent:
             raise refusal(*TWICE)
-        ctx.call.spent = True
-        found = ctx.call.backward(gradients)
+        retain = is_retained()
+        ctx.call.spent = not retain
+        found = ctx.call.backward(gradients, retain=retain)
         # the parameters are only there to be asked for: the ranks have their gradients
         return (None, None, *found, *(None,) * (ctx.num_given - len(found)))

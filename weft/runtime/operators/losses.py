@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from weft.runtime.comm import Comms, reduce, sum_to_copy, wide
 from weft.runtime.layout.indices import Intervals, locate
 from weft.runtime.operators.reductions import scores_and_total
+from weft.runtime.weights.gradient import is_retained
 
 MEAN, SUM = "mean", "sum"
 NUMBERS = {"none": 0, MEAN: 1, SUM: 2}
@@ -71,8 +72,11 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.spent:
             raise RuntimeError("backward goes through a loss a second time, and the first has used up what it kept")
-        ctx.spent = True
         kept, target, weight = ctx.saved_tensors
+        if is_retained():
+            kept = kept.clone()
+        else:
+            ctx.spent = True
         valid = target != ctx.ignore_index
         share = torch.where(valid, gradient / weight if ctx.mean else gradient, 0).unsqueeze(1)
         kept.exp_().mul_(share)

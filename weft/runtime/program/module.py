@@ -32,7 +32,7 @@ from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.ending import tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
-from weft.runtime.weights.gradient import Gradient, give_gradient
+from weft.runtime.weights.gradient import Gradient, give_gradient, is_retained
 from weft.runtime.weights.leaf_aliases import Arrived, LeafAliases, is_watched
 from weft.runtime.weights.precision import NO_SUMS
 from weft.runtime.weights.prefetch import Prefetch
@@ -53,7 +53,7 @@ Refusal = Callable[[str, str], Exception]
 
 TWICE = (
     "backward goes through one forward of a parallel module a second time",
-    "call the module again before another backward, or add the losses and call backward once",
+    "call the first backward(retain_graph=True), call the module again, or add the losses and call backward once",
 )
 
 
@@ -301,7 +301,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
             raise self.refusal(*TWICE)
-        tape.spent = True
+        tape.begin(spent=not is_retained())
         self.prefetch_back.begin(tape.gathered.again())
         if (name := tape.changed()) is not None:
             raise self.refusal(*changed_since(name))

@@ -15,6 +15,11 @@ from weft.runtime.layout.transfer import Index
 from weft.runtime.links.buffer_pool import is_private
 
 
+def is_retained() -> bool:
+    """True in a backward that may come again: `backward(retain_graph=True)`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 class Gradient:
     """Sums what arrives for one leaf.
 

@@ -113,11 +113,17 @@ class Tape:
     relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
     """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
     spent: bool = False
-    """A backward has gone through it."""
+    """A backward has gone through it, and no other can."""
     results: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
     """Of a function that runs again: what it returned when it ran first."""
     mark: Mark | None = None
     """The last one."""
+
+    def begin(self, *, spent: bool) -> None:
+        """A backward begins; `spent`: it is the last one."""
+        self.spent = spent
+        for use in self.used:
+            use.passed = False
 
     def rely_on(self, name: str, parts: Sequence[Tensor]) -> None:
         """This forward uses kept wholes of these parts: they must stay as they are until its backward."""
