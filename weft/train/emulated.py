@@ -316,6 +316,8 @@ class Emulated(Stepping):
         error_msgs += wrong
         for rank, stored in zip(self.ranks, self._stored, strict=True):
             mine = {name: take(whole, stored[name]) for name, whole in given.items() if name in stored and not wrong}
+            copies = {} if wrong else cast(Parallel, rank).masters.apart
+            mine |= {name: take(given[copy.name], copy.index) for name, copy in copies.items() if copy.name in given}
             rank.load_state_dict(mine, strict=False)
 
     def _wrong(self, name: str, whole: Any) -> str | None:

@@ -239,13 +239,10 @@ def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
 def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
     program, whole = module.masters, _tensors(saved.folder / OPTIMIZER)
-    if apart := program.apart():
-        raise RunError(
-            f"rank {program.transport.rank} holds {apart[0][0]} in two layouts, and one state of it is saved",
-            remedy="resume under a plan whose stages lay it out alike, or keep them on different devices",
-        )
     shapes = shapes_of(program)
-    for name, parameter in program.trained():
+    held = [(name, parameter, program.stored[name]) for name, parameter in program.trained()]
+    held += [(copy.name, copy.other, copy.index) for copy in program.apart.values()]
+    for name, parameter, index in held:
         for full in (one for one in whole if one.rpartition("/")[0] == name):
             key, entry = full.rpartition("/")[2], whole[full]
             like_it = tuple(entry.shape) == shapes[name].shape
@@ -253,7 +250,7 @@ def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
                 found = torch.zeros_like(parameter)
             else:
                 all_of_it = tuple(((0, size),) for size in entry.shape)
-                found = part_of(entry, program.stored[name] if like_it else all_of_it, name)
+                found = part_of(entry, index if like_it else all_of_it, name)
             optimizer.state[parameter][key] = found.clone()
         optimizer.state[parameter].update(saved.progress.values.get(name, {}))
     module.step = saved.progress.step

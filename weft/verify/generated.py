@@ -318,7 +318,8 @@ class _Rank:
     def _made(self, optimizer: Optimizer) -> torch.optim.Optimizer | None:
         """The optimizer, over the parameters in the order of `module.parameters()`; None if there are none."""
         task, by_name = self._task, dict[str, list[nn.Parameter]]()
-        for name, parameter in (*self._pieces.trained(), *self._pieces.apart()):
+        apart = [(copy.name, copy.other) for copy in self._pieces.apart.values()]
+        for name, parameter in (*self._pieces.trained(), *apart):
             by_name.setdefault(task.names[name], []).append(parameter)
         ordered = [parameter for name in task.trained for parameter in by_name.get(name, ())]
         dims = {task.state[name].dim() for name in task.trained}

@@ -19,11 +19,16 @@ from weft.runtime.training.shard_owners import tell_numbers
 def held_by(module: OneRank) -> RankParameters:
     """What a rank holds of the trained parameters."""
     parts = module.program.trained_parts()
-    trained = tuple((name, one) for name, one in module.named_parameters() if name in parts)
-    stored = module.stored
-    cut = {
-        name: PartOf(parts[name].shape, stored[name]) for name, _ in trained if size(stored[name]) != parts[name].shape
-    }
+    stored, copies = module.stored, module.masters.apart
+    trained = tuple(
+        (name, one)
+        for name, one in module.named_parameters()
+        if name in parts or (name in copies and copies[name].name in parts)
+    )
+    held = {name: stored[name] for name, _ in trained if name in stored}
+    held |= {name: copy.index for name, copy in copies.items()}
+    shapes = {name: parts[copies[name].name if name in copies else name].shape for name, _ in trained}
+    cut = {name: PartOf(shape, held[name]) for name, shape in shapes.items() if size(held[name]) != shape}
     return RankParameters(trained, cut, not cut and all(name in stored for name in parts))
 
 

@@ -285,10 +285,15 @@ class Parallel(OneRank):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the rank holds, once each; a copy in another layout stands under the same name again."""
+        """What the rank holds, once each; a copy in another layout (of a further stage) stands under NAME@2."""
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
-        yield from ((f"{start}{name}", held) for name, held in self.masters.apart())
+        yield from ((f"{start}{name}", copy.other) for name, copy in self.masters.apart.items())
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, copy in self.masters.apart.items():
+            destination[prefix + name] = copy.other if keep_vars else copy.other.detach()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """What this rank holds, as `state_dict` gives it."""
@@ -304,12 +309,26 @@ class Parallel(OneRank):
             )
         return super().load_state_dict(state_dict, strict=strict)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
-        """Asked by torch, of this module or of one that holds it."""
-        copied = next((name for name, _ in self.masters.apart() if prefix + name in state_dict), None)
-        if copied is not None:
-            raise self._refused(
-                f"this rank holds {copied} in two layouts, and a state dict has one of them",
-                "give the values to parallelize(..., weights=...)",
-            )
-        super()._load_from_state_dict(state_dict, prefix, *others)
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Asked by torch, of this module or of one that holds it. Copies are taken out: no submodule knows them."""
+        for name, copy in self.masters.apart.items():
+            given = state_dict.pop(prefix + name, None)
+            if given is None:
+                missing_keys.append(prefix + name)
+            elif given.shape != copy.other.shape:
+                error_msgs.append(f"{prefix}{name} is {list(given.shape)}, on this rank {list(copy.other.shape)}")
+            else:
+                copy.other.copy_(given)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

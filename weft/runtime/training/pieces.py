@@ -36,12 +36,14 @@ class Copy:
     """A parameter that a further piece of the rank holds too.
 
     Args:
+        index: what of the original it is.
         alike: it is stored as the first one is.
     """
 
     name: str
     first: nn.Parameter
     other: nn.Parameter
+    index: Index
     alike: bool
 
 
@@ -111,8 +113,9 @@ class Pieces(Generic[P]):
             others = {id(module.part(name)): module for module in reversed(holders)}
             for other in reversed(others.values()):
                 if other.part(name) is not holders[0].part(name):
-                    alike = other.stored[name] == holders[0].stored[name]
-                    found.append(Copy(name, holders[0].part(name), other.part(name), alike))
+                    index = other.stored[name]
+                    alike = index == holders[0].stored[name]
+                    found.append(Copy(name, holders[0].part(name), other.part(name), index, alike))
         return tuple(found)
 
     def join_copies(self) -> None:
@@ -123,9 +126,15 @@ class Pieces(Generic[P]):
             if copy.alike and copy.other.data_ptr() != copy.first.data_ptr():
                 copy.other.data = copy.first.data
 
-    def apart(self) -> list[tuple[str, nn.Parameter]]:
-        """Copies that an optimizer must update by themselves."""
-        return [(copy.name, copy.other) for copy in self.copies if not copy.alike]
+    @cached_property
+    def apart(self) -> Mapping[str, Copy]:
+        """Copies that an optimizer must update by themselves, each by a name of its own: NAME@2, NAME@3 ..."""
+        found: dict[str, Copy] = {}
+        for copy in self.copies:
+            if not copy.alike:
+                count = sum(one.name == copy.name for one in found.values())
+                found[f"{copy.name}@{count + 2}"] = copy
+        return found
 
 
 def hold_all(pieces: Pieces[Any], tree: Container) -> None:
