@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.capture import capture as capture
     from weft.capture.example import dynamic as dynamic
     from weft.capture.precision import Precision as Precision
+    from weft.errors import WeftError as WeftError
     from weft.ir.graph import Graph as Graph
     from weft.ir.layout import Layout as Layout
     from weft.ir.program import Program as Program
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from weft.runtime.training.reduction import per_token as per_token
     from weft.runtime.training.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
+    from weft.train import load as load
     from weft.train import parallelize as parallelize
+    from weft.train import save as save
     from weft.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -54,7 +57,8 @@ _EXPORTS = {
     "Layout": "weft.ir.layout",
     "Program": "weft.ir.program",
     **dict.fromkeys((*_PLAN, *_EVENTS), "weft.plan"),
-    **dict.fromkeys(("parallelize", "clip_grad_norm_"), "weft.train"),
+    **dict.fromkeys(("parallelize", "clip_grad_norm_", "save", "load"), "weft.train"),
+    "WeftError": "weft.errors",
     "GradScaler": "weft.runtime.training.scaling",
     "dynamic": "weft.capture.example",
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.operators.algorithms"),
@@ -68,6 +72,8 @@ __all__ = [
     "__version__",
     "parallelize",
     "clip_grad_norm_",
+    "save",
+    "load",
     "GradScaler",
     "Precision",
     "per_token",
@@ -76,6 +82,7 @@ __all__ = [
     "capture",
     "verify",
     "errors",
+    "WeftError",
     "Plan",
     "match",
     "cut",

@@ -1,6 +1,7 @@
 """Weight files: whole tensors by name, of which parts are read when they are wanted.
 
-In: paths of safetensors files, of an index of them (`*.index.json`), of a folder of either, or of files of torch.save.
+In: paths of safetensors files, of an index of them (`*.index.json`), of a folder of either, of a saved run
+(`saved_folder.py`), or of files of torch.save.
 Out: for each tensor its name, shape, dtype and a way to read a part; nothing is read yet but headers. Of safetensors
 only the wanted ranges are read, other files are mapped. Promised: a file that is missing, cut short, not what its name
 says, or that disagrees with its index or with another file is a RunError that names it.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.compile.packages import needed
+from weft.compile.saved_folder import saved_model
 from weft.errors import RunError
 from weft.runtime.layout.transfer import Index
 from weft.runtime.start.initialise import Whole
@@ -73,6 +75,8 @@ def open_files(files: Files) -> Mapping[str, Tensor | Whole]:
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
     """The files that a path stands for, each with the names that are to be read from it; None: all."""
     if path.is_dir():
+        if (model := saved_model(path)) is not None:
+            return {model: None}
         indices = sorted(path.glob(f"*{SAFETENSORS}{INDEX}"))
         files = sorted(path.glob(f"*{SAFETENSORS}"))
         if not indices and not files:

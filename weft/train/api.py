@@ -81,6 +81,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
 ) -> nn.Module:
     """Make the parallel module of a module, an example batch and a plan.
 
+    What is set on the original afterwards (attributes, modes, hooks) has no effect on it.
+
     Args:
         model: a module whose forward returns a scalar loss, or tensors (a part of an eager model that runs the same on
             every rank), or a function that makes it: then no rank ever holds more than its own parts and one whole
@@ -96,10 +98,9 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         weights: where the values come from, if not from the module: a state dict, or files of one.
         init: how a function's values are made: "exact" as on one device, "counter" of the same distributions, each rank
             its own elements; or a function that gives a module on the meta device its values (docs/state.md).
-        outputs: what a call returns. If it is not given, that is what the forward returns, whole on every rank, and
-            backward starts from what the caller makes of it: gradients flow back to inputs that require one in the
-            example. Where that is more than a loss, a second program for it is made at the first call, and
-            `train_step` keeps to the loss. "loss": the loss alone; "all": one program that returns all.
+        outputs: what a call returns: what the forward returns, whole on every rank, with gradients, also to inputs that
+            require one in the example; if that is more than a loss, by a second program, made at the first call.
+            "loss": the loss alone; "all": all of it, by one program.
         reduction: how losses of micro-batches, and of replicas, become that of a step in `train_step`: "mean" by their
             rows, "sum", or a function that is called with each as the model is and gives its weight: `per_token(...)`.
         batch_dims: the batch dim of each tensor of a batch, in order or by name, None for one without; else dim 0.
@@ -114,12 +115,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
-    settings = {
-        "seed": seed,
-        "reduction": reduced,
-        "surface": surface_of(start.module, original, split_example(example)),
-        "returns_all": outputs is None,
-    }
+    surface = surface_of(start.module, original, split_example(example))
+    settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), weights, chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
     programs = Programs(

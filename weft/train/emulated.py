@@ -9,10 +9,7 @@ module; when a rank fails, all end, and the error names it.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,15 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weft.compile.programs import Wanted
-from weft.errors import RunError, WeftError
+from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, handed_out
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.layout.execute import take
-from weft.runtime.links.transport import Transport
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
-from weft.runtime.program.context import Ambient, TorchModes
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.program.surface import Surface
@@ -38,78 +33,9 @@ from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import refuse_parts
 from weft.runtime.weights.gradient import is_retained
 from weft.runtime.weights.leaf_aliases import is_watched
+from weft.train.crew import Crew, Make, Work
 from weft.train.opened import MakeFiles, refusal
-from weft.verify.ranks import emulate, join
-
-GOODBYE = 2.0
-"""Seconds that ranks get to end."""
-
-Make = Callable[[Transport], Parallel]
-Work = Callable[..., Any]
-
-
-class Crew:
-    """Threads that each keep one rank's module and do what they are told with it."""
-
-    modules: Sequence[Parallel]
-
-    def __init__(self, num_ranks: int, make: Make) -> None:
-        self._told: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(num_ranks)]
-        self._heard: queue.SimpleQueue[tuple[int, Any] | WeftError] = queue.SimpleQueue()
-        told, heard = self._told, self._heard
-
-        def body(transport: Transport) -> None:
-            try:
-                module = make(transport)
-                heard.put((transport.rank, module))
-                while (work := told[transport.rank].get()) is not None:
-                    heard.put((transport.rank, work(module)))
-            finally:
-                # one rank that ends, for whatever reason, ends all
-                for other in told:
-                    other.put(None)
-
-        def run() -> None:
-            try:
-                emulate(num_ranks, body)
-            except WeftError as error:
-                heard.put(error)
-
-        thread = threading.Thread(target=run, name="ranks", daemon=True)
-        thread.start()
-        weakref.finalize(self, _dismiss, told, thread)
-        self.modules = self._answers()
-
-    def each(self, work: Work, *given: Sequence[Any]) -> list[Any]:
-        """Do something on every rank, with its own of each of the values given; the results in rank order."""
-        ambient, modes = Ambient.here(), TorchModes.here()
-
-        def as_here(mine: Sequence[Any], module: Parallel) -> Any:
-            with ambient.entered(), modes.entered():
-                return work(module, *mine)
-
-        for told, *mine in zip(self._told, *given, strict=True):
-            told.put(partial(as_here, mine))
-        return self._answers()
-
-    def _answers(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        while len(found) < len(self._told):
-            answer = self._heard.get()
-            if isinstance(answer, WeftError):
-                # the ranks are gone: the next call must hear of it too
-                self._heard.put(answer)
-                raise RunError(answer.message, place=answer.place, remedy=answer.remedy) from answer
-            found[answer[0]] = answer[1]
-        return [found[rank] for rank in sorted(found)]
-
-
-def _dismiss(told: Sequence[queue.SimpleQueue[Work | None]], thread: threading.Thread) -> None:
-    for one in told:
-        one.put(None)
-    if threading.current_thread() is threading.main_thread():
-        # threads of torch that are still running when the interpreter ends abort the process
-        thread.join(GOODBYE)
+from weft.verify.ranks import join
 
 
 class Emulated(Stepping):
@@ -276,6 +202,14 @@ class Emulated(Stepping):
         super().set_loss_alone(alone)
         for module in self._crew.modules:
             module.set_loss_alone(alone)
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The original's state dict: whole tensors on the CPU; rank 0 is here."""
+        return {name: one.detach().cpu().clone() for name, one in self.state_dict().items()}
+
+    def on_ranks(self, work: Work) -> list[Any]:
+        """Do something with every rank's module, in its thread; the results in rank order."""
+        return self._crew.each(work)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""

@@ -1,13 +1,9 @@
 """Saved runs: the model's own state dict, the optimizer's state by parameter name, and how far the run was.
 
-    DIR/latest.json                        which folder is the newest
-    DIR/step-N/model.safetensors           whole tensors under the original names: any program can load it
-    DIR/step-N/optimizer.safetensors       PARAMETER/KEY, whole
-    DIR/step-N/training.json               step, seed, kind of optimizer, what tokens stand for
-
-In: a rank's module and optimizer. Out: such a folder, and from it the same on other ranks: under the same plan bit for
-bit, under another to rounding. Promised: a folder gets its name when all of it is written, and `latest.json` changes
-after that, so that a run that is killed leaves the old state; files that are cut short or something else are errors.
+In: a rank's module and optimizer. Out: a folder (`compile/saved_folder.py`), and from it the same on other ranks: under
+the same plan bit for bit, under another to rounding. Promised: a folder gets its name when all of it is written, and
+`latest.json` changes after that, so that a run that is killed leaves the old state; files that are cut short or
+something else are errors.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.compile.saved_folder import FORMAT, GIVE, LATEST, MODEL, OPTIMIZER, TRAINING, newest, read_json
 from weft.errors import RunError
 from weft.ir.graph import Graph
 from weft.runtime.program.batch import dtype_name
@@ -30,12 +27,9 @@ from weft.runtime.program.stored import shapes_of
 from weft.runtime.start.initialise import Whole, part_of
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.shard_owners import ShardOwners, exchange, gather, tell_all
-from weft.train.weights import listed, open_weights
+from weft.train.weights import copy_part, listed, open_weights
 
-FORMAT = "weft training run 1"
-LATEST, MODEL, OPTIMIZER, TRAINING = "latest.json", "model.safetensors", "optimizer.safetensors", "training.json"
 PARTIAL = ".partial-"
-GIVE = "give a directory that weft train --save has written"
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,8 @@ class Progress:
         rates: the schedule of the learning rate, in words.
         values: of its state what is no tensor, by parameter and key.
         scaler: the state of the loss scale, if there is one.
+        groups: the settings of each group of the optimizer, its rate among them.
+        extra: what the user saves besides.
     """
 
     step: int
@@ -56,6 +52,8 @@ class Progress:
     rates: str = ""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     scaler: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
 
 
@@ -77,23 +75,10 @@ class Saved:
 def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
     program, directory = module.masters, Path(directory)
-    holdings = exchange(program)
-    tensors = _gather_model(module, holdings)
-    states, values = _gather_optimizer(module, optimizer, holdings)
+    tensors = module.full_state_dict(rank0_only=True)
+    states, values = _gather_optimizer(module, optimizer, exchange(program))
     if program.transport.rank == 0:
         _write(directory, tensors, states, replace(progress, values=values))
-
-
-def _gather_model(module: Parallel, holdings: ShardOwners) -> dict[str, Tensor]:
-    """The original state dict, on rank 0."""
-    program, found = module.masters, dict[str, Tensor]()
-    for name, part in program.stored_parts().items():
-        if part.persistent:
-            whole = gather(program.transport, program.part(name), holdings.holders(name), part.shape, part.dtype)
-            if whole is not None:
-                found[name] = whole
-                found.update({each: whole.clone() for each in part.tied})
-    return found
 
 
 def _gather_optimizer(
@@ -101,7 +86,8 @@ def _gather_optimizer(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """The state of the optimizer, by parameter and key: tensors, on rank 0, and plain values."""
     program = module.masters
-    mine = {name: dict(optimizer.state.get(parameter, {})) for name, parameter in program.trained()}
+    held = {} if optimizer is None else optimizer.state
+    mine = {name: dict(held.get(parameter, {})) for name, parameter in program.trained()}
     told = tell_all(program.transport, {name: _described(program.part(name), state) for name, state in mine.items()})
     shapes, tensors, values = shapes_of(program), dict[str, Tensor](), dict[str, dict[str, Any]]()
     for name in program.trained_parts():
@@ -137,7 +123,7 @@ def _write(directory: Path, tensors: dict[str, Tensor], states: dict[str, Tensor
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob(f"{PARTIAL}*"):
         shutil.rmtree(stale)
-    before = _latest(directory) if (directory / LATEST).is_file() else None
+    before = newest(directory) if (directory / LATEST).is_file() else None
     name = f"step-{progress.step}"
     if (directory / name).exists():
         name += "-again" if before is None or before.name != f"{name}-again" else "-anew"
@@ -145,7 +131,14 @@ def _write(directory: Path, tensors: dict[str, Tensor], states: dict[str, Tensor
     partial = directory / f"{PARTIAL}{name}"
     partial.mkdir()
     write = importlib.import_module("safetensors.torch").save_file
-    write(tensors, partial / MODEL, metadata={"format": "pt"})
+    # the format has no tensor of two names
+    first: dict[int, str] = {}
+    alone = {name for name, one in tensors.items() if first.setdefault(id(one), name) == name}
+    write(
+        {name: one if name in alone else one.clone() for name, one in tensors.items()},
+        partial / MODEL,
+        metadata={"format": "pt"},
+    )
     write(states, partial / OPTIMIZER)
     (partial / TRAINING).write_text(json.dumps(asdict(progress)), encoding="utf-8")
     partial.rename(directory / name)
@@ -177,8 +170,8 @@ def open_saved(directory: str | Path) -> Saved:
     directory = Path(directory)
     if not (directory / LATEST).is_file():
         raise RunError(f"no saved run in {str(directory)!r}", remedy=GIVE)
-    folder = _latest(directory)
-    found = _json(folder / TRAINING)
+    folder = newest(directory)
+    found = read_json(folder / TRAINING)
     try:
         progress = Progress(**found)
     except TypeError:
@@ -188,44 +181,35 @@ def open_saved(directory: str | Path) -> Saved:
     return Saved(folder.resolve(), progress)
 
 
-def _latest(directory: Path) -> Path:
-    name = _json(directory / LATEST).get("folder")
-    if not isinstance(name, str) or "/" in name or not (directory / name).is_dir():
-        raise RunError(f"{directory / LATEST} names no folder beside it", remedy=GIVE)
-    return directory / name
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise RunError(f"{path} is cut short, or no part of a saved run", place=str(path), remedy=GIVE)
-    return found
-
-
 def _tensors(path: Path) -> Mapping[str, Tensor | Whole]:
     if not path.is_file():
         raise RunError(f"the saved run lacks {path.name}", place=str(path.parent), remedy=GIVE)
     return open_weights(path)
 
 
-def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
-    """Refuse a run of another model, or of which something else is not as asked: optimizer, seed, alphabet."""
+def check_model(saved: Saved, held: Mapping[tuple[str, ...], Sequence[int]]) -> None:
+    """Refuse a run of another model. `held`: the shape of each tensor, by all of its names."""
     whole = _tensors(saved.model)
-    held = {one.names: one.tensor for one in graph.parameters}
-    held.update({one.names: one.tensor for one in graph.buffers if one.persistent})
     missing = [names[0] for names in held if not any(name in whole for name in names)]
     wrong = [
-        f"{name} has shape {list(whole[name].shape)}, the model's has {list(graph.tensors[tensor].sizes)}"
-        for names, tensor in held.items()
+        f"{name} has shape {list(whole[name].shape)}, the model's has {list(shape)}"
+        for names, shape in held.items()
         for name in names
-        if name in whole and tuple(whole[name].shape) != graph.tensors[tensor].sizes
+        if name in whole and tuple(whole[name].shape) != tuple(shape)
     ]
-    if missing or wrong:
+    known = {name for names in held for name in names}
+    unknown = [name for name in whole if name not in known]
+    if missing or wrong or unknown:
         what = f"it has no {listed(missing)}" if missing else "; ".join(wrong[:3])
+        what = what or f"the model has no {listed(unknown)}"
         raise RunError(f"the saved run is of another model: {what}", place=str(saved.folder), remedy=GIVE)
+
+
+def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
+    """Refuse a run of another model, or of which something else is not as asked: optimizer, seed, alphabet."""
+    held = {one.names: graph.tensors[one.tensor].sizes for one in graph.parameters}
+    held.update({one.names: graph.tensors[one.tensor].sizes for one in graph.buffers if one.persistent})
+    check_model(saved, held)
     for name, mine in asked.items():
         theirs = getattr(saved.progress, name)
         if mine != theirs:
@@ -236,13 +220,29 @@ def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
             )
 
 
+@torch.no_grad()
+def restore_model(saved: Saved, module: Parallel) -> None:
+    """Give a rank its parts of the weights."""
+    whole, program = _tensors(saved.model), module.masters
+    shapes = shapes_of(program)
+    held = [(name, one, program.stored[name]) for name, one in program.held() if shapes[name].persistent]
+    held += [(copy.name, copy.other, copy.index) for copy in program.apart.values()]
+    for name, one, index in held:
+        found = next(each for each in shapes[name].names if each in whole)
+        copy_part(whole[found], index, one)
+
+
 def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
     """Give an optimizer this rank's parts of its state, and the module its step."""
     program, whole = module.masters, _tensors(saved.folder / OPTIMIZER)
     shapes = shapes_of(program)
     held = [(name, parameter, program.stored[name]) for name, parameter in program.trained()]
     held += [(copy.name, copy.other, copy.index) for copy in program.apart.values()]
+    trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for name, parameter, index in held:
+        if id(parameter) not in trained:
+            continue
+        optimizer.state.pop(parameter, None)
         for full in (one for one in whole if one.rpartition("/")[0] == name):
             key, entry = full.rpartition("/")[2], whole[full]
             like_it = tuple(entry.shape) == shapes[name].shape
@@ -251,6 +251,8 @@ def restore(saved: Saved, module: Parallel, optimizer: Any) -> None:
             else:
                 all_of_it = tuple(((0, size),) for size in entry.shape)
                 found = part_of(entry, index if like_it else all_of_it, name)
+            found = found.to(parameter.device) if like_it else found
             optimizer.state[parameter][key] = found.clone()
-        optimizer.state[parameter].update(saved.progress.values.get(name, {}))
+        if values := saved.progress.values.get(name):
+            optimizer.state[parameter].update(values)
     module.step = saved.progress.step

@@ -35,6 +35,7 @@ from weft.runtime.program.calling import Signed
 from weft.runtime.program.surface import Modes
 from weft.runtime.random import Stream
 from weft.runtime.training.flow import Flow, lend, take_back
+from weft.runtime.training.full_state import full_state
 from weft.runtime.training.microbatches import Arguments, TooFewRows
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.reduction import reduced
@@ -289,6 +290,14 @@ class Parallel(OneRank):
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
         yield from ((f"{start}{name}", copy.other) for name, copy in self.masters.apart.items())
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The original's state dict: whole tensors on the CPU. All ranks call this together.
+
+        Args:
+            rank0_only: ranks other than 0 get an empty dict, which saves them the memory.
+        """
+        return full_state(self.masters, rank0_only=rank0_only)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -101,6 +101,16 @@ def gather(
     return whole
 
 
+def spread(transport: Transport, whole: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that rank 0 has, on every rank."""
+    others = range(1, transport.num_ranks)
+    sends = {} if whole is None else {rank: [whole.to(transport.device)] for rank in others}
+    expects = {0: [(tuple(shape), dtype)]} if transport.rank else {}
+    arrived = transport.all_to_all(sends, expects, tuple(range(transport.num_ranks)))
+    # what came may lie in memory of the transport's
+    return arrived[0][0].cpu().clone() if whole is None else whole
+
+
 def _meet(one: Index, other: Index) -> bool:
     """True if two boxes have an element in common."""
     return all(
