@@ -41,10 +41,14 @@ def test_scores_are_written_over_only_if_told() -> None:
     assert torch.equal(scores, before.log_softmax(1))
 
 
-def test_no_second_backward() -> None:
+def test_a_second_backward_adds_up_if_the_graph_was_retained() -> None:
     x, weight, target = operands()
+    (expected,) = torch.autograd.grad(F.cross_entropy(x @ weight.t(), target), (x,))
     loss = entropy(x @ weight.t(), target)
     loss.backward(retain_graph=True)
+    loss.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * expected, rtol=1e-13, atol=1e-15)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
