@@ -20,6 +20,8 @@ def main(path: str, what: str) -> None:
         refuse_alike(module, batch)
     plan = "pp=2,microbatches=4" if what == "pieces" else "dp=2"
     parallel = weft.parallelize(module, batch, plan, cache=None)
+    if what == "same":
+        refuse_wrapped(parallel)
     optimizer = adamw(parallel)
     losses = [parallel.train_step(batch, optimizer).item() for _ in range(STEPS)]
     if what == "pieces":
@@ -45,6 +47,17 @@ def refuse_alike(module: torch.nn.Module, batch: Any) -> None:
     told: list[Any] = [None, None]
     torch.distributed.all_gather_object(told, found)
     assert told[0] == told[1] and len(found) == 2, told
+
+
+def refuse_wrapped(parallel: torch.nn.Module) -> None:
+    """Every rank refuses, before anything is sent."""
+    for module in (parallel, torch.nn.Sequential(torch.nn.Linear(2, 2), parallel)):
+        try:
+            torch.nn.parallel.DistributedDataParallel(module)
+        except weft.errors.RunError as error:
+            assert "train it as it is" in error.remedy
+        else:
+            raise AssertionError("DistributedDataParallel took a parallel module")
 
 
 def _rank() -> int:

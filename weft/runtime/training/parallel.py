@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.checks.unchanged import ASSIGN
+from weft.runtime.checks.wrapping import uncompiled
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
 from weft.runtime.program.surface import Modes
@@ -60,6 +61,7 @@ class Parallel(OneRank):
     # A forward, or an evaluation.
 
     @Signed
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns of the replica's batch, on every rank of it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -185,6 +187,7 @@ class Parallel(OneRank):
 
     # A step.
 
+    @uncompiled
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
         is returned.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
+from weft.runtime.checks.wrapping import wrapped_by, wrapper
 from weft.runtime.program.calling import Calling
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
@@ -38,7 +39,7 @@ Prepare = Callable[[], Any]
 
 
 class Stepping(Own):
-    """A parallel module as its optimizers see it: it is trained where it is, and cannot be copied."""
+    """A parallel module as its optimizers see it: it is trained where it is, and cannot be copied or wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +129,17 @@ class Stepping(Own):
         if self.guard is not None:
             self.guard.refuse_others(all_of(optimizer))
         return step_of(self.forward_backward, batch, optimizer, prepare, scaler)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module, but not for what would wrap it, alone or as part of another."""
+        if (name := wrapper()) is not None:
+            raise self._refused(*wrapped_by(name))
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise self._refused(*wrapped_by("nn.DataParallel"))
 
     def __deepcopy__(self, memo: Any) -> Self:
         raise self._refused(*BOUND)

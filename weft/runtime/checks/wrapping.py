@@ -1,0 +1,64 @@
+"""Wrapping: what others would make of a parallel module, refused, or kept away from it.
+
+In: the frames above a walk over the modules of a parallel module; its methods. Out: the name of what wraps it, alone or
+as part of another module: DistributedDataParallel, FSDP and the like look through all modules and parameters before they
+do anything else, on every rank. They would average, overwrite or shard what ranks hold different parts of.
+`torch.compile` leaves programs as they are: which node of autograd was made when, and so which collective is started
+when, is part of them. What is compiled around them is compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+WRAPPERS = {
+    ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
+    ("torch.distributed._composable.contract", "wrapper"): "fully_shard, or replicate,",
+    ("torch.distributed.tensor.parallel.api", "parallelize_module"): "parallelize_module",
+    ("torch.nn.parallel.replicate", "replicate"): "nn.DataParallel",
+    ("deepspeed.runtime.engine", "__init__"): "DeepSpeed",
+}
+"""Functions that look through the modules that they wrap: where they are defined, and what users call them."""
+DEPTH = 24
+"""Frames between such a function and a module inside what it wraps."""
+REASON = "a parallel module runs its programs as they were generated"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def wrapper() -> str | None:
+    """What is about to wrap a module, if the caller was asked for its submodules by such."""
+    frame = sys._getframe(1)
+    for _ in range(DEPTH):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        found = WRAPPERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if found is not None:
+            return found
+    return None
+
+
+def wrapped_by(name: str) -> tuple[str, str]:
+    """What is wrong, and what to do instead."""
+    return (
+        f"{name} is given a parallel module, which brings its gradients together itself: the ranks hold different parts, "
+        f"and {name} takes them for copies or for the whole",
+        "train it as it is: loss = parallel(batch); loss.backward(); optimizer.step(). More processes than the plan is for "
+        "train replicas; dp=N and zero=1, 2 or 3 in the plan are what DDP and FSDP do. Wrap what stands beside it by itself",
+    )
+
+
+def uncompiled(function: Function) -> Function:
+    """A function that torch.compile neither traces nor looks into, with all that it calls."""
+    # what torch.compiler.disable() does by a function around it, whose import takes a second
+    hooks = torch._C._dynamo.eval_frame
+    skip = hooks._FrameAction.SKIP
+    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
+    return function
