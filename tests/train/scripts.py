@@ -28,7 +28,7 @@ def main(path: str, what: str) -> None:
         # its program is made now, by all ranks
         few = {name: tensor[:5] for name, tensor in batch.items()}
         evaluated = parallel.eval()(**few).item()
-        torch.save((losses, dict(parallel.state_dict()), evaluated), f"{path}{_rank()}")
+        torch.save((losses, parallel.local_state_dict(), evaluated), f"{path}{_rank()}")
         return
     with torch.no_grad():
         evaluated = parallel.eval()(**batch).item()

@@ -216,7 +216,7 @@ class Emulated(Stepping):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""
-        parts = [dict(rank.state_dict()) for rank in self.ranks]
+        parts = [rank.local_state_dict() for rank in self._crew.modules]
         for name in (name for name in self._shapes if any(name in part for part in parts)):
             pieces = [(rank, self._stored[rank][name], part[name]) for rank, part in enumerate(parts) if name in part]
             destination[prefix + name], faults = join(self._shapes[name], pieces)

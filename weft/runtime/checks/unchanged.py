@@ -24,8 +24,8 @@ Wrong = tuple[str, str]
 
 BOUND = (
     "a parallel module is bound to its ranks and their programs: it cannot be copied or pickled",
-    "torch.save(parallel.state_dict(), PATH) to save it; for another one like it call weft.parallelize() again and "
-    "load_state_dict(parallel.state_dict())",
+    "parallel.full_state_dict(), on every rank, has its values, to be saved; for another one like it call "
+    "weft.parallelize() again and load_state_dict(parallel.state_dict())",
 )
 LOOKS = 4
 """Steps in which parameters may get other memory, where others read it, and one more."""

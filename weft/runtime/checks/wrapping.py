@@ -1,8 +1,8 @@
 """Wrapping: what others would make of a parallel module, refused, or kept away from it.
 
 In: the frames above a walk over the modules of a parallel module; its methods. Out: the name of what wraps it, alone or
-as part of another module: DistributedDataParallel, FSDP and the like look through all modules and parameters before they
-do anything else, on every rank. They would average, overwrite or shard what ranks hold different parts of.
+as part of another module: DistributedDataParallel, FSDP and the like look through all modules and parameters first, on
+every rank. They would average, overwrite or shard what ranks hold different parts of.
 `torch.compile` leaves programs as they are: which node of autograd was made when, and so which collective is started
 when, is part of them. What is compiled around them is compiled.
 """
@@ -47,10 +47,11 @@ def wrapper() -> str | None:
 def wrapped_by(name: str) -> tuple[str, str]:
     """What is wrong, and what to do instead."""
     return (
-        f"{name} is given a parallel module, which brings its gradients together itself: the ranks hold different parts, "
-        f"and {name} takes them for copies or for the whole",
-        "train it as it is: loss = parallel(batch); loss.backward(); optimizer.step(). More processes than the plan is for "
-        "train replicas; dp=N and zero=1, 2 or 3 in the plan are what DDP and FSDP do. Wrap what stands beside it by itself",
+        f"{name} is given a parallel module, which brings its gradients together itself: the ranks hold different "
+        f"parts, and {name} takes them for copies or for the whole",
+        "train it as it is: loss = parallel(batch); loss.backward(); optimizer.step(). More processes than the plan is "
+        "for train replicas, and dp=N with zero=1, 2 or 3 in the plan is what DDP and FSDP do. Wrap what stands beside "
+        "it by itself",
     )
 
 

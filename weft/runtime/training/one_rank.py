@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.batch_checksum import other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.layout.index import size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch
@@ -75,6 +77,12 @@ class OneRank(Stepping):
         self._weight = 0.0
         self.losses: tuple[Tensor, ...] = ()
         """The loss of each micro-batch of the last step, before they were reduced."""
+        self._holds_all = all(
+            name in pieces.stored and size(pieces.stored[name]) == part.shape
+            for name, part in pieces.stored_parts().items()
+            if part.persistent
+        )
+        """What is saved of the model is all on this rank."""
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
         # in a list: they are no parameters of the module, of no use but to be listed
@@ -233,6 +241,24 @@ class OneRank(Stepping):
                         "`zero=3` store gradients in parts, if it is for memory",
                     )
                 known[name] = len(after)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """What this rank holds, under the original names.
+
+        Where that is not all of the model, its tensors are loaded, copied and computed with as any other, and refused
+        where they are to be saved: one rank's file of them would be taken for the model (`rank_tensor.py`).
+        """
+        found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if not (self._holds_all or keep_vars):
+            start = args[1] if len(args) > 1 else prefix
+            for name, held in found.items():
+                if name.startswith(start) and isinstance(held, Tensor):
+                    found[name] = RankTensor.of(held, self._refused)
+        return found
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """What this rank holds, as ordinary tensors: for files of which every rank writes, and reads, its own."""
+        return dict(super().state_dict())
 
     # What a module can do, and a share of one cannot.
 
