@@ -14,8 +14,7 @@ from torch import Tensor
 
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.transport import Doing, GroupComm, Sharded, Transport
-from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.transport import Doing, GroupComm, PeerLost, Sharded, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import PIECE, Segments
 from weft.runtime.training.load import load_pipeline

@@ -43,7 +43,7 @@ def test_all_ranks_raise_what_rank_0_raises_and_go_on() -> None:
         assert type(error) is CheckError and str(error) == "wrong\n  at: model.py:3\n  try: mend it"
     assert first[1] == second[1] == {"program.py": b"text"}
     # our own faults are told once
-    assert isinstance(first[2], ZeroDivisionError) and isinstance(second[2], Stopped)
+    assert isinstance(first[2], ZeroDivisionError) and isinstance(second[2].__cause__, Stopped)
 
 
 def test_errors_of_all_kinds_travel() -> None:

@@ -22,7 +22,7 @@ from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, handed_out
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
-from weft.runtime.checks.wrapping import uncompiled
+from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.layout.execute import take
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
@@ -114,7 +114,7 @@ class Emulated(Stepping):
         return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
 
     @Signed
-    @uncompiled
+    @on_all_ranks
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, as every rank has it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -159,7 +159,7 @@ class Emulated(Stepping):
             except BatchMismatch as error:
                 raise refusal(str(error), FORM) from None
 
-    @uncompiled
+    @on_all_ranks
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
         returned."""

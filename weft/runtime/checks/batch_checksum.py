@@ -20,9 +20,13 @@ PRIME = 65521
 @torch.no_grad()
 def other_batch(inputs: Sequence[Tensor], transport: Transport) -> int | None:
     """A rank whose batch is another than this one's, if there is one. All ranks call this together."""
-    sums = [checksum(tensor) for tensor in inputs]
-    mine = torch.tensor([len(sums), sum(sums) & 0x7FFF_FFFF_FFFF], dtype=torch.int64, device=transport.device)
+    mine = torch.tensor([len(inputs), batch_number(inputs)], dtype=torch.int64, device=transport.device)
     return other_than(mine, transport)
+
+
+def batch_number(inputs: Sequence[Tensor]) -> int:
+    """A number for what a batch contains."""
+    return sum(map(checksum, inputs)) & 0x7FFF_FFFF_FFFF
 
 
 def other_than(mine: Tensor, transport: Transport) -> int | None:

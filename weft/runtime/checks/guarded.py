@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from weft.runtime.checks.guards import Guard, RankParameters, Refuse
+from weft.runtime.checks.guards import ALONE, Guard, RankParameters, Refuse
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
@@ -36,13 +36,25 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
     """Watch over what an optimizer does to one rank of several processes."""
     transport, held = module.program.transport, held_by(module)
 
-    def tell(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
-        group = tuple(range(transport.num_ranks)) if ranks is None else ranks
-        return [number for one in tell_numbers(transport, mine, group) for number in one]
+    def tell(mine: list[float]) -> list[float]:
+        everyone = tuple(range(transport.num_ranks))
+        return [number for one in tell_numbers(transport, mine, everyone) for number in one]
 
     known = tell([float(held.complete), float(held.holds)])
     holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)
-    guard = Guard((held,), transport.num_ranks, all(known[::2]), refuse, tell, holders)
+    job = transport.job
+
+    def compare(update: int, mine: list[float]) -> list[float]:
+        (factor,) = mine
+        found = job.compared(update, factor, transport.outside(holders))
+        quiet = [rank for rank, one in zip(holders, found.values(), strict=True) if one is None]
+        if quiet:
+            error = refuse(ALONE[0].format(transport.rank, quiet[0]), ALONE[1])
+            job.fail(error)
+            raise error
+        return [one for one in found.values() if one is not None]
+
+    guard = Guard((held,), transport.num_ranks, all(known[::2]), refuse, tell, compare, holders, job.passed)
     module.watched_by(guard, guard.remember)
     return guard
 
@@ -51,12 +63,14 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     """Watch over what one optimizer does to all ranks of an emulated module."""
     held = tuple(map(held_by, ranks))
     holders = tuple(rank for rank, one in enumerate(held) if one.holds)
-    guard = Guard(held, len(held), all(one.complete for one in held), refuse, _told_here, holders)
+    guard = Guard(
+        held, len(held), all(one.complete for one in held), refuse, _told_here, lambda update, mine: mine, holders
+    )
     for number, module in enumerate(ranks):
         module.watched_by(guard, partial(guard.remember, number))
     return guard
 
 
-def _told_here(mine: list[float], ranks: tuple[int, ...] | None = None) -> list[float]:
+def _told_here(mine: list[float]) -> list[float]:
     """All ranks are here."""
     return mine

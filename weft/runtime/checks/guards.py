@@ -33,8 +33,13 @@ from weft.runtime.training.combined_optimizer import CombinedOptimizer
 Refuse = Callable[[str, str], Exception]
 """From what is wrong and what to do instead to an error."""
 
-Tell = Callable[[list[float], "tuple[int, ...] | None"], list[float]]
-"""Numbers to those of these ranks, or of all."""
+Tell = Callable[[list[float]], list[float]]
+"""Numbers of the ranks here to those of all."""
+Compare = Callable[[int, list[float]], list[float]]
+"""From the number of an update and what the ranks here say to what all that hold something say; refuses where some say
+nothing."""
+Passed = Callable[[int], None]
+"""Is told the number of each update that nothing is said of."""
 
 NAME = "_weft_mark"
 """The attribute of parameters."""
@@ -45,6 +50,11 @@ CLIP = (
 SCALED = (
     "gradients were scaled by different factors on different ranks",
     "weft.clip_grad_norm_(parallel, max_norm) to clip them; weft.GradScaler to scale a loss",
+)
+ALONE = (
+    "gradients were changed on rank {0} of a replica and not on rank {1}",
+    "change gradients on all ranks alike: weft.clip_grad_norm_(parallel, max_norm) to clip them, the learning rate of "
+    "a group of parameters, or the loss, to weigh what one rank holds",
 )
 SCALER = (
     "torch's GradScaler decides on each rank for itself whether gradients are finite: some ranks would update, others "
@@ -109,7 +119,8 @@ class Guard:
         ranks: what each of its ranks here holds.
         num_ranks: of a replica.
         alike: every rank of the replica holds every trained parameter, whole.
-        tell: gives the numbers that all ranks of the replica tell, if those here tell these.
+        tell: gives the numbers that all ranks of the replica tell, if those here tell these; compare: the same
+            before an update, of ranks that say something; passed: is told of one of which nothing is said.
         holders: the ranks that hold something. The others have no gradients that could be written to.
     """
 
@@ -118,11 +129,14 @@ class Guard:
     alike: bool
     refuse: Refuse
     tell: Tell
+    compare: Compare
     holders: tuple[int, ...]
+    passed: Passed = lambda update: None
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     _warned: bool = False
     _seen: tuple[Any, ...] = ()
+    _update: int = -1
 
     def __post_init__(self) -> None:
         self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
@@ -205,11 +219,14 @@ class Guard:
             return
         if len(self.ranks) < self.num_ranks and _under_plain_scaler():
             raise self.refuse(*SCALER)
+        self._update += 1
         if any(one.written for one in self.scales):
             self._compare([one.factor() for one in self.scales])
+        else:
+            self.passed(self._update)
 
     def _compare(self, mine: list[float]) -> None:
-        factors = self.tell(mine, self.holders)
+        factors = self.compare(self._update, mine)
         self.remember()
         if not agreed(factors, max(one.tolerance for one in self.scales)):
             raise self.refuse(*SCALED)

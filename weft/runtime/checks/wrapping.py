@@ -9,9 +9,10 @@ when, is part of them. What is compiled around them is compiled.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -55,8 +56,22 @@ def wrapped_by(name: str) -> tuple[str, str]:
     )
 
 
-def uncompiled(function: Function) -> Function:
-    """A function that torch.compile neither traces nor looks into, with all that it calls."""
+def on_all_ranks(function: Function) -> Function:
+    """A method that all ranks call together: an error that it raises on some ranks only is told to the others
+    (`_tell_raised`), which would wait for them. torch.compile neither traces it nor looks into what it calls."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except Exception as error:
+            self._tell_raised(error)
+            raise
+
+    return cast(Function, _uncompiled(call))
+
+
+def _uncompiled(function: Function) -> Function:
     # what torch.compiler.disable() does by a function around it, whose import takes a second
     hooks = torch._C._dynamo.eval_frame
     skip = hooks._FrameAction.SKIP

@@ -22,7 +22,8 @@ from weft.runtime.jobs.heap import give_memory_back
 from weft.runtime.links.backend import PrefixStore, Store, choose_backend
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import TIMEOUT, ProcessTransport
-from weft.runtime.links.transport import Stopped
+from weft.runtime.links.transport import PeerFailed, Stopped
+from weft.runtime.links.watch import FIRST
 
 POLL = 0.05
 """Seconds between two looks for what rank 0 shares."""
@@ -56,7 +57,7 @@ class Job:
             return found
         while not self._store.check([key]):
             if self._store.check([f"{key}/failed"]):
-                raise Stopped
+                raise PeerFailed("rank 0 failed, and made nothing for the others", remedy=FIRST) from Stopped()
             time.sleep(POLL)
         names = self._store.get(key).decode().splitlines()
         return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from weft.runtime.links.inbox import Inbox
-from weft.runtime.links.transport import Expected
-from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.transport import Expected, PeerLost
 from weft.runtime.links.wire import as_bytes, num_bytes, unpack
 
 HEAD = struct.Struct("<16sqq")

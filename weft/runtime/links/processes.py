@@ -10,6 +10,7 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -23,17 +24,20 @@ from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import (
+    CollectiveMismatch,
     Doing,
     Expected,
     Expects,
     Group,
     Handle,
+    PeerFailed,
+    PeerLost,
     Sends,
     Sharded,
     Then,
     Transport,
 )
-from weft.runtime.links.watch import MAIN, Failure, PeerLost, Watch, failure_of
+from weft.runtime.links.watch import MAIN, Failure, Watch, failure_of
 from weft.runtime.links.wire import LARGE
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ SPARE = 4 << 20
 is small."""
 SPARES = 8 << 20
 """Bytes of all memory that waits to be used again."""
+TOLD = "_weft_told"
+"""The attribute of errors that the other ranks know of."""
 BACKGROUND = "background"
 """The lane of what was started and not yet waited for."""
 
@@ -106,6 +112,7 @@ class ProcessTransport(Transport):
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
+        self._timeout, self._num_raised = timeout, 0
 
     @property
     def backend(self) -> Backend:
@@ -148,7 +155,12 @@ class ProcessTransport(Transport):
         try:
             return self._main.take(peer, tag, expects)
         except PeerLost as error:
-            raise PeerLost(f"{error}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})") from error
+            raise PeerLost(
+                f"{error.message}; rank {self.rank} waited for {tag} from rank {peer} ({self.doing})"
+            ) from error
+
+    def open_mail(self) -> None:
+        self._main.mailbox()
 
     # -- in the second lane
 
@@ -244,7 +256,23 @@ class ProcessTransport(Transport):
         """What is held for what travels; gradients that are summed where they lie are among it."""
         return [*self._main.memory(), *self._background.memory()]
 
+    def passed(self, update: int) -> None:
+        self._watch.update = update
+
+    def compared(self, update: int, mine: float, group: Group) -> dict[int, float | None]:
+        return self._watch.compared(update, mine, group, time.monotonic() + self._timeout)
+
     # -- its end
+
+    def raised(self, error: Exception) -> None:
+        if isinstance(error, PeerFailed) or vars(error).get(TOLD):
+            return
+        vars(error)[TOLD] = True
+        self._num_raised += 1
+        fits = not isinstance(error, CollectiveMismatch | PeerLost)
+        words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
+            self.fail(error)
 
     def fail(self, error: BaseException) -> Failure:
         """Tell all ranks that this one failed, and how."""

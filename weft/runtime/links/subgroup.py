@@ -46,6 +46,9 @@ class Subgroup(Transport):
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         return self.whole.take(self.ranks[peer], tag, expects)
 
+    def open_mail(self) -> None:
+        self.whole.open_mail()
+
     def start_all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:

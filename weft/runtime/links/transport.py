@@ -16,11 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from weft.errors import RunError
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.layout.transfer import Index
 
@@ -57,14 +58,39 @@ class RankFailed(RuntimeError):  # noqa: N818 - says what happened
         self.__cause__ = cause
 
 
-class CollectiveMismatch(RuntimeError):  # noqa: N818 - says what happened
+class CollectiveMismatch(RunError):  # noqa: N818 - says what happened
     """Ranks entered collectives that do not fit together, or wait for ones that nobody will enter.
 
-    `waits` tells for every rank what it was doing."""
+    `waits` tells for every rank what it was doing, `first` is what is wrong in one line."""
 
     def __init__(self, message: str, *, rank: int, waits: Mapping[int, str]) -> None:
-        self.rank, self.waits = rank, dict(waits)
-        super().__init__("\n".join([message, *(f"  rank {who} {what}" for who, what in sorted(self.waits.items()))]))
+        self.rank, self.waits, self.first = rank, dict(waits), message
+        super().__init__("\n".join([message, *told_waits(self.waits)]), remedy=ALIKE)
+
+
+class PeerLost(RunError):  # noqa: N818 - says what happened
+    """A collective broke because another process went away."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, remedy=LOST)
+
+
+class PeerFailed(RunError):  # noqa: N818 - says what happened
+    """Another rank failed, and all end: raised where this one comes to its next collective."""
+
+
+ALIKE = (
+    "let every rank make the same calls with the same batches: a rank that catches an error, or leaves out a batch or "
+    "a backward, does not; if they all do, this is a fault in the program: please report it with the plan"
+)
+LOST = (
+    "see what the process that has gone printed, or whether the system killed it for want of memory; then start again"
+)
+
+
+def told_waits(waits: Mapping[int, str]) -> list[str]:
+    """What every rank was doing, a line each."""
+    return [f"  rank {who} {what}" for who, what in sorted(waits.items())]
 
 
 class Stopped(BaseException):
@@ -174,6 +200,10 @@ class Transport(ABC):
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         """What a rank posts under a tag; waits until it has come."""
 
+    def open_mail(self) -> None:
+        """Make the ways of messages, which all ranks of the job do together, where some of them may have none."""
+        return
+
     # Several tensors at once, while the rank computes.
 
     def start_all_to_all(
@@ -256,6 +286,24 @@ class Transport(ABC):
     def everywhere(self, group: Group) -> Group:
         """The ranks of a group in all replicas, as ranks of the job."""
         return group
+
+    def passed(self, update: int) -> None:
+        """The rank makes its so many-th update, and has nothing to say that others are to compare."""
+        return
+
+    def compared(self, update: int, mine: float, group: Group) -> dict[int, float | None]:
+        """The numbers that members give before an update, or None of one that makes it without giving any."""
+        number = torch.tensor([mine], dtype=torch.float64, device=self.device)
+        return {rank: float(one) for rank, one in zip(group, self.all_gather(number, group), strict=True)}
+
+    def fail(self, error: BaseException) -> Any:
+        """Tell all ranks that this one failed, and how."""
+        return None
+
+    def raised(self, error: Exception) -> None:
+        """An error leaves a call that all ranks make. Comes back when every rank has raised one there, so that they may
+        go on alike, or after telling the others, whose waits for this rank end."""
+        return
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         """From now on messages name this step; `check`: whether members are to make sure that they mean the same.

@@ -24,15 +24,27 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.runtime.links.backend import Store, own_connection
-from weft.runtime.links.transport import CollectiveMismatch, Doing, Stopped
+from weft.runtime.links.transport import (
+    ALIKE,
+    CollectiveMismatch,
+    Doing,
+    PeerFailed,
+    PeerLost,
+    Stopped,
+    told_waits,
+)
 
 PULSE = 0.2
 """Seconds between two looks; longer in jobs of many ranks, which share one store."""
 STALL = 0.8
 """Seconds that a call may take before the others' states are looked at."""
+POLL = 0.01
+"""Seconds between two looks for whether others have raised too."""
 GRACE = 2.0
 """Seconds that a stopped rank gets to come to its next collective before its process is ended."""
 MESSAGES = " messages"
+RAISED = " raised"
+FIRST = "see what that rank raised; all ranks of a job end together, and are started together"
 ENDED_BY_WATCH = 70
 """Exit code of a process that did not stop by itself."""
 STORE_LOST = 71
@@ -61,10 +73,6 @@ class Failure:
         found = json.loads(text)
         found["waits"] = {int(rank): what for rank, what in found["waits"].items()}
         return Failure(**found)
-
-
-class PeerLost(RuntimeError):  # noqa: N818 - says what happened
-    """A collective broke because another process went away."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,10 @@ class Watch:
         self._beats = 0
         self._seen: dict[int, dict[str, Any]] = {}
         self._stopped_at: float | None = None
+        self.update = -1
+        """The last update, counted from 0, that the rank has made without a word."""
+        self._is_told = False
+        """The rank has heard of it: when it ends is its own affair."""
         self._mismatch: CollectiveMismatch | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch of rank {rank}", daemon=True)
@@ -133,9 +145,60 @@ class Watch:
     def check(self) -> None:
         """Called by a rank that waits: raises if there is nothing to wait for."""
         if self._mismatch is not None:
+            self._is_told = True
             raise self._mismatch
         if self._stopped_at is not None:
-            raise Stopped
+            self._is_told = True
+            # where nobody catches it the rank that failed says all there is to say
+            raise self._of_another() from Stopped()
+
+    def _of_another(self) -> PeerFailed:
+        """What the rank that failed first has told, as far as that can be said."""
+        found = [rank for rank in range(self.num_ranks) if self._store.check([failure_key(rank)])]
+        if not found:
+            return PeerFailed("another rank failed", remedy=FIRST)
+        failure = Failure.from_json(self._store.get(failure_key(found[0])))
+        if failure.sort == "mismatch":
+            return PeerFailed("\n".join([failure.message, *told_waits(failure.waits)]), remedy=ALIKE)
+        first = failure.message.splitlines()[0] if failure.message else ""
+        return PeerFailed(f"rank {found[0]} failed: {failure.error}: {first}", remedy=FIRST)
+
+    def raised(self, number: int, error: str, until: float) -> bool:
+        """The rank raises an error in a call that all ranks make, for so many-th time: whether all do.
+
+        Waits for them, as in a collective, until so many seconds by the clock."""
+        everyone = tuple(range(self.num_ranks))
+        keys = [f"raised/{number}/{rank}" for rank in everyone]
+        self._store.set(keys[self.rank], error)
+        self.enter(MAIN, everyone, number, error, RAISED)
+        while not self._store.check(keys):
+            if self._stopped_at is not None or time.monotonic() > until:
+                self._is_told = True
+                return False
+            time.sleep(POLL)
+        self.leave(MAIN)
+        return True
+
+    def compared(self, update: int, mine: float, group: tuple[int, ...], until: float) -> dict[int, float | None]:
+        """What members say before an update; None: one has passed it, and says nothing.
+
+        By the store: who has nothing to say does not come to a collective."""
+        self._store.set(f"update/{update}/{self.rank}", repr(mine))
+        self.tell()
+        found: dict[int, float | None] = {self.rank: mine}
+        while len(found) < len(group):
+            self.check()
+            for rank in group:
+                # asked in this order: who has said something has passed too
+                has_passed = rank not in found and read_state(self._store, rank).get("update", -1) >= update
+                if rank not in found and self._store.check([f"update/{update}/{rank}"]):
+                    found[rank] = float(self._store.get(f"update/{update}/{rank}"))
+                elif has_passed:
+                    found[rank] = None
+            if time.monotonic() > until:
+                break
+            time.sleep(POLL)
+        return {rank: found.get(rank) for rank in group}
 
     def fail(self, failure: Failure) -> None:
         """The rank failed: tell the others."""
@@ -190,7 +253,7 @@ class Watch:
         blocked = self._blocked()
         self._publish("blocked" if blocked else "running")
         if self._stopped_at is not None:
-            if time.monotonic() - self._stopped_at > GRACE:
+            if not self._is_told and time.monotonic() - self._stopped_at > GRACE:
                 os._exit(ENDED_BY_WATCH)
         elif self._store.check([FAILED]):
             self._stopped_at = time.monotonic()
@@ -217,6 +280,7 @@ class Watch:
             "what": doing.what,
             "place": doing.place,
             "step": step,
+            "update": self.update,
         }
         self._store.set(state_key(self.rank), json.dumps(found))
 
@@ -229,7 +293,7 @@ class Watch:
             self._seen = states
             return
         if all(s["state"] == "ended" or s["beat"] >= self._seen[rank]["beat"] + 2 for rank, s in states.items()):
-            message = "deadlock: no rank can go on"
+            message = alone(states) or "deadlock: no rank can go on"
             self._mismatch = CollectiveMismatch(message, rank=self.rank, waits=describe(states))
             self._stopped_at = time.monotonic()
             self.fail(failure_of(self.rank, self._mismatch, *self._doing()))
@@ -248,10 +312,15 @@ def failure_key(rank: int) -> str:
     return f"failure/{rank}"
 
 
-def read_states(store: Store, num_ranks: int) -> dict[int, dict[str, Any]]:
-    """The last published state of each rank that has published one."""
-    keys = {rank: state_key(rank) for rank in range(num_ranks)}
+def read_states(store: Store, num_ranks: int, first: int = 0) -> dict[int, dict[str, Any]]:
+    """The last published state of each rank, from the first, that has published one."""
+    keys = {rank: state_key(rank) for rank in range(first, num_ranks)}
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+
+def read_state(store: Store, rank: int) -> dict[str, Any]:
+    """The last published state of a rank, if there is one."""
+    return read_states(store, rank + 1, rank).get(rank, {})
 
 
 def is_deadlock(states: Mapping[int, Mapping[str, Any]], num_ranks: int) -> bool:
@@ -288,11 +357,19 @@ def _describe(states: Mapping[int, Mapping[str, Any]], state: Mapping[str, Any])
         return f"is running ({state['doing']})"
     call = state["calls"][0]
     absent = " and ".join(map(str, _missing(states, call)))
+    if call[0].endswith(RAISED):
+        return f"raised {call[3]}"
     waiting = f", waiting for rank {absent}" if absent else ""
     return f"is in {call[3]}, call {call[1]} of group {tuple(call[2])}{waiting} ({state['doing']})"
 
 
-SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerLost: "lost"}
+def alone(states: Mapping[int, Mapping[str, Any]]) -> str:
+    """Who raised an error that others did not raise, if somebody did."""
+    found = {rank: call[3] for rank, state in states.items() for call in state["calls"] if call[0].endswith(RAISED)}
+    return "; ".join(f"rank {rank} raised {what}, and other ranks did not" for rank, what in found.items())
+
+
+SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerFailed: "stopped", PeerLost: "lost"}
 
 
 def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) -> Failure:
@@ -300,5 +377,5 @@ def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) 
     sort, trace = SORTS.get(type(error), "error"), "".join(traceback.format_exception(error))
     # a mismatch lists below its first line who waits for what
     waits = error.waits if isinstance(error, CollectiveMismatch) else {}
-    message = str(error).splitlines()[0] if waits else str(error)
+    message = error.first if isinstance(error, CollectiveMismatch) else str(error)
     return Failure(rank, sort, type(error).__name__, message, doing.what, doing.place, step, trace, waits)

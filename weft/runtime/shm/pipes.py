@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.runtime.links.backend import Store
-from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.transport import PeerLost
 
 SPIN = 1e-4
 """Seconds in which a rank that waits does not sleep."""

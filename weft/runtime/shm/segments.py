@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.runtime.links.watch import PeerLost
+from weft.runtime.links.transport import PeerLost
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.pipes import Exchange, Pipes
 

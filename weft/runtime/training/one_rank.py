@@ -6,6 +6,7 @@ this is, the step as one call, a loss over all replicas.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -13,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.checks.batch_checksum import other_batch
+from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
@@ -31,6 +32,9 @@ from weft.runtime.training.shard_owners import tell_numbers
 from weft.runtime.training.step import Stepping
 from weft.runtime.weights.leaf_aliases import has_hook_after
 from weft.runtime.weights.masters import Masters
+
+LOOKS = 2
+"""Steps in which the batches of replicas are compared."""
 
 
 class OneRank(Stepping):
@@ -75,6 +79,10 @@ class OneRank(Stepping):
         self.reduction = reduction or Reduction()
         self._refusal = refusal
         self._weight = 0.0
+        self._has_warned = False
+        """Of a micro-batch whose loss is not a number."""
+        self._are_alike = True
+        """As far as is known, replicas are fed the same batches."""
         self.losses: tuple[Tensor, ...] = ()
         """The loss of each micro-batch of the last step, before they were reduced."""
         self._holds_all = all(
@@ -185,12 +193,42 @@ class OneRank(Stepping):
         except BadReduction as error:
             raise self._refused(str(error), "let the reduction give a weight of at least 0") from None
 
+    def _warn_of_nan(self, losses: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Warn, once, of a micro-batch whose loss is a mean over nothing, which makes that of the step not a number."""
+        if len(losses) < 2 or self._has_warned or losses[0].device.type != "cpu":
+            return
+        counted = [at for at, weight in enumerate(weights) if weight]
+        wrong = [at for at in counted if math.isnan(losses[at].item())]
+        if wrong and len(wrong) < len(counted):
+            self._has_warned = True
+            warnings.warn(
+                f"the loss of micro-batch {wrong[0]} of {len(losses)} is not a number, those of others are: if all of its "
+                "labels are ignored its mean is over nothing, and so is the loss of the step. Let micro-batches count "
+                "by their labels: parallelize(..., reduction=weft.per_token('labels'))",
+                stacklevel=2,
+            )
+
     def _refuse_other_batches(self, inputs: Sequence[Tensor]) -> None:
         other = other_batch(inputs, self._transport)
         if other is not None:
             raise self._refused(
                 f"ranks {self._transport.rank} and {other} of a replica were given different batches",
                 "give every rank of a replica the same whole batch; each takes its part itself",
+            )
+
+    @torch.no_grad()
+    def _look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
+        """Warn of replicas that are fed the same batches in their first steps: each is to have its own."""
+        if self.num_replicas == 1 or self.step >= LOOKS or not self._are_alike:
+            return
+        found = self._totals(float(batch_number(inputs)))
+        self._are_alike = bool(inputs) and len(set(found)) == 1
+        if self._are_alike and self.step == LOOKS - 1 and self._transport.whole.rank == 0:
+            warnings.warn(
+                f"all {self.num_replicas} replicas were given the same batches in {LOOKS} steps: they compute the "
+                "same, and train no faster than one. Feed each its own share: DistributedSampler(dataset, "
+                "num_replicas=parallel.num_replicas, rank=parallel.replica)",
+                stacklevel=2,
             )
 
     def refuse_surroundings(self) -> None:
@@ -268,6 +306,9 @@ class OneRank(Stepping):
         if wrong is not None:
             raise self._refused(*wrong)
         return self
+
+    def _tell_raised(self, error: Exception) -> None:
+        self._transport.whole.raised(error)
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return BatchMismatch(message) if self._refusal is None else self._refusal(message, remedy)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.checks.unchanged import ASSIGN
-from weft.runtime.checks.wrapping import uncompiled
+from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
 from weft.runtime.program.surface import Modes
@@ -47,6 +47,10 @@ NO_FORWARD = (
     "loss = parallel.train_step(batch, optimizer), or parallel.forward_backward(batch); parallel.eval() to evaluate",
 )
 NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
+NO_BATCH = (
+    "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
+    "give every replica as many batches: DistributedSampler, or drop_last=True",
+)
 FORM = "give batches in the form of the example"
 
 
@@ -61,7 +65,7 @@ class Parallel(OneRank):
     # A forward, or an evaluation.
 
     @Signed
-    @uncompiled
+    @on_all_ranks
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns of the replica's batch, on every rank of it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -80,10 +84,13 @@ class Parallel(OneRank):
         inputs = flow.bind_whole(args, kwargs)
         self.refuse_surroundings()
         flow.program.stream = Stream(self.seed, self.step, self.replica)
-        kind = "training" if flow is self._flow else f"program {self._number(flow)}"
+        # evaluation may be the very program of training: its batches are others all the same
+        number = "" if flow is self._flow else f" {self._number(flow)}"
+        kind = f"{'training' if self.training else 'evaluation'}{number}"
         if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
+            self._look_at_replicas(inputs)
             self.step += 1
         elif flow.has_loss:
             self._weigh(args, kwargs, inputs)
@@ -109,6 +116,7 @@ class Parallel(OneRank):
         self._weight = sum(weights)
         return flow.join(found, self.reduction.shares(weights))
 
+    @on_all_ranks
     def train(self, mode: bool = True) -> Parallel:
         """As of any module; the first `eval()` makes the program for it, on all ranks together."""
         self.follow(self.modes_after(mode))
@@ -187,7 +195,7 @@ class Parallel(OneRank):
 
     # A step.
 
-    @uncompiled
+    @on_all_ranks
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
         is returned.
@@ -196,6 +204,8 @@ class Parallel(OneRank):
             batch: the replica's, the same on every rank of it; None if there is none for it in this step.
         """
         if self._flow.is_whole:
+            if batch is None:
+                raise self._refused(*NO_BATCH)
             loss = loss_of(self, batch)
             count = self._count(*self.arranged(*arguments_of(batch))) * scale
             (loss if count == 1 else loss * count).backward()
@@ -208,6 +218,7 @@ class Parallel(OneRank):
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
+        self._look_at_replicas([tensor for one in inputs for tensor in one])
         counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
@@ -216,6 +227,7 @@ class Parallel(OneRank):
         )
         self.step += 1
         self._weight, self.losses = sum(weights), tuple(losses)
+        self._warn_of_nan(losses, weights)
         if not losses:
             return torch.zeros((), device=self._transport.device)
         return reduced(losses, self.reduction.shares(weights))

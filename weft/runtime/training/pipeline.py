@@ -178,6 +178,9 @@ class Rank:
         """
         sizes = [0] * len(batches) if size_of is None else size_of
         self._begin(sizes, starts=not completes)
+        if completes:
+            # replicas run different events: one without a micro-batch sends nothing
+            self.transport.open_mail()
         for event, share, piece in self._running(sizes):
             if event.phase == F:
                 piece.module.stream = Stream(seed, step, first + event.micro)

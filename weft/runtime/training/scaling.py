@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         self._guards = list(guards.values())
         self._refuse_useless()
         for guard in self._guards:
-            wrong = guard.tell([float(any(bool(one.item()) for one in found.values()))], None)
+            wrong = guard.tell([float(any(bool(one.item()) for one in found.values()))])
             for one in found.values():
                 one.fill_(max(wrong))
             found = found or {found_inf.device: torch.full_like(found_inf, max(wrong))}

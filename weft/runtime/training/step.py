@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
-from weft.runtime.checks.wrapping import wrapped_by, wrapper
+from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
 from weft.runtime.program.calling import Calling
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
@@ -106,10 +106,14 @@ class Stepping(Own):
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward; gradients, `scale` times, are added to what was there, the loss is returned."""
 
+    def _tell_raised(self, error: Exception) -> None:
+        """An error leaves a call that all ranks make."""
+
     @abstractmethod
     def _refused(self, message: str, remedy: str) -> Exception:
         """The error for a wrong call."""
 
+    @on_all_ranks
     def train_step(
         self,
         batch: Any,

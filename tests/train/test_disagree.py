@@ -1,0 +1,67 @@
+"""Ranks that disagree: told within seconds, as an error of ours on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import MLP
+from tests.pools import Pools
+from tests.train import disagree
+from tests.train.eager import gpt
+from weft.compile.model_file import Subject
+from weft.runtime.jobs.launch import ProcessFailed
+from weft.train.programs import Programs
+
+
+def made(plan: str) -> tuple[Any, nn.Module, Any]:
+    """A program's files, its model and a batch."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    model, batch = gpt(dropout=0.0) if "pp" in plan else (MLP().double(), {"x": x, "y": y})
+    files = Programs(lambda module: Subject(model, batch), plan, None, cache=None, outputs="loss").training(model)
+    return dict(files), model, batch
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "words"),
+    [
+        ("shape", "tp=2", "x of the batch is"),
+        pytest.param("raises", "dp=2", "of the user's own", marks=pytest.mark.full),
+        ("edits", "dp=2,spread", "gradients were changed on rank 1"),
+    ],
+)
+def test_a_rank_that_goes_on_by_itself(what: str, plan: str, words: str, pools: Pools, tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed):
+        pools(2).run(disagree.goes_on_after_an_error, (*made(plan), what, str(tmp_path)))
+    mine, other = (Path(tmp_path, str(rank)).read_text() for rank in (1, 0))
+    assert words in mine.splitlines()[0] and mine.startswith(f"1 {what != 'raises'} True")
+    # the others hear of it where they next wait for it
+    assert words in other.splitlines()[0] and other[1:].startswith(" True True") and other[0] in "12"
+
+
+def test_errors_that_all_raise_end_nothing(pools: Pools) -> None:
+    for found in pools(2).run(disagree.errors_of_all, made("tp=2")):
+        assert len(found) == 2
+        assert "x of the batch is" in found[0] and "were given different batches" in found[1]
+
+
+def test_replicas_that_are_fed_the_same_are_warned_of(pools: Pools) -> None:
+    warned, quiet = pools(2).run(disagree.replicas, (*made("dp=1"), True))
+    assert len(warned) == 1 and "DistributedSampler" in warned[0] and not quiet
+    assert pools(2).run(disagree.replicas, (*made("dp=1"), False)) == [[], []]
+
+
+def test_a_replica_without_a_batch_in_the_first_step(pools: Pools) -> None:
+    given = made("pp=2,microbatches=2")
+    # alone, the first replica does the same: both have its batch in the second step
+    alone, found = pools(2).run(disagree.none_at_first, given), pools(4).run(disagree.none_at_first, given)
+    for rank, state in enumerate(found):
+        wanted = alone[rank % 2]
+        assert state.keys() == wanted.keys()
+        for name, one in state.items():
+            torch.testing.assert_close(one, wanted[name], rtol=1e-12, atol=1e-13)
