@@ -299,3 +299,17 @@ def all_replicas(
         loss.backward()
         total += loss.item()
     return total
+
+
+def test_a_micro_batch_with_ignored_labels_alone_is_warned_of() -> None:
+    tokens, targets = torch.randint(0, VOCABULARY, (2, 8, 5))
+    batch = {"tokens": tokens, "targets": targets}
+    parallel = weft.parallelize(Tagger().double(), batch, PLAN, emulate=True, cache=None)
+    parallel.forward_backward(batch)
+    empty = {"tokens": tokens, "targets": targets.clone()}
+    empty["targets"][2:4] = -100
+    with pytest.warns(UserWarning, match=r"micro-batch 1 of 4 is not a number.*per_token") as caught:
+        parallel.forward_backward(empty)
+    assert len(caught) == 1
+    # once
+    parallel.forward_backward(empty)

@@ -195,16 +195,16 @@ class OneRank(Stepping):
 
     def _warn_of_nan(self, losses: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Warn, once, of a micro-batch whose loss is a mean over nothing, which makes that of the step not a number."""
-        if len(losses) < 2 or self._has_warned or losses[0].device.type != "cpu":
+        if len(losses) < 2 or self._has_warned or self._transport.rank or losses[0].device.type != "cpu":
             return
         counted = [at for at, weight in enumerate(weights) if weight]
         wrong = [at for at in counted if math.isnan(losses[at].item())]
         if wrong and len(wrong) < len(counted):
             self._has_warned = True
             warnings.warn(
-                f"the loss of micro-batch {wrong[0]} of {len(losses)} is not a number, those of others are: if all of its "
-                "labels are ignored its mean is over nothing, and so is the loss of the step. Let micro-batches count "
-                "by their labels: parallelize(..., reduction=weft.per_token('labels'))",
+                f"the loss of micro-batch {wrong[0]} of {len(losses)} is not a number, those of others are: if all of "
+                "its labels are ignored its mean is over nothing, and so is the loss of the step. Let micro-batches "
+                "count by their labels: parallelize(..., reduction=weft.per_token('labels'))",
                 stacklevel=2,
             )
 
