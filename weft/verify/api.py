@@ -106,7 +106,7 @@ def _evaluation(subject: Subject, plan: PlanLike, compiled: Compiled, say: Say) 
         return None
     say("compiling the program for evaluation")
     programs = Programs(lambda module: subject, plan, compiled.devices, cache=None, outputs="any")
-    return files_of(programs.after(compiled)(Wanted(modes=modes)))
+    return files_of(programs.after(compiled)(Wanted(modes=modes, outputs=True)))
 
 
 def _summary(made: InPieces, report: Report | None) -> dict[str, Any]:
