@@ -141,7 +141,17 @@ class Parallel(OneRank):
 
     def has_program(self) -> bool:
         """True if there is a program for the modes, for batches like the example, that returns what is wanted."""
-        return (self.training and not self._flow.is_whole) or bool(self._flows())
+        if self.training and not self._flow.is_whole:
+            return True
+        return self._for_example() is not None if self._trains_example() else bool(self._flows())
+
+    def _trains_example(self) -> bool:
+        """True in training as the module was captured, where batches are those of the example."""
+        return self.training and self.modes == self._surface.modes
+
+    def _for_example(self) -> Flow | None:
+        form = self._flow.form
+        return next((flow for flow in self._flows() if flow is self._flow or flow.form == form), None)
 
     def _flows(self) -> list[Flow]:
         """The programs for the modes that return what is wanted."""
@@ -158,12 +168,10 @@ class Parallel(OneRank):
         """The program for a batch, if there is one."""
         if self.training and not self._flow.is_whole:
             return self._flow
-        found = next((flow for flow in self._flows() if flow.fits(args, kwargs)), None)
-        form = self._flow.form
-        if found is None and self.training and self.modes == self._surface.modes and not form.other_flags(args, kwargs):
-            # in training batches have the form of the example, but for flags: this one is to refuse it
-            return None if self._flow.fits(args, kwargs) else self._flow
-        return found
+        if self._trains_example() and not self._flow.form.other_flags(args, kwargs):
+            # a batch of another form is refused
+            return self._for_example()
+        return next((flow for flow in self._flows() if flow.fits(args, kwargs)), None)
 
     def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
         """The program for a batch. One is made if no program has its arguments: in training for other flags and words,
