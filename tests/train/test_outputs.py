@@ -211,3 +211,24 @@ def test_arguments_that_are_given_as_their_defaults() -> None:
     torch.testing.assert_close(parallel(x=x, scale=2.0), net(x), rtol=1e-12, atol=1e-12)
     with pytest.raises(RunError, match="another form"):
         parallel(x, scale=3.0)
+
+
+def test_flags_beside_what_is_returned() -> None:
+    """A program for another flag is not taken for that of the example, and refusals stay those of the example."""
+
+    class Flagged(nn.Linear):
+        def forward(self, x: Tensor, double: bool = False) -> dict[str, Tensor]:
+            y = super().forward(x) * (2 if double else 1)
+            return {"loss": y.square().mean(), "y": y}
+
+    torch.manual_seed(0)
+    net, x = Flagged(6, 3).double(), batch()["x"]
+    parallel: Any = weft.parallelize(net, (x, False), "dp=2", emulate=True, cache=None)
+    for double in (True, False, True):
+        torch.testing.assert_close(parallel(x, double)["y"], net(x, double)["y"], rtol=1e-12, atol=1e-12)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
+    for double in (True, False):
+        found = parallel.train_step((x, double), optimizer)
+        torch.testing.assert_close(found, net(x, double)["loss"].detach(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(RunError, match=r"\[4, 6\]"):
+        parallel(x[:4], False)

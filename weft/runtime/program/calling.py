@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
@@ -78,24 +79,26 @@ class Signed:
         self.__doc__ = forward.__doc__
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
-        return self._forward if instance is None else BoundForward(self._forward, instance)
+        if instance is None:
+            return self._forward
+        return MethodType(instance.__dict__.get(SIGNED, self._forward), instance)
 
 
-class BoundForward:
-    """The forward of one module."""
+SIGNED = "_signed_forward"
+"""The attribute of a module that holds its forward."""
 
-    def __init__(self, forward: Callable[..., Any], instance: Any) -> None:
-        self.__func__, self.__self__ = forward, instance
-        self.__doc__ = forward.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    @property
-    def __name__(self) -> str:
-        return "forward"
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        calling: Calling | None = self.__self__.calling
-        return inspect.signature(self.__func__.__get__(self.__self__)) if calling is None else calling.signature
+def sign(module: Any, calling: Calling | None) -> None:
+    """Let the forward of a module have a signature of its own. It is not bound: that would hold the module."""
+    if calling is None:
+        return
+    forward: FunctionType = type(module).forward
+    own = FunctionType(forward.__code__, forward.__globals__, "forward", forward.__defaults__, forward.__closure__)
+    vars(own).update(vars(forward))
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    taken = list(calling.signature.parameters.values())
+    if any(one.name == "self" for one in taken):
+        first = first.replace(name="module_")
+    vars(own)["__signature__"] = calling.signature.replace(parameters=[first, *taken])
+    own.__doc__ = forward.__doc__
+    module.__dict__[SIGNED] = own

@@ -68,6 +68,11 @@ class Flow:
         return self.output is not None or self.returned != "more"
 
     @property
+    def gives_loss(self) -> bool:
+        """True if it returns the loss alone, or there is none."""
+        return self.output is None or self.returned == "none"
+
+    @property
     def has_loss(self) -> bool:
         """True if a loss is among what it returns."""
         return self.output is None or self.returned != "none"

@@ -159,7 +159,10 @@ class Parallel(OneRank):
         found = [flow for others, flow in self._others if others == modes]
         if modes == self._surface.modes and self._flow.is_whole:
             found.insert(0, self._flow)
-        return [flow for flow in found if flow.gives_all] if self.wants_all else found
+        if not self._returns_all:
+            return found
+        # a step needs the loss alone, if there is one
+        return [flow for flow in found if (flow.gives_all if self.wants_all else flow.gives_loss)]
 
     def _number(self, flow: Flow) -> int:
         return [one for _, one in self._others].index(flow)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
-from weft.runtime.program.calling import Calling
+from weft.runtime.program.calling import Calling, sign
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
 from weft.runtime.training.scaling import GradScaler
@@ -59,6 +59,7 @@ class Stepping(Own):
             self.show(tree)
         self.tell(tree._attributes, self._refused)
         self._surface, self.calling = surface, surface.calling
+        sign(self, surface.calling)
         self._paths = {path: module for path, module in tree.named_modules(remove_duplicate=False) if path}
         self.training = "" in surface.modes
         return tree
