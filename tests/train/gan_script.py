@@ -17,7 +17,7 @@ def main(path: str) -> None:
     spec.loader.exec_module(gan)
     parallel = gan.parallel(torch.float64)
     losses = gan.train(*parallel, 4, torch.float64)
-    torch.save((losses, [dict(module.state_dict()) for module in parallel]), f"{path}{os.environ['RANK']}")
+    torch.save((losses, [module.local_state_dict() for module in parallel]), f"{path}{os.environ['RANK']}")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from tests.pools import Pools
 from tests.train import disagree
 from tests.train.eager import gpt
 from weft.compile.model_file import Subject
+from weft.compile.programs import Programs
 from weft.runtime.jobs.launch import ProcessFailed
-from weft.train.programs import Programs
 
 
 def made(plan: str) -> tuple[Any, nn.Module, Any]:

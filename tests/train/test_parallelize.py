@@ -180,7 +180,8 @@ def test_a_plan_of_the_training_graph_is_said_again_of_the_other() -> None:
 def work(transport: ProcessTransport, files: dict[str, bytes]) -> tuple[list[float], dict[str, Tensor], Any]:
     module, batch = gpt()
     parallel = open_rank(files, transport, module)
-    return *train(parallel, batch), parallel.stored
+    losses, _ = train(parallel, batch)
+    return losses, parallel.local_state_dict(), parallel.stored
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

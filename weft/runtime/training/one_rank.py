@@ -195,8 +195,10 @@ class OneRank(Stepping):
 
     def _warn_of_nan(self, losses: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Warn, once, of a micro-batch whose loss is a mean over nothing, which makes that of the step not a number."""
-        if len(losses) < 2 or self._has_warned or self._transport.rank or losses[0].device.type != "cpu":
+        if len(losses) < 2 or self._has_warned or self._transport.rank:
             return
+        if type(losses[0]) is not Tensor or losses[0].device.type != "cpu":
+            return  # without values, or what takes time to be looked at
         counted = [at for at, weight in enumerate(weights) if weight]
         wrong = [at for at in counted if math.isnan(losses[at].item())]
         if wrong and len(wrong) < len(counted):
