@@ -119,13 +119,11 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), weights, chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
-    programs = Programs(
-        lambda module: about(original() if module is None else module),
-        plan,
-        devices,
-        cache=cache,
-        outputs=wanted,
-    )
+
+    def subject(module: nn.Module | None) -> Subject:
+        return about(original() if module is None else module)
+
+    programs = Programs(subject, plan, devices, cache=cache, outputs=wanted)
     trained = partial(_trained, programs, about(start.module), memory_limit)
     made = _emulated(trained(), opened, programs) if emulate else _launched(trained, start, opened, programs)
     if isinstance(model, nn.Module):
