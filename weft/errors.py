@@ -59,6 +59,10 @@ class RunError(WeftError):
     """A rank failed while a Program ran; the others were stopped."""
 
 
+class UsageError(WeftError):
+    """A command line that is not understood."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'dp'? `, or nothing if no known word is near.
 

@@ -95,7 +95,7 @@ def test_weights_of_a_local_folder(tmp_path: Path) -> None:
     state = mine.state_dict()
     for name, tensor in saved.state_dict().items():
         assert torch.equal(state[name], tensor), name
-    torch.testing.assert_close(mine(**example()), saved(**example()).loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mine(**example()).loss, saved(**example()).loss, rtol=1e-5, atol=1e-6)
     expect_equal(loaded.train(), example(), "dp=2,tp=2")
 
 

@@ -63,7 +63,8 @@ def test_work_is_counted_as_by_hand() -> None:
     assert sum(kind.flops_share for kind in found.values()) == pytest.approx(1)
 
 
-def test_the_table_and_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_summary(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["ops", GPT]) == 0
     out = capsys.readouterr().out
     linear = next(line for line in out.splitlines() if line.strip().startswith("linear"))

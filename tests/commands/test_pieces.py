@@ -15,7 +15,8 @@ MLP, GPT = str(EXAMPLES / "mlp.py"), str(EXAMPLES / "gpt.py")
 PLAN = "pp=2,microbatches=4"
 
 
-def test_the_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_stages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["show", GPT, "--plan", PLAN]) == 0
     out = capsys.readouterr().out
     assert "gpt.py under pp=2,microbatches=4: 2 devices, 2 pieces, 4 micro-batches" in out
@@ -23,7 +24,8 @@ def test_the_table_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 KiB to blocks.1..head" in out and "tied: tokens.weight in" in out and "idle 20.0%" in out
 
 
-def test_the_time_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["show", GPT, "--plan", PLAN, "--schedule"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["0", "F0", "F1", ".", ".", "B0---", "F2", "B1---", "F3", "B2---", ".", "B3---"]

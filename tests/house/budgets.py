@@ -22,9 +22,9 @@ TOKENS = {
     "order": 13_320,
     "ir": 13_157,
     "compile": 13_594,
-    "commands": 9_585,
+    "commands": 9_579,
     "cost": 6_976,
-    "(top)": 1_357,
+    "(top)": 1_363,
 }
 ALL = 372_734
 

@@ -11,17 +11,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from weft.errors import WeftError, did_you_mean
+from weft.errors import UsageError, did_you_mean
 
 NEEDS_A_PLAN = (
     "--plan dp=2 (each device takes half of the batch), --plan tp=2 (half of each layer), --plan dp=2,tp=2, "
     "--plan pp=2,microbatches=4 (stages), a plan file (plan.yaml), or plans.py:function"
 )
 OPTION = re.compile(r"--?[a-zA-Z]")
-
-
-class UsageError(WeftError):
-    """A command line that is not understood."""
 
 
 class Parser(argparse.ArgumentParser):
