@@ -31,7 +31,7 @@ from weft.verify import ranks
 from weft.verify.judged import judge
 
 TOLERANCE = 1e-9
-TIMEOUT = 5.0
+TIMEOUT = 2.0
 
 
 class Block(nn.Module):
