@@ -18,7 +18,8 @@ def test_demo(tmp_path: Path) -> None:
     weft = tmp_path / "weft"
     weft.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft.cli "$@"\n')
     weft.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "140"}
+    environment = {**os.environ, **found}
     demo = subprocess.run(
         [ROOT / "examples" / "demo.sh"], env=environment, capture_output=True, text=True, timeout=400, check=False
     )

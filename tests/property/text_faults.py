@@ -153,16 +153,21 @@ def swap_operands(text: Text, rng: random.Random) -> str | None:
 
 
 def stale_weight(text: Text, rng: random.Random) -> str | None:
-    found = [
+    """A parameter, as it is stored or as it was brought to where it is used."""
+    ends = ("weight", "bias", "running_mean", "running_var")
+    stored = [node for node in text.inside(ast.Attribute) if isinstance(node, ast.Attribute) and node.attr in ends]
+    used = [
         node
-        for node in text.inside(ast.Attribute)
-        if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias", "running_mean", "running_var")
+        for node in text.inside(ast.Name)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id.endswith(ends)
     ]
+    found: list[ast.AST] = [*stored, *used]
     if not found:
         return None
     node = rng.choice(found)
     words = text.of(node)
-    return text.put((node, f"_stale({words.split('.')[0]}, {words!r}, {words})")) + STALE
+    owner = words.split(".")[0] if "." in words else "self"
+    return text.put((node, f"_stale({owner}, {words!r}, {words})")) + STALE
 
 
 def other_value(text: Text, rng: random.Random) -> str | None:
