@@ -7,7 +7,10 @@ plain `assert`s: they are ours, not the user's. `did_you_mean` finds what a miss
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+Refuse = Callable[[str, str], Exception]
+"""From what is wrong and what to do instead to an error."""
 
 
 class WeftError(Exception):

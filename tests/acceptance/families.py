@@ -170,11 +170,16 @@ TWO_SIDED: dict[str, tuple[Settings, Settings]] = {
 FAMILIES = {**CAUSAL, **MASKING, **TWO_SIDED}
 
 
-def family(name: str) -> Subject:
+def family(name: str, *, dropout: bool = True) -> Subject:
     """A model of that architecture, and a batch some of whose labels are left out."""
     architecture, (usual, own) = getattr(transformers, name), FAMILIES[name]
     torch.manual_seed(1)
-    model: nn.Module = architecture(architecture.config_class(**{**usual, **own}))
+    config = architecture.config_class(**{**usual, **own})
+    if not dropout:
+        for key, value in list(vars(config).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+    model: nn.Module = architecture(config)
     return Subject(model.train(), _batch(name))
 
 

@@ -17,14 +17,15 @@ import weft
 from examples import custom_ops
 from weft.capture import capture
 from weft.codegen import generate
-from weft.errors import CaptureError, RuleError, WeftError
+from weft.compile.model_file import load_model_file
+from weft.errors import CaptureError, ModelFileError, RuleError, WeftError
 from weft.ir.graph import Graph, Op
 from weft.lower import lower
 from weft.ops.book import RuleBook
 from weft.ops.rule import Rule
 from weft.plan.load import load_plan
 from weft.runtime.comm import Comms, sum_over, sum_to_copy
-from weft.runtime.operators.custom import CustomOp, defined_in, need_operator, tensors_in
+from weft.runtime.operators.custom import CustomOp, defined_in, kept_name, need_operator, tensors_in
 
 FILE = Path(custom_ops.__file__)
 
@@ -283,15 +284,13 @@ def test_on_processes_too() -> None:
 
 
 def test_generated_code_calls_functions_by_name() -> None:
-    # whoever loaded the file as a model file has registered its operators anew: those that are here are gone
-    importlib.reload(custom_ops)
     module = custom_ops.model()
     graph = capture(module, custom_ops.example())
     program = lower(load_plan("tp=2", graph))
     text = generate(program)["program.py"].decode()
     assert "from examples.custom_ops import gated, project, spread, turned" in text
     assert 'need_operator("custom_ops.swish", "' in text
-    assert 'spread(y, comm=(self.comm.along("tp"),))' in text and "tensors_in(gated(" in text
+    assert 'spread(dropout_1, comm=(self.comm.along("tp"),))' in text and "tensors_in(gated(" in text
 
 
 def test_what_another_process_could_not_find_is_refused() -> None:
@@ -359,3 +358,34 @@ def test_files_and_operators_are_found_at_run_time(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"nothing here defines torch\.ops\.no_such_library\.it"):
         need_operator("no_such_library.it", str(file))
     assert tensors_in({"a": [torch.ones(1)], "b": 2}).item() == 1  # type: ignore[union-attr]
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("weft_once::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+def model():
+    return torch.nn.Linear(2, 2)
+
+def example():
+    return torch.zeros(2, 2)
+"""
+
+
+def test_operators_are_defined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch ends an operator that is defined again; calls of the first may crash."""
+    file = tmp_path / "weft_once_operators.py"
+    file.write_text(OPERATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = importlib.import_module(file.stem)
+    load_model_file(file)
+    assert defined_in(str(file), "double") is imported.double
+    assert imported.double(torch.ones(1)).item() == 2
+    monkeypatch.delitem(sys.modules, file.stem)
+    sys.modules[kept_name(str(file))] = imported
+    file.write_text(OPERATOR + "\n")
+    with pytest.raises(ModelFileError, match="was changed after its operators were defined"):
+        load_model_file(file)

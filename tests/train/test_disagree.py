@@ -18,11 +18,11 @@ from weft.compile.programs import Programs
 from weft.runtime.jobs.launch import ProcessFailed
 
 
-def made(plan: str) -> tuple[Any, nn.Module, Any]:
+def made(plan: str, module: nn.Module | None = None) -> tuple[Any, nn.Module, Any]:
     """A program's files, its model and a batch."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 8, 6, dtype=torch.float64)
-    model, batch = gpt(dropout=0.0) if "pp" in plan else (MLP().double(), {"x": x, "y": y})
+    model, batch = gpt(dropout=0.0) if "pp" in plan else (module or MLP().double(), {"x": x, "y": y})
     files = Programs(lambda module: Subject(model, batch), plan, None, cache=None, outputs="loss").training(model)
     return dict(files), model, batch
 
@@ -44,6 +44,16 @@ def test_a_rank_that_goes_on_by_itself(what: str, plan: str, words: str, pools: 
     assert words in other.splitlines()[0] and other[1:].startswith(" True True") and other[0] in "12"
 
 
+@pytest.mark.parametrize(("what", "plan"), [("backward", "tp=2"), ("update", "dp=2")])
+def test_a_rank_that_leaves_out_an_update(what: str, plan: str, pools: Pools, tmp_path: Path) -> None:
+    """No collective is missed: only the number of updates tells."""
+    with pytest.raises(ProcessFailed):
+        pools(2).run(disagree.leaves_out, (*made(plan), what, str(tmp_path)))
+    for rank in range(2):
+        told = Path(tmp_path, str(rank)).read_text()
+        assert told.startswith("True") and "rank 1 has made 3 updates, rank 0 4" in told, told
+
+
 def test_errors_that_all_raise_end_nothing(pools: Pools) -> None:
     for found in pools(2).run(disagree.errors_of_all, made("tp=2")):
         assert len(found) == 2
@@ -54,6 +64,20 @@ def test_replicas_that_are_fed_the_same_are_warned_of(pools: Pools) -> None:
     warned, quiet = pools(2).run(disagree.replicas, (*made("dp=1"), True))
     assert len(warned) == 1 and "DistributedSampler" in warned[0] and not quiet
     assert pools(2).run(disagree.replicas, (*made("dp=1"), False)) == [[], []]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.a(self.norm(x)) - y).square().mean()
+
+
+def test_statistics_of_replicas_are_warned_of(pools: Pools) -> None:
+    warned, quiet = pools(2).run(disagree.replicas, (*made("dp=1", Normed().double()), False))
+    assert len(warned) == 1 and "batch norm" in warned[0] and not quiet
 
 
 def test_a_replica_without_a_batch_in_the_first_step(pools: Pools) -> None:

@@ -25,6 +25,7 @@ from weft.capture.tracing.watch import Watch
 from weft.errors import CaptureError
 from weft.ir.graph import Autocast, Graph
 from weft.ir.verify import verify_graph
+from weft.runtime.program.asks import Ask
 from weft.runtime.weights.precision import Precision
 
 
@@ -35,6 +36,7 @@ def capture(
     *,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
     precision: Precision | str | None = None,
+    grad: bool = True,
 ) -> Graph:
     """The forward of `module` as a Graph.
 
@@ -44,6 +46,7 @@ def capture(
         dynamic: dims whose size may vary: input name or position -> dims; those marked with `weft.dynamic` if not
             given. Other sizes are fixed to the example's.
         precision: in which the forward is to compute (`runtime/precision.py`); its own if not given.
+        grad: what the forward is told if it asks `torch.is_grad_enabled()`.
 
     Raises:
         CaptureError: forward does something that the Graph could not hold faithfully.
@@ -54,7 +57,11 @@ def capture(
         ['aten.linear.default']
     """
     refuse_modules(module)
-    flat = replace(flatten_example(module, example), precision=chosen_precision(precision, module, error=CaptureError))
+    flat = replace(
+        flatten_example(module, example),
+        precision=chosen_precision(precision, module, error=CaptureError),
+        grad=grad,
+    )
     dynamic = marked(flat) if dynamic is None else dynamic
     watch = Watch(module)
     try:
@@ -111,7 +118,8 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     refuse_aliases(state)
     results = [read(handle, builder, Context()) for handle in outputs]
     results = emit_expectations(converter.expected, results, traced.output.loss_among_tensors, builder)
-    graph = assemble(module, flat, traced.output, state, builder, results)
+    asks = tuple(Ask.of(kind, place, flat.values, grad=flat.grad) for kind, place in traced.found.asks.items())
+    graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks)
     return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
 
 

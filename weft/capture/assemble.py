@@ -1,4 +1,4 @@
-"""The last step: dead ops out, constants marked, masks looked at, final names given.
+"""The last step: dead ops and those that compute nothing out, constants marked, masks looked at, final names given.
 
 Enters: the builder's ops under working names. Leaves: the Graph. Names are `path@call/operator`, numbered where an
 operator repeats, so that they stay when other modules change.
@@ -16,6 +16,7 @@ from torch import nn
 from weft.capture.builder import Builder
 from weft.capture.causal import with_plain_masks
 from weft.capture.example import Example, Output
+from weft.capture.noops import without_noops
 from weft.capture.state import Constant, State, Stored
 from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Size, map_refs
 
@@ -44,7 +45,8 @@ def assemble(
     returned = iter(results)
     outputs = tuple(next(returned) if is_tensor else None for is_tensor in output.tensors)
     wanted = {*results, *updates.values()}
-    ops = mark_constants(live(builder.ops, wanted), state, updates)
+    ops = without_noops(live(builder.ops, wanted), builder.tensors, wanted)
+    ops = mark_constants(ops, state, updates)
     baked = {constant.name: constant.value for constant in state.constants}
     ops = live(with_plain_masks(ops, builder.tensors, baked), wanted)
     used = wanted | {name for op in ops for name in op.inputs}

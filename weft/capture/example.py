@@ -28,7 +28,7 @@ RAGGED_REMEDY = "pass a padded batch and a mask or lengths, and mask what is pad
 class Example:
     """The flattened example. `tensors` are positions among the leaves; `wheres` and `names` go with them.
 
-    `precision`: in which the forward is to compute, if not in its own."""
+    `precision`: in which the forward is to compute, if not in its own. `grad`: the grad mode that it is told."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -36,6 +36,7 @@ class Example:
     wheres: tuple[str, ...]
     names: tuple[str, ...]
     precision: Precision | None = None
+    grad: bool = True
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of forward with these tensors in place of the example's."""

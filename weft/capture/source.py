@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -77,6 +78,14 @@ def place_of_error(trace: TracebackType | None) -> str:
 def place_here() -> str:
     """The line that is running now."""
     return place_of(users_frame(traceback.extract_stack()))
+
+
+def caller_is_users() -> bool:
+    """Whether it is the user's own code that called into Weft, not torch on its behalf."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
 
 
 def place_of_call() -> str:

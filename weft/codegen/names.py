@@ -13,6 +13,7 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import permutations
 
 from weft.ir.graph import Graph, Op
 
@@ -52,7 +53,7 @@ def base_names(graph: Graph) -> Mapping[str, str]:
     counts = Counter((op.path, op.call) for op in graph.ops)
     found: dict[str, str] = {}
     for op, following in zip(graph.ops, [*graph.ops[1:], None], strict=True):
-        ends = following is None or _line(op) != _line(following)
+        ends = following is None or not _is_one_line(op, following)
         targets = targets_in(op.source.text) if ends else ()
         if len(targets) == len(op.outputs) and all(name != "_" for name in targets):
             found.update(zip(op.outputs, map(legal, targets), strict=True))
@@ -63,8 +64,18 @@ def base_names(graph: Graph) -> Mapping[str, str]:
     return found
 
 
-def _line(op: Op) -> tuple[str, int, str, int]:
-    return op.path, op.call, op.source.file, op.source.line
+def _is_one_line(op: Op, following: Op) -> bool:
+    """True if the user's line that made an op goes on with the next: in the same module, in one that it calls, or in
+    another one that the same module calls. Layers of a list are not called by the list."""
+    if (op.source.file, op.source.line) != (following.source.file, following.source.line):
+        return False
+    if op.path == following.path:
+        return op.call == following.call
+    (parent, _, last), (other_parent, _, other) = op.path.rpartition("."), following.path.rpartition(".")
+    is_inside = any(
+        f"{one}.".startswith(f"{two}." if two else "") for one, two in permutations((op.path, following.path))
+    )
+    return is_inside or (parent == other_parent and not (last.isdigit() or other.isdigit()))
 
 
 def own_name(op: Op, *, alone: bool) -> str:

@@ -8,7 +8,6 @@ what the file itself imports, and a file that defines operators, which no proces
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from weft.capture.precision import chosen_precision
 from weft.compile.hugging_face import PREFIX, load_hugging_face
 from weft.errors import ModelFileError, WeftError, did_you_mean
 from weft.plan.batch import BatchDims
-from weft.runtime.operators.custom import as_module, keep, kept_name
+from weft.runtime.operators.custom import as_module, keep, loaded
 from weft.runtime.start.initialise import Start, begin
 from weft.runtime.start.record import Record
 from weft.runtime.training.combined_optimizer import as_one
@@ -58,6 +57,7 @@ class Subject:
         precision: in which it is to be trained; the module's own if None.
         record: how the values of a hollow module come about; None: it has them.
         weights: files that a hollow module's values are read from instead.
+        grad: the grad mode that a forward which asks for it is told.
     """
 
     model: nn.Module
@@ -72,6 +72,7 @@ class Subject:
     precision: Precision | None = None
     record: Record | None = None
     weights: str | None = None
+    grad: bool = True
 
     @property
     def place(self) -> str:
@@ -218,9 +219,10 @@ def _called(module: ModuleType, path: Path, name: str) -> Any:
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
     """The file as a module, findable under its name while it is in use."""
-    kept = sys.modules.get(kept_name(str(path)))
-    if kept is not None:
-        yield kept
+    with inside(path, "the file"):
+        before = loaded(str(path))
+    if before is not None:
+        yield before
         return
     with as_module(f"weft_model_file_{path.stem}", str(path)) as (module, run):
         with inside(path, "the file"):

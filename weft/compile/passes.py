@@ -7,6 +7,7 @@ from the same content is not made again. A pass that raises leaves nothing behin
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,19 @@ def compile_program(
     return compile_subject(Subject(module, example), plan, devices, **settings)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no cycles meanwhile: what passes make lives until their end, and would be looked at in vain."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@uncollected()
 def compile_subject(  # noqa: PLR0913 - each is a choice of the caller's
     subject: Subject,
     plan: PlanLike,

@@ -35,7 +35,8 @@ from weft.order import Span
 from weft.order.stage_names import said_schedule
 from weft.plan.batch import batch_dims_of, mixing_ops
 from weft.plan.plan import Plan
-from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, dims_of, split_arguments
+from weft.runtime.program.calling import Arguments
+from weft.runtime.training.microbatches import BatchDim, TooFewRows, dims_of, split_arguments
 
 T = TypeVar("T")
 

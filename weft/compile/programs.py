@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,10 +27,11 @@ from weft.compile.subject import PlanLike, capture_subject, check_fit, make_plan
 from weft.compile.variants import at_size, for_evaluation
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
+from weft.runtime.program.asks import memory_format
+from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import files_of
 from weft.runtime.program.returns import lost
-from weft.runtime.program.surface import Modes, modes_of, set_modes
-from weft.runtime.training.microbatches import Arguments
+from weft.runtime.program.surface import Modes, modes_kept, modes_of, set_modes
 
 Content = Mapping[str, bytes]
 """Files of a program by name."""
@@ -123,7 +125,9 @@ class Programs:
             return self._evaluation(about, wanted)
 
     def _about(self, subject: Subject, batch: Arguments | None) -> Subject:
-        return subject if batch is None else replace(subject, example=as_example(batch))
+        if batch is None:
+            return subject
+        return replace(subject, example=as_example(batch), grad=torch.is_grad_enabled())
 
     def _whole(self, subject: Subject, wanted: Wanted) -> Content:
         """The program for other modes, or one that returns more."""
@@ -196,21 +200,20 @@ def told(batch: Arguments | None) -> str:
         return ""
     leaves, spec = pytree.tree_flatten(batch)
     kinds = [
-        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf)
+        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad} {memory_format(leaf)}"
+        if isinstance(leaf, Tensor)
+        else repr(leaf)
         for leaf in leaves
     ]
-    return f"{spec} {kinds}"
+    return f"{spec} {kinds} {torch.is_grad_enabled()}"
 
 
 @contextmanager
 def in_modes(module: nn.Module, modes: Modes) -> Iterator[None]:
     """The module with these submodules in training mode; afterwards each is in the mode it was in."""
-    before = modes_of(module)
-    set_modes(module, modes)
-    try:
+    with modes_kept(module):
+        set_modes(module, modes)
         yield
-    finally:
-        set_modes(module, before)
 
 
 def said(compiled: Compiled) -> Compiled:

@@ -74,7 +74,7 @@ LOSS_REMEDY = (
 def capture_subject(subject: Subject, *, trains: bool = True) -> Graph:
     """The Graph of a subject; refuses one without a loss if it is to be trained by one."""
     with inside(subject.path, "the forward", only=(SystemExit,)):
-        graph = capture(subject.model, subject.example, precision=subject.precision)
+        graph = capture(subject.model, subject.example, precision=subject.precision, grad=subject.grad)
     check_dense(graph)
     if trains and (graph.loss is None or not graph.tensors[graph.loss].needs_grad):
         scalars = sum(graph.tensors[name].shape == () for name in graph.outputs if name is not None)

@@ -37,8 +37,9 @@ from weft.ir.schedule import Pipeline
 from weft.lower.pipeline import Pipelined
 from weft.order import make_schedule
 from weft.plan.plan import Plan
+from weft.runtime.program.calling import Arguments
 from weft.runtime.training.flow import LOSS
-from weft.runtime.training.microbatches import Arguments, BatchDim, TooFewRows, rows_of, split_arguments
+from weft.runtime.training.microbatches import BatchDim, TooFewRows, rows_of, split_arguments
 
 Make = Callable[[Graph], Plan]
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from weft.runtime.program.asks import Ask
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -226,6 +228,7 @@ class Graph:
         out_leaves: the same of the output.
         symbols: the dynamic dims: symbol -> (input tensor, dim).
         guards: what the symbols must fulfil for this to be the program: a condition, and the user's line behind it.
+        asks: what forward asks about a call besides values, with the example's answers.
     """
 
     name: str
@@ -243,6 +246,7 @@ class Graph:
     out_leaves: tuple[Any, ...] = ()
     symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     guards: tuple[tuple[str, str], ...] = ()
+    asks: tuple[Ask, ...] = ()
 
     @cached_property
     def producers(self) -> Mapping[str, Op]:

@@ -231,20 +231,14 @@ class Emulated(Stepping):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], strict: bool, *told: list[str]
     ) -> None:
         """Asked by torch, of this module or of one that holds it (`prefix` stands before the names): cut whole tensors
         into the ranks' parts, if they are those of the original."""
         for hook in self._load_state_dict_pre_hooks.values():
-            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if local_metadata.get("assign_to_params_buffers"):
+            hook(state_dict, prefix, metadata, strict, *told)
+        missing_keys, unexpected_keys, error_msgs = told
+        if metadata.get("assign_to_params_buffers"):
             raise refusal(*ASSIGN)
         given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         missing_keys += [prefix + name for name in self._shapes if name in self._saved and name not in given]

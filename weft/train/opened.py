@@ -15,11 +15,11 @@ from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_rank
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
+from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import files_of
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.flow import Flow, open_flow, open_trained
 from weft.runtime.training.load import load_sizes
-from weft.runtime.training.microbatches import Arguments
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import Reduction
 from weft.runtime.weights.masters import tell_sums

@@ -27,7 +27,7 @@ from weft.lower.check import Report
 from weft.order import check_schedule
 from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.load import cut_parameters
-from weft.runtime.program.surface import modes_of, set_modes
+from weft.runtime.program.surface import modes_after, modes_of
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
@@ -98,11 +98,8 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
 
 def _evaluation(subject: Subject, plan: PlanLike, compiled: Compiled, say: Say) -> Source | None:
     """The program for evaluation, as `eval()` of a parallel module has it made; None if training is in its modes."""
-    model, before = subject.model, modes_of(subject.model)
-    model.eval()
-    modes = modes_of(model)
-    set_modes(model, before)
-    if modes == before:
+    modes = modes_after(subject.model, False)
+    if modes == modes_of(subject.model):
         return None
     say("compiling the program for evaluation")
     programs = Programs(lambda module: subject, plan, compiled.devices, cache=None, outputs="any")

@@ -29,7 +29,7 @@ from weft.compile.model_file import Subject, check_loss, inside
 from weft.compile.optimizer import make_optimizer
 from weft.errors import ModelFileError, RunError, WeftError
 from weft.ops.precision import Float64Mode, widen
-from weft.runtime.program.surface import modes_of, set_modes
+from weft.runtime.program.surface import modes_kept
 from weft.runtime.random import Stream
 from weft.runtime.training.microbatches import BatchDim, split_arguments
 from weft.verify.batches import OTHER_STEP, batches_of
@@ -164,10 +164,9 @@ class _OneSide:
 
     def evaluate(self, parts: Sequence[Batch], *, whole: bool) -> list[Tensor]:
         """What the module returns of each part in evaluation, or its loss."""
-        before = modes_of(self.module)
-        self.module.eval()
-        found = [self._forward(part, OTHER_STEP + 1, micro) for micro, part in enumerate(parts)]
-        set_modes(self.module, before)
+        with modes_kept(self.module):
+            self.module.eval()
+            found = [self._forward(part, OTHER_STEP + 1, micro) for micro, part in enumerate(parts)]
         if not whole:
             return [check_loss(one, self.subject.place).detach() for one in found]
         return [leaf.detach().clone() for one in found for leaf in flatten_output(one)[1]]

@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import is_grad_enabled
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributions.dirichlet import _Dirichlet
@@ -36,7 +37,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.capture.example import RAGGED_REMEDY
-from weft.capture.source import place_here
+from weft.capture.source import caller_is_users, place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
 from weft.capture.tracing.refuse import TOLD, telling
@@ -45,6 +46,7 @@ from weft.capture.tracing.stable import stable_form
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
 from weft.runtime.operators.custom import CustomOp
+from weft.runtime.program.asks import GRAD_MODE, MEMORY_FORMAT, REQUIRES_GRAD
 
 UNMARKED = (
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -71,20 +73,36 @@ class Interception:
     """Of the first forward."""
     repeats: bool = False
     """Forward runs again, to be compared."""
+    grad: bool = True
+    """The grad mode that forward is told."""
+    asks: dict[str, str] = field(default_factory=dict)
+    """What forward asks about its call, by kind, and the first line that does."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""
         return self.repeats or is_tracing()
 
+    def ask(self, kind: str) -> None:
+        """Note that forward asks something about its call, if it is the user's own code that does."""
+        if kind not in self.asks and caller_is_users():
+            self.asks[kind] = place_here()
+
     def repeat(self, run: Callable[[], Any]) -> None:
         """Run forward once more, untraced, and refuse what differs from the first time."""
         kept, mine = dict(vars(self)), vars(self)
-        mine.update(vars(Interception(outputs=self.outputs, repeats=True)))
+        mine.update(vars(Interception(outputs=self.outputs, repeats=True, grad=self.grad)))
         try:
             with disable_proxy_modes_tracing(), Listener(self, Comparer(kept["calls"])):
                 run()
         finally:
             mine.update(kept)
+
+    def is_grad_enabled(self) -> bool:
+        """Stands in for torch's: forward is told the mode of the call, everyone else that of the trace."""
+        if not caller_is_users():
+            return is_grad_enabled()
+        self.ask(GRAD_MODE)
+        return self.grad and is_grad_enabled()
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
@@ -182,8 +200,13 @@ class Listener(TorchFunctionMode):
             )
         if func in LESS and len(args) == 2 and self.is_never_less(*args):
             return False
-        if func in (torch.Tensor.requires_grad_, REQUIRES_GRAD):
+        if func in (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD):
             self.found.requires = place_here()
+        if func in ASKS:
+            self.found.ask(ASKS[func])
+            if func == GET_REQUIRES_GRAD and not self.found.grad and not args[0].is_leaf:
+                # gradients are recorded in every trace
+                return False
         traces = self.found.is_tracing()
         if func is torch.Tensor.__bool__ and traces and (expected := expected_here(args[0])) is not None:
             torch.ops.weft.expect(args[0], expected)
@@ -205,7 +228,17 @@ class Listener(TorchFunctionMode):
 
 
 LESS = (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less)
-REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+GET_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+ASKS: Mapping[Any, str] = {
+    GET_REQUIRES_GRAD: REQUIRES_GRAD,
+    torch.Tensor.is_contiguous: MEMORY_FORMAT,
+    torch.Tensor.stride: MEMORY_FORMAT,
+    torch.Tensor.dim_order: MEMORY_FORMAT,
+    torch.Tensor.as_strided: MEMORY_FORMAT,
+    torch.as_strided: MEMORY_FORMAT,
+}
+"""Questions about tensors whose answers are no values."""
 GRADIENT_REMEDY = "an autograd.Function with that backward, or do it outside forward"
 REFUSED: Mapping[Any, tuple[str, str]] = {
     torch.Tensor.register_hook: ("registers a gradient hook", GRADIENT_REMEDY),
@@ -248,9 +281,9 @@ class Whole(TorchDispatchMode):
 
 
 @contextmanager
-def intercept() -> Iterator[Interception]:
-    """While this is entered, traced calls leave markers."""
-    found = Interception()
+def intercept(*, grad: bool) -> Iterator[Interception]:
+    """While this is entered, traced calls leave markers. `grad`: the grad mode that forward is told."""
+    found = Interception(grad=grad)
     library = torch.library.Library("weft", "FRAGMENT")
     library.define("function(int key, Tensor[] tensors) -> Tensor[]")
     library.define("enter(int region, bool reentrant, Tensor[] tensors) -> ()")
@@ -276,6 +309,7 @@ def intercept() -> Iterator[Interception]:
             mock.patch.object(_SingleLevelFunction, "apply", classmethod(found.apply)),
             mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", found.checkpoint_generator),
             mock.patch.object(CustomOp, "__call__", lambda op, *args, **kwargs: found.call(op, args, kwargs)),
+            mock.patch.object(torch, "is_grad_enabled", found.is_grad_enabled),
         ):
             yield found
     finally:

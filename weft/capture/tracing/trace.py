@@ -162,7 +162,7 @@ def trace(
     states = torch.get_rng_state()
     with ExitStack() as stack:
         stack.enter_context(without_computed(module))
-        found = stack.enter_context(intercept())
+        found = stack.enter_context(intercept(grad=example.grad))
         traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant)
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(quiet_torch())

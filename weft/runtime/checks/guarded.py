@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from weft.runtime.checks.guards import ALONE, Guard, RankParameters, Refuse
+from weft.errors import Refuse
+from weft.runtime.checks.guards import ALONE, Guard, RankParameters
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
 from weft.runtime.training.one_rank import OneRank
@@ -55,6 +56,9 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
         return [one for one in found.values() if one is not None]
 
     guard = Guard((held,), transport.num_ranks, all(known[::2]), refuse, tell, compare, holders, job.passed)
+    began = job.progress(min(holders, default=0))
+    if held.holds:
+        guard.began = began
     module.watched_by(guard, guard.remember)
     return guard
 

@@ -25,13 +25,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
+from weft.errors import Refuse
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
 from weft.runtime.checks.scales import Scales, agreed
 from weft.runtime.checks.whole_state import PartOf, cut_state
+from weft.runtime.links.progress import Began
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
-
-Refuse = Callable[[str, str], Exception]
-"""From what is wrong and what to do instead to an error."""
 
 Tell = Callable[[list[float]], list[float]]
 """Numbers of the ranks here to those of all."""
@@ -122,6 +121,7 @@ class Guard:
         tell: gives the numbers that all ranks of the replica tell, if those here tell these; compare: the same
             before an update, of ranks that say something; passed: is told of one of which nothing is said.
         holders: the ranks that hold something. The others have no gradients that could be written to.
+        began: is told of each forward in training, and of how many of those before it an update followed.
     """
 
     ranks: tuple[RankParameters, ...]
@@ -132,11 +132,16 @@ class Guard:
     compare: Compare
     holders: tuple[int, ...]
     passed: Passed = lambda update: None
+    began: Began = lambda number, updates: None
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     _warned: bool = False
     _seen: tuple[Any, ...] = ()
     _update: int = -1
+    _forwards: int = 0
+    _updated: int = 0
+    _is_updated: bool = False
+    """Since the last forward."""
 
     def __post_init__(self) -> None:
         self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
@@ -209,8 +214,17 @@ class Guard:
                 "put each parameter into one group of one optimizer",
             )
 
+    def begin(self) -> None:
+        """A forward in training begins."""
+        # several optimizers may update what a rank holds, and one what another does
+        self._updated += self._is_updated
+        self._is_updated = False
+        self.began(self._forwards, self._updated)
+        self._forwards += 1
+
     def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A step is about to be made."""
+        self._is_updated = True
         if self.num_ranks == 1:
             return
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:

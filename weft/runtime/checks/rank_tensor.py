@@ -10,13 +10,13 @@ tensor; a copy of one, on whatever device and in whatever dtype, is one again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-Refuse = Callable[[str, str], Exception]
+from weft.errors import Refuse
 
 PARTS = (
     "state_dict() of this rank is about to be saved, and it has this rank's shards only, not the model",

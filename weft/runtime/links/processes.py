@@ -23,6 +23,7 @@ from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.inbox import OwnPosts
+from weft.runtime.links.progress import Began
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -255,6 +256,9 @@ class ProcessTransport(Transport):
     def memory(self) -> list[Tensor]:
         """What is held for what travels; gradients that are summed where they lie are among it."""
         return [*self._main.memory(), *self._background.memory()]
+
+    def progress(self, reference: int) -> Began:
+        return self._watch.progress.of_module(reference)
 
     def passed(self, update: int) -> None:
         self._watch.update = update

@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.errors import RunError
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.layout.transfer import Index
+from weft.runtime.links.progress import Began
 
 Group = tuple[int, ...]
 """Ranks; all members name them in the same order, which is that of sums."""
@@ -286,6 +287,10 @@ class Transport(ABC):
     def everywhere(self, group: Group) -> Group:
         """The ranks of a group in all replicas, as ranks of the job."""
         return group
+
+    def progress(self, reference: int) -> Began:
+        """Of a further module: what is to be told of its training, and is compared with what that rank tells."""
+        return lambda number, updates: None
 
     def passed(self, update: int) -> None:
         """The rank makes its so many-th update, and has nothing to say that others are to compare."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.runtime.links.backend import Store, own_connection
+from weft.runtime.links.progress import Progress
 from weft.runtime.links.transport import (
     ALIKE,
     CollectiveMismatch,
@@ -104,6 +105,7 @@ class Watch:
         self._beats = 0
         self._seen: dict[int, dict[str, Any]] = {}
         self._stopped_at: float | None = None
+        self.progress = Progress()
         self.update = -1
         """The last update, counted from 0, that the rank has made without a word."""
         self._is_told = False
@@ -208,7 +210,7 @@ class Watch:
 
     def tell(self) -> None:
         """Publish the rank's state now."""
-        self._publish("blocked" if self._blocked() else "running")
+        self._publish("running" if self._blocked_since() is None else "blocked")
 
     def close(self) -> None:
         """The rank has ended; it no longer watches."""
@@ -250,37 +252,59 @@ class Watch:
                 os._exit(STORE_LOST)
 
     def _beat(self) -> None:
-        blocked = self._blocked()
-        self._publish("blocked" if blocked else "running")
+        blocked_since = self._blocked_since()
+        self._publish("running" if blocked_since is None else "blocked")
         if self._stopped_at is not None:
             if not self._is_told and time.monotonic() - self._stopped_at > GRACE:
                 os._exit(ENDED_BY_WATCH)
         elif self._store.check([FAILED]):
             self._stopped_at = time.monotonic()
-        elif blocked is not None and time.monotonic() - blocked.since > STALL:
+        elif blocked_since is not None and time.monotonic() - blocked_since > STALL:
             self._look_for_deadlock()
         else:
             self._seen = {}
+            self._compare_progress()
 
-    def _blocked(self) -> Call | None:
-        """The call that the rank's own thread waits for."""
+    def _compare_progress(self) -> None:
+        for rank in self.progress.references() - {self.rank}:
+            found = self.progress.difference(rank, read_state(self._store, rank).get("progress", ()))
+            if found is not None:
+                number, mine, theirs = found
+                self._end(
+                    f"before the training step that is number {number} of the module, rank {self.rank} has made {mine} "
+                    f"updates, rank {rank} {theirs}: one of them has left out a backward or optimizer.step()",
+                    read_states(self._store, self.num_ranks),
+                )
+                return
+
+    def _end(self, message: str, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """The ranks do not do the same: this one says so, and all end."""
+        self._mismatch = CollectiveMismatch(message, rank=self.rank, waits=describe(states))
+        self._stopped_at = time.monotonic()
+        self.fail(failure_of(self.rank, self._mismatch, *self._doing()))
+
+    def _blocked_since(self) -> float | None:
+        """When the rank's own thread entered the call that it waits for."""
         waits_for = self._waits_for
-        return self._calls.get(MAIN if waits_for is None else waits_for)
+        call = self._calls.get(MAIN if waits_for is None else waits_for)
+        return None if call is None else call.since
 
     def _publish(self, state: str) -> None:
         doing, step = self._doing()
-        calls = list(self._calls.values())
+        # calls name tensors: none is held while the store is waited for
+        calls = [[call.key, call.number, list(call.group), str(call.what)] for call in list(self._calls.values())]
         self._beats += 1
         found = {
             "beat": self._beats,
             "state": state,
             "doing": str(doing) if step is None else f"{doing}, step {step}",
-            "calls": [[call.key, call.number, list(call.group), str(call.what)] for call in calls],
+            "calls": calls,
             "counts": dict(self._counts),
             "what": doing.what,
             "place": doing.place,
             "step": step,
             "update": self.update,
+            "progress": self.progress.told(),
         }
         self._store.set(state_key(self.rank), json.dumps(found))
 
@@ -293,10 +317,7 @@ class Watch:
             self._seen = states
             return
         if all(s["state"] == "ended" or s["beat"] >= self._seen[rank]["beat"] + 2 for rank, s in states.items()):
-            message = alone(states) or "deadlock: no rank can go on"
-            self._mismatch = CollectiveMismatch(message, rank=self.rank, waits=describe(states))
-            self._stopped_at = time.monotonic()
-            self.fail(failure_of(self.rank, self._mismatch, *self._doing()))
+            self._end(alone(states) or "deadlock: no rank can go on", states)
 
 
 MAIN = "main"

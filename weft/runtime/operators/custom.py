@@ -143,6 +143,9 @@ def tensors_in(result: Any) -> Tensor | tuple[Tensor, ...]:
 # What generated programs use to find what is not in an importable module.
 
 
+KEPT = "weft_custom_"
+
+
 def kept_name(path: str) -> str:
     """The name under which `sys.modules` keeps what a file has defined, as it stands now."""
     try:
@@ -150,21 +153,47 @@ def kept_name(path: str) -> str:
     except OSError:
         raise ImportError(f"the file {path}, in which an operator of this program is defined, is not there") from None
     digest = hashlib.sha256(str(Path(path).resolve()).encode() + b"\0" + content).hexdigest()
-    return f"weft_custom_{digest[:16]}"
+    return f"{KEPT}{digest[:16]}"
 
 
 def keep(path: str, module: ModuleType) -> None:
     """Let `load_file` give this module for the file, if it defines operators: one process cannot define them twice."""
-    kinds = (CustomOp, CustomOpDef, torch.library.Library)
-    if any(isinstance(one, kinds) or _is_function_class(one) for one in vars(module).values()):
+    ours = any(isinstance(one, CustomOp) or _is_function_class(one) for one in vars(module).values())
+    if ours or defines_operators(module):
         sys.modules[kept_name(path)] = module
+
+
+def defines_operators(module: ModuleType) -> bool:
+    """Whether a module defines operators of torch's."""
+    return any(isinstance(one, CustomOpDef | torch.library.Library) for one in vars(module).values())
+
+
+def loaded(path: str) -> ModuleType | None:
+    """The module of a file that this process has loaded before; also one that was imported, if it defines operators:
+    torch ends an operator that is defined a second time, and a call of the first one may crash."""
+    name, file = kept_name(path), Path(path).resolve()
+    if name in sys.modules:
+        return sys.modules[name]
+    alike = {
+        key: module
+        for key, module in list(sys.modules.items())
+        if (getattr(module, "__file__", None) or "").endswith(file.name)
+        and Path(str(module.__file__)).resolve() == file
+        and defines_operators(module)
+    }
+    if any(key.startswith(KEPT) for key in alike):
+        raise ImportError(
+            f"{path} was changed after its operators were defined, and one process cannot define them twice: start a "
+            "new one"
+        )
+    return next(iter(alike.values()), None)
 
 
 def load_file(path: str) -> ModuleType:
     """A Python file as a module, loaded once in a process."""
-    name = kept_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
+    name, before = kept_name(path), loaded(path)
+    if before is not None:
+        return before
     with as_module(name, path) as (module, run):
         run()
     # it stays

@@ -3,8 +3,8 @@
 In: positional and keyword arguments, as for the original module. Out: its tensors in the order of the program's
 inputs. A batch of another form, shape or dtype than the example's is refused, with the difference, and so is
 another value of an argument that is no tensor: the program was made for that one, and another may be made for another
-flag or word (`other_flags`). Dims that were marked in the example
-may have other sizes, if the program serves them.
+flag or word, or for other answers to what forward asks about tensors (`other_flags`). Dims that were marked in the
+example may have other sizes, if the program serves them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft.runtime.program.asks import Ask
 from weft.runtime.program.sizes import FreeSize, Guard, evaluate, refused
 
 Dim = int | str
@@ -47,6 +48,7 @@ class Form:
         leaves: text of the leaves that are no tensors; "" in place of tensors.
         tensors: for each input of the program, its leaf, its place in words, shape and dtype.
         sizes: that batches choose; guards: what they must fulfil beside.
+        asks: what else the forward asks about a batch.
     """
 
     spec: str
@@ -55,6 +57,7 @@ class Form:
     tensors: tuple[tuple[int, str, tuple[Dim, ...], str], ...]
     sizes: tuple[FreeSize, ...] = ()
     guards: tuple[Guard, ...] = ()
+    asks: tuple[Ask, ...] = ()
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None] | None = None
@@ -81,11 +84,14 @@ class Form:
             _check_shape(leaves[at], where, expected, sizes, MARKED if dims is None else ROWS_ONLY)
         if reason := refused(self.sizes, self.guards, sizes):
             raise BatchMismatch(reason)
+        if reason := self._other_answers(leaves):
+            raise OtherForm(reason)
         return [leaves[at] for at, _, _, _ in self.tensors]
 
     def other_flags(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True for a batch of the example's form in which a flag or word is another: a program may be made for it."""
-        if not any(self.leaves):
+        """True for a batch of the example's form in which a flag or word is another, or what forward asks about it: a
+        program may be made for it."""
+        if not any(self.leaves) and not self.asks:
             return False
         ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
         leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
@@ -93,7 +99,16 @@ class Form:
             return False
         pairs = zip(leaves, self.leaves, strict=True)
         others = [leaf for leaf, text in pairs if text and (isinstance(leaf, Tensor) or repr(leaf) != text)]
-        return bool(others) and all(isinstance(leaf, bool | str | None) for leaf in others)
+        if any(not isinstance(leaves[at], Tensor) for at, _, _, _ in self.tensors):
+            return False
+        return (bool(others) or bool(self._other_answers(leaves))) and all(
+            isinstance(leaf, bool | str | None) for leaf in others
+        )
+
+    def _other_answers(self, leaves: Sequence[Any]) -> str:
+        """How a batch differs from the example in what forward asks; "" if it does not."""
+        tensors, wheres = [leaves[at] for at, _, _, _ in self.tensors], [where for _, where, _, _ in self.tensors]
+        return next(filter(None, (ask.difference(tensors, wheres) for ask in self.asks)), "")
 
     def _shapes(self, leaves: Sequence[Any], dims: Sequence[int | None]) -> list[tuple[Dim, ...]]:
         """What is wanted of each tensor, with as many rows as the first that has some."""
@@ -112,7 +127,8 @@ class Form:
         tensors = tuple((at, where, tuple(shape), dtype) for at, where, shape, dtype in found["tensors"])
         sizes = tuple(FreeSize(**one) for one in found["sizes"])
         guards = tuple(Guard(**one) for one in found["guards"])
-        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards)
+        asks = tuple(map(Ask.from_json, found["asks"]))
+        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards, asks)
 
 
 def _other_value(number: int, leaf: Any, text: str) -> str:

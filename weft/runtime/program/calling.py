@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
 NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -36,7 +38,7 @@ class Calling:
         out may be given as its default."""
         given = tuple(args), dict(kwargs)
         # every call comes by here, and hardly any is of another form
-        if len(args) == self.num_args and kwargs.keys() == frozenset(self.keywords):
+        if len(args) == self.num_args and kwargs.keys() == self._names:
             return given
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -55,6 +57,10 @@ class Calling:
         if any(not self._is_default(name, found[name]) for name in found if name not in wanted):
             return given
         return tuple(found[name] for name in names), {name: found[name] for name in self.keywords}
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.keywords)
 
     def _is_default(self, name: str, value: Any) -> bool:
         if name not in self.signature.parameters or isinstance(value, Tensor):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from weft.errors import Refuse
 from weft.runtime.layout.collectives import Collectives
 from weft.runtime.layout.cuts import Cuts, index_at, whole
 from weft.runtime.layout.transfer import Index
@@ -47,8 +48,6 @@ __all__ = ["Container", "Given", "ParallelModule", "Part", "Table", "Tables"]
 
 
 T = TypeVar("T")
-Refusal = Callable[[str, str], Exception]
-"""From what is wrong and what to do instead to an error."""
 
 
 TWICE = (
@@ -92,7 +91,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self._backward: _Backward | None = None
         self.of_others = False
         """What arrives at its parameters is of another program that uses them too."""
-        self.refusal: Refusal = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
+        self.refusal: Refuse = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
         """Makes the error for a wrong call."""
         self.after_backward: Callable[[], None] | None = None
         """Is called when gradients are complete."""

@@ -9,12 +9,14 @@ program would read it. Other attributes, those of the caller's own, can.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
+from weft.errors import Refuse
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.calling import Arguments, Calling, calling_of
 from weft.runtime.program.stored import Container
@@ -54,12 +56,7 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
     own_train = any(type(sub).train is not nn.Module.train for sub in module.modules())
 
     def train(mode: bool) -> Modes:
-        again = original()
-        before = modes_of(again)
-        again.train(mode)
-        found = modes_of(again)
-        set_modes(again, before)
-        return found
+        return modes_after(original(), mode)
 
     attributes, aliases, first = dict[str, Mapping[str, Any]](), dict[str, str](), dict[int, str]()
     for path, sub in module.named_modules(remove_duplicate=False):
@@ -74,6 +71,23 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
 def modes_of(module: nn.Module) -> Modes:
     """What is in training mode."""
     return frozenset(path for path, sub in module.named_modules(remove_duplicate=False) if sub.training)
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Afterwards each submodule is in the mode that it is in now."""
+    before = modes_of(module)
+    try:
+        yield
+    finally:
+        set_modes(module, before)
+
+
+def modes_after(module: nn.Module, mode: bool) -> Modes:
+    """What `train(mode)` puts into training mode; the module stays as it is."""
+    with modes_kept(module):
+        module.train(mode)
+        return modes_of(module)
 
 
 def set_modes(module: nn.Module, modes: Modes) -> None:
@@ -101,7 +115,7 @@ class Attributes(nn.Module):
     _assigned: Mapping[str, Callable[[Tensor], None]] = MappingProxyType({})
     """What sets buffers that others hold."""
 
-    def tell(self, attributes: Mapping[str, Any], refuse: Callable[[str, str], Exception], path: str = "") -> None:
+    def tell(self, attributes: Mapping[str, Any], refuse: Refuse, path: str = "") -> None:
         """Say what the original has here, and how to refuse a change of it."""
         self.__dict__.update(_attributes=attributes, _refuse=refuse, _path=path)
 
@@ -139,7 +153,7 @@ class Shown(Attributes, Container):
     """A submodule of the original as a parallel module shows it."""
 
 
-def shown_tree(surface: Surface, refuse: Callable[[str, str], Exception]) -> Shown:
+def shown_tree(surface: Surface, refuse: Refuse) -> Shown:
     """Containers under the names of all submodules, in the modes that they are in."""
     tree = Shown()
     for path, attributes in surface.attributes.items():

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch, Form, OtherForm
+from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.returns import Returns
 from weft.runtime.program.stored import in_order
 from weft.runtime.program.surface import Modes
 from weft.runtime.training.load import load_pipeline, pipeline_parts
-from weft.runtime.training.microbatches import Arguments, BatchDim, dims_of, part_sizes, rows_of, split_arguments
+from weft.runtime.training.microbatches import BatchDim, dims_of, part_sizes, rows_of, split_arguments
 from weft.runtime.training.pieces import Pieces
 from weft.runtime.training.pipeline import Rank, Share
 from weft.runtime.training.reduction import reduced

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft.runtime.program.calling import Arguments
+
 BatchDim = int | None
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a forward."""
 
 
 class TooFewRows(ValueError):  # noqa: N818 - says what is wrong

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.rank_tensor import RankTensor
@@ -22,7 +23,7 @@ from weft.runtime.layout.index import size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch
-from weft.runtime.program.module import ParallelModule, Refusal
+from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.combined_optimizer import with_empties
 from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
@@ -63,7 +64,7 @@ class OneRank(Stepping):
         make_flow: MakeFlow | None = None,
         make_size: MakeSize | None = None,
         reduction: Reduction | None = None,
-        refusal: Refusal | None = None,
+        refusal: Refuse | None = None,
         surface: Surface | None = None,
         returns_all: bool = False,
     ) -> None:
@@ -220,18 +221,34 @@ class OneRank(Stepping):
 
     @torch.no_grad()
     def _look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
-        """Warn of replicas that are fed the same batches in their first steps: each is to have its own."""
-        if self.num_replicas == 1 or self.step >= LOOKS or not self._are_alike:
+        """Warn of replicas that are fed the same batches in their first steps, each is to have its own, and of those
+        whose forward makes other buffers of its own batches."""
+        if self.num_replicas == 1 or self.step >= LOOKS:
             return
-        found = self._totals(float(batch_number(inputs)))
-        self._are_alike = bool(inputs) and len(set(found)) == 1
-        if self._are_alike and self.step == LOOKS - 1 and self._transport.whole.rank == 0:
+        buffers = [one for _, one in self.named_buffers()]
+        batches, states = zip(*self._totals(float(batch_number(inputs)), float(batch_number(buffers))), strict=True)
+        self._are_alike = self._are_alike and bool(inputs) and len(set(batches)) == 1
+        if self.step < LOOKS - 1 or self._transport.whole.rank:
+            return
+        if len(set(states)) > 1:
+            warnings.warn(
+                f"buffers that forward updates, such as the running statistics of batch norm, differ between the "
+                f"{self.num_replicas} replicas: each computes them of its own batches, and those of the first are "
+                "saved. A plan for all ranks of the job (dp=...) computes them of all rows, as one device would",
+                stacklevel=2,
+            )
+        if self._are_alike:
             warnings.warn(
                 f"all {self.num_replicas} replicas were given the same batches in {LOOKS} steps: they compute the "
                 "same, and train no faster than one. Feed each its own share: DistributedSampler(dataset, "
                 "num_replicas=parallel.num_replicas, rank=parallel.replica)",
                 stacklevel=2,
             )
+
+    def begin_training(self) -> None:
+        """A forward in training begins: how many updates there were before is compared between ranks."""
+        if self.guard is not None:
+            self.guard.begin()
 
     def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.program.batch import BatchMismatch
-from weft.runtime.program.calling import Signed
+from weft.runtime.program.calling import Arguments, Signed
 from weft.runtime.program.surface import Modes
 from weft.runtime.random import Stream
 from weft.runtime.training.flow import Flow, lend, take_back
 from weft.runtime.training.full_state import full_state
-from weft.runtime.training.microbatches import Arguments, TooFewRows
+from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.reduction import reduced
 from weft.runtime.training.step import arguments_of, loss_of
@@ -91,6 +91,7 @@ class Parallel(OneRank):
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
             self._look_at_replicas(inputs)
+            self.begin_training()
             self.step += 1
         elif flow.has_loss:
             self._weigh(args, kwargs, inputs)
@@ -143,19 +144,19 @@ class Parallel(OneRank):
         """True if there is a program for the modes, for batches like the example, that returns what is wanted."""
         if self.training and not self._flow.is_whole:
             return True
-        return self._for_example() is not None if self._trains_example() else bool(self._flows())
-
-    def _trains_example(self) -> bool:
-        """True in training as the module was captured, where batches are those of the example."""
-        return self.training and self.modes == self._surface.modes
-
-    def _for_example(self) -> Flow | None:
-        form = self._flow.form
-        return next((flow for flow in self._flows() if flow is self._flow or flow.form == form), None)
-
-    def _flows(self) -> list[Flow]:
-        """The programs for the modes that return what is wanted."""
         modes = self.modes
+        return self._for_example(modes) is not None if self._trains_example(modes) else bool(self._flows(modes))
+
+    def _trains_example(self, modes: Modes) -> bool:
+        """True in training as the module was captured, where batches are those of the example."""
+        return self.training and modes == self._surface.modes
+
+    def _for_example(self, modes: Modes) -> Flow | None:
+        form = self._flow.form
+        return next((flow for flow in self._flows(modes) if flow is self._flow or flow.form == form), None)
+
+    def _flows(self, modes: Modes) -> list[Flow]:
+        """The programs for the modes that return what is wanted."""
         found = [flow for others, flow in self._others if others == modes]
         if modes == self._surface.modes and self._flow.is_whole:
             found.insert(0, self._flow)
@@ -171,16 +172,19 @@ class Parallel(OneRank):
         """The program for a batch, if there is one."""
         if self.training and not self._flow.is_whole:
             return self._flow
-        if self._trains_example() and not self._flow.form.other_flags(args, kwargs):
+        modes = self.modes
+        if self._trains_example(modes) and not self._flow.form.other_flags(args, kwargs):
             # a batch of another form is refused
-            return self._for_example()
-        return next((flow for flow in self._flows() if flow.fits(args, kwargs)), None)
+            return self._for_example(modes)
+        return next((flow for flow in self._flows(modes) if flow.fits(args, kwargs)), None)
 
     def flow_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow:
         """The program for a batch. One is made if no program has its arguments: in training for other flags and words,
         in evaluation for all."""
-        self.make_missing()
-        flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
+        flow = self.known_flow(args, kwargs)
+        if flow is None:
+            self.make_missing()
+            flow = self.known_flow(args, kwargs) or self._made((tuple(args), dict(kwargs)))
         if flow is not self._flow and flow.is_whole:
             # the very same parameters: gradients of evaluation are theirs too
             flow.program.share(self._flow.program)
@@ -230,6 +234,7 @@ class Parallel(OneRank):
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
         self._look_at_replicas([tensor for one in inputs for tensor in one])
+        self.begin_training()
         counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
@@ -346,16 +351,10 @@ class Parallel(OneRank):
 
     @torch.no_grad()
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *told: list[str]
     ) -> None:
         """Asked by torch, of this module or of one that holds it. Copies are taken out: no submodule knows them."""
+        missing_keys, _, error_msgs = told
         for name, copy in self.masters.apart.items():
             given = state_dict.pop(prefix + name, None)
             if given is None:
@@ -364,6 +363,4 @@ class Parallel(OneRank):
                 error_msgs.append(f"{prefix}{name} is {list(given.shape)}, on this rank {list(copy.other.shape)}")
             else:
                 copy.other.copy_(given)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *told)

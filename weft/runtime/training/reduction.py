@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weft.runtime.training.microbatches import Arguments
+from weft.runtime.program.calling import Arguments
 
 Weigh = Callable[..., Any]
 """What a micro-batch weighs: a number, or a tensor of one."""

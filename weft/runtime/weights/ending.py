@@ -11,12 +11,13 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from weft.errors import Refuse
 from weft.runtime.weights.tape import Tape
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ AGAIN = (
 )
 
 
-def refuse_parts(ctx: Any, refusal: Callable[[str, str], Exception]) -> None:
+def refuse_parts(ctx: Any, refusal: Refuse) -> None:
     """Refuse a backward that does not go through all of the forward, once and for all.
 
     `ctx`: of a node whose first input is a leaf that nobody asks for."""

@@ -135,22 +135,22 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
             layer.attention.self.query.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:175  query_layer = self.query(hidden_states).view(*hidden_shape).transpose(1, 2)
-        query_layer = linear(embeddings, query_weight, layer.attention.self.query.bias)  # (3, 8, 16)
-        view = query_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
+        query = linear(embeddings, query_weight, layer.attention.self.query.bias)  # (3, 8, 16)
+        view = query.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         query_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         key_weight = self.comm.use(
             layer.attention.self.key.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:176  key_layer = self.key(hidden_states).view(*hidden_shape).transpose(1, 2)
-        key_layer = linear(embeddings, key_weight, layer.attention.self.key.bias)  # (3, 8, 16)
-        view = key_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
+        key = linear(embeddings, key_weight, layer.attention.self.key.bias)  # (3, 8, 16)
+        view = key.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         key_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         value_weight = self.comm.use(
             layer.attention.self.value.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
         )  # (16, 16)
         # modeling_bert.py:177  value_layer = self.value(hidden_states).view(*hidden_shape).transpose(1, 2)
-        value_layer = linear(embeddings, value_weight, layer.attention.self.value.bias)  # (3, 8, 16)
-        view = value_layer.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
+        value = linear(embeddings, value_weight, layer.attention.self.value.bias)  # (3, 8, 16)
+        view = value.reshape(3, 8, 4, 4)  # (3, 8, 4, 4)
         value_layer = view.transpose(1, 2)  # (3, 4, 8, 4)
         # sdpa_attention.py:174  attn_output = torch.nn.functional.scaled_dot_product_attention(
         attn_output = attention(
@@ -175,9 +175,9 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         # modeling_bert.py:291  hidden_states = self.dropout(hidden_states)
         hidden_states = dropout(hidden_states, 0.1, True, **self.draw(draw + 1, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         # modeling_bert.py:292  hidden_states = self.LayerNorm(hidden_states + input_tensor)
-        hidden_states = hidden_states + embeddings  # (3, 8, 16)
+        output = hidden_states + embeddings  # (3, 8, 16)
         hidden_states = F.layer_norm(
-            hidden_states, (16,), layer.attention.output.LayerNorm.weight, layer.attention.output.LayerNorm.bias, 1e-12
+            output, (16,), layer.attention.output.LayerNorm.weight, layer.attention.output.LayerNorm.bias, 1e-12
         )  # (3, 8, 16)
         dense_weight = self.comm.use(
             layer.intermediate.dense.weight, [all_gather(0, "dp")], sync=[reduce_scatter(0, "dp")]
@@ -192,5 +192,5 @@ class BertForMaskedLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=
         # modeling_bert.py:349  hidden_states = self.dropout(hidden_states)
         hidden_states_1 = dropout(hidden_states_1, 0.1, True, **self.draw(draw + 2, (6, 8, 16), {0: "dp"}))
         # modeling_bert.py:350  hidden_states = self.LayerNorm(hidden_states + input_tensor)
-        hidden_states = hidden_states_1 + hidden_states  # (3, 8, 16)
-        return F.layer_norm(hidden_states, (16,), layer.output.LayerNorm.weight, layer.output.LayerNorm.bias, 1e-12)
+        output = hidden_states_1 + hidden_states  # (3, 8, 16)
+        return F.layer_norm(output, (16,), layer.output.LayerNorm.weight, layer.output.LayerNorm.bias, 1e-12)

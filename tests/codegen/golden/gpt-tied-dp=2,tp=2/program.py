@@ -44,12 +44,12 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         pos = torch.arange(0, 8, dtype=torch.int64, device=self.device)  # (8,)
         idx = self.comm.slice(idx, 0, over="dp")  # (3, 8)
         # models.py:130  x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        x = embedding_part(self.model.transformer.wte.weight, idx, ranges=self.here.ranges_tp, num_rows=32)
-        x_1 = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
-        x = self.comm.all_reduce(x, over="tp")  # (3, 8, 16)
-        x_1 = self.comm.sum_grad(x_1, over="dp")  # (8, 16)
-        x = x + x_1  # (3, 8, 16)
-        x = dropout(x, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
+        wte = embedding_part(self.model.transformer.wte.weight, idx, ranges=self.here.ranges_tp, num_rows=32)
+        wpe = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
+        wte = self.comm.all_reduce(wte, over="tp")  # (3, 8, 16)
+        wpe = self.comm.sum_grad(wpe, over="dp")  # (8, 16)
+        add = wte + wpe  # (3, 8, 16)
+        x = dropout(add, 0.1, True, **self.draw(0, (6, 8, 16), {0: "dp"}))  # (3, 8, 16)
         for i, layer in enumerate(self.model.transformer.h):
             x = self.block(layer, 1 + 3 * i, x)
         # models.py:46 ...

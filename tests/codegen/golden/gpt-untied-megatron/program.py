@@ -43,10 +43,10 @@ class GPT(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers=BUFFERS, lay
         # models.py:129  pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
         pos = torch.arange(0, 8, dtype=torch.int64, device=self.device)  # (8,)
         # models.py:130  x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        x = embedding(idx, self.model.transformer.wte.weight)  # (6, 8, 16)
-        x_1 = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
-        x = x + x_1  # (6, 8, 16)
-        x = dropout(x, 0.1, True, **self.draw(0, (6, 8, 16)))  # (6, 8, 16)
+        wte = embedding(idx, self.model.transformer.wte.weight)  # (6, 8, 16)
+        wpe = embedding(pos, self.model.transformer.wpe.weight)  # (8, 16)
+        add = wte + wpe  # (6, 8, 16)
+        x = dropout(add, 0.1, True, **self.draw(0, (6, 8, 16)))  # (6, 8, 16)
         for i, layer in enumerate(self.model.transformer.h):
             x = self.block(layer, 1 + 3 * i, x)
         # models.py:46 ...

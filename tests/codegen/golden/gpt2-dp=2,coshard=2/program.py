@@ -40,8 +40,7 @@ class GPT2LMHeadModel(ParallelModule, grid=GRID, parameters=PARAMETERS, layers=L
         # modeling_gpt2.py:569  inputs_embeds = self.wte(input_ids)
         inputs_embeds = embedding(input_ids, self.model.transformer.wte.weight)  # (3, 8, 16)
         # modeling_gpt2.py:573  position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + pa...
-        arange = torch.arange(8, device=self.device)  # (8,)
-        position_ids = arange + 0  # (8,)
+        position_ids = torch.arange(8, device=self.device)  # (8,)
         # modeling_gpt2.py:574  position_ids = position_ids.unsqueeze(0)
         position_ids = position_ids.reshape(1, 8)  # (1, 8)
         # modeling_gpt2.py:576  position_embeds = self.wpe(position_ids)

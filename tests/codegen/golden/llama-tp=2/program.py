@@ -36,8 +36,7 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # modeling_llama.py:370  inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
         inputs_embeds = embedding(input_ids, self.model.model.embed_tokens.weight)  # (6, 8, 16)
         # modeling_llama.py:377  position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + p...
-        arange = torch.arange(8, device=self.device)  # (8,)
-        position_ids = arange + 0  # (8,)
+        position_ids = torch.arange(8, device=self.device)  # (8,)
         # modeling_llama.py:378  position_ids = position_ids.unsqueeze(0)
         position_ids = position_ids.reshape(1, 8)  # (1, 8)
         # modeling_llama.py:111  freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=to...
@@ -48,10 +47,8 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         emb = torch.cat((freqs, freqs), -1)  # (1, 8, 4)
         # modeling_llama.py:113  cos = emb.cos() * self.attention_scaling
         cos = torch.cos(emb)  # (1, 8, 4)
-        cos = cos * 1.0  # (1, 8, 4)
         # modeling_llama.py:114  sin = emb.sin() * self.attention_scaling
         sin = torch.sin(emb)  # (1, 8, 4)
-        sin = sin * 1.0  # (1, 8, 4)
         for i, layer in enumerate(self.model.model.layers):
             inputs_embeds = self.block(layer, i, inputs_embeds, cos, sin)
         # modeling_llama.py:63 ...
@@ -111,16 +108,16 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         mul = layer.input_layernorm.weight * to  # (6, 8, 16)
         mul = self.comm.sum_grad(mul, over="tp")  # (6, 8, 16)
         # modeling_llama.py:243  query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        query_states = linear(mul, layer.self_attn.q_proj.weight)  # (6, 8, 8)
-        view = query_states.reshape(6, 8, 2, 4)  # (6, 8, 2, 4)
+        q_proj = linear(mul, layer.self_attn.q_proj.weight)  # (6, 8, 8)
+        view = q_proj.reshape(6, 8, 2, 4)  # (6, 8, 2, 4)
         query_states = view.transpose(1, 2)  # (6, 2, 8, 4)
         # modeling_llama.py:244  key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = linear(mul, layer.self_attn.k_proj.weight)  # (6, 8, 4)
-        view = key_states.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
+        k_proj = linear(mul, layer.self_attn.k_proj.weight)  # (6, 8, 4)
+        view = k_proj.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
         key_states = view.transpose(1, 2)  # (6, 1, 8, 4)
         # modeling_llama.py:245  value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = linear(mul, layer.self_attn.v_proj.weight)  # (6, 8, 4)
-        view = value_states.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
+        v_proj = linear(mul, layer.self_attn.v_proj.weight)  # (6, 8, 4)
+        view = v_proj.reshape(6, 8, 1, 4)  # (6, 8, 1, 4)
         value_states = view.transpose(1, 2)  # (6, 1, 8, 4)
         # modeling_llama.py:145  cos = cos.unsqueeze(unsqueeze_dim)
         cos = cos.reshape(1, 1, 8, 4)  # (1, 1, 8, 4)
@@ -190,9 +187,9 @@ class LlamaForCausalLM(ParallelModule, grid=GRID, parameters=PARAMETERS, buffers
         # activations.py:103  return nn.functional.silu(input)
         act_fn = F.silu(down_proj)  # (6, 8, 16)
         # modeling_llama.py:164  down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        down_proj = linear(mul, layer.mlp.up_proj.weight)  # (6, 8, 16)
-        down_proj = act_fn * down_proj  # (6, 8, 16)
-        down_proj = linear(down_proj, layer.mlp.down_proj.weight)  # (6, 8, 16)
+        up_proj = linear(mul, layer.mlp.up_proj.weight)  # (6, 8, 16)
+        mlp = act_fn * up_proj  # (6, 8, 16)
+        down_proj = linear(mlp, layer.mlp.down_proj.weight)  # (6, 8, 16)
         down_proj = self.comm.all_reduce(down_proj, over="tp")  # (6, 8, 16)
         # modeling_llama.py:312  hidden_states = residual + hidden_states
         return hidden_states + down_proj  # (6, 8, 16)

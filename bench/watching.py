@@ -1,0 +1,122 @@
+"""What watching costs: steps of the smallest example on two processes, watched and not, in turns.
+
+    python bench/watching.py [--pairs 20] [--out bench/results/watching.json]
+
+Watching is what a step does besides the step so that nothing goes wrong in silence: arguments are brought into the form
+of the example, modes of submodules, parameters, hooks and autocast are looked at, forwards and updates are counted, and
+gradients are remembered. In every other block of steps both processes leave all of that out. Told are the medians, and
+the median of the ratios of blocks that follow each other, with the interval that holds the true one with 95%. The
+thread that tells other processes what this one does runs in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "bench" / "results" / "watching.json"
+MODEL, PLAN = ROOT / "examples" / "mlp.py", "dp=2"
+BLOCK = 300
+"""Steps."""
+
+
+@contextmanager
+def unwatched(parallel: Any) -> Iterator[None]:
+    """Steps are made without being watched."""
+    from weft.runtime.checks import guards  # noqa: PLC0415 - a rank's
+    from weft.runtime.training.step import Stepping  # noqa: PLC0415
+
+    hooks = guards._global_optimizer_pre_hooks
+    key = next(key for key, hook in hooks.items() if hook is guards.before_step)
+    with ExitStack() as stack:
+        stack.callback(hooks.__setitem__, key, hooks.pop(key))
+        stack.enter_context(mock.patch.object(Stepping, "modes", parallel.modes))
+        for name, nothing in (
+            ("refuse_surroundings", lambda: None),
+            ("begin_training", lambda: None),
+            ("_remember", None),
+            ("calling", None),
+        ):
+            stack.enter_context(mock.patch.dict(parallel.__dict__, {name: nothing}))
+        yield
+
+
+def run_rank(transport: Any, order: tuple[Any, int]) -> list[tuple[float, float]]:
+    """In each process: seconds of a step in each pair of blocks, watched and not."""
+    from weft.compile.model_file import load_model_file  # noqa: PLC0415
+    from weft.train.opened import open_rank  # noqa: PLC0415
+
+    files, pairs = order
+    subject = load_model_file(MODEL)
+    parallel = open_rank(files, transport, subject.model, surface=surface(subject))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
+
+    def block() -> float:
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            optimizer.zero_grad(set_to_none=True)
+            parallel(**subject.example).backward()
+            optimizer.step()
+        return (time.perf_counter() - start) / BLOCK
+
+    def other() -> float:
+        with unwatched(parallel):
+            return block()
+
+    block(), other()
+    found = []
+    for pair in range(pairs):
+        first, second = (block, other) if pair % 2 == 0 else (other, block)
+        one, two = first(), second()
+        found.append((one, two) if pair % 2 == 0 else (two, one))
+    return found
+
+
+def surface(subject: Any) -> Any:
+    """What the original shows."""
+    from weft.capture.example import split_example  # noqa: PLC0415
+    from weft.runtime.program.surface import surface_of  # noqa: PLC0415
+
+    return surface_of(subject.model, lambda: subject.model, split_example(subject.example))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    from bench.ab import ratio  # noqa: PLC0415 - loads torch: --help should not
+    from bench.machine import machine  # noqa: PLC0415
+    from weft.compile import compile_subject  # noqa: PLC0415
+    from weft.compile.model_file import load_model_file  # noqa: PLC0415
+    from weft.runtime.jobs.launch import Pool  # noqa: PLC0415
+
+    files = dict(compile_subject(load_model_file(MODEL), PLAN).files)
+    with Pool(2, preload=(__name__,)) as pool:
+        ranks = pool.run(run_rank, (files, options.pairs))
+    pairs = [tuple(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
+    watched, bare = (statistics.median(one[at] for one in pairs) for at in (0, 1))
+    found = ratio([one / two for one, two in pairs])
+    print(f"a step: watched {watched * 1e6:.0f} us, not watched {bare * 1e6:.0f} us")
+    print(f"ratio {found.median:.4f} ({found.low:.4f} to {found.high:.4f}), {len(pairs)} pairs of {BLOCK} steps")
+    told = {"watched": watched, "not watched": bare, "ratio": vars(found), "pairs": pairs}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine(plan=PLAN), "found": told}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from bench.watching import main as run  # the processes look for this module by its name
+
+    run()
