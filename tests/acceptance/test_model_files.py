@@ -34,12 +34,18 @@ EXPERTS = ("mixtral", "deepseek_v3")
 """Their routers choose: less of the work is divided."""
 ELSEWHERE = ("bert", "deepseek_v3", "graph", "llama", "mixtral", "qwen3", "state_space")
 """Samples of test_recipes.py and test_experts.py have them."""
+LONG = ("evoformer", "swin", "unet")
+
+
+@cache
+def captured(name: str) -> tuple[Subject, Graph]:
+    subject = load_model_file(str(FOLDER / f"{name}.py"))
+    return subject, capture_subject(subject)
 
 
 @cache
 def prepared(name: str) -> tuple[Subject, Graph, Sample]:
-    subject = load_model_file(str(FOLDER / f"{name}.py"))
-    graph = capture_subject(subject)
+    subject, graph = captured(name)
     return subject, graph, run_reference(subject, seed=7, wide=True)
 
 
@@ -65,7 +71,7 @@ def equal_to_one_device(name: str, recipe: str, pools: Pools | None = None) -> N
 def sample() -> list[object]:
     """A plan for each file, in turn."""
     return [
-        pytest.param(name, PLANS[i % len(PLANS)], marks=pytest.mark.full if name in ELSEWHERE else ())
+        pytest.param(name, PLANS[i % len(PLANS)], marks=pytest.mark.full if name in (*ELSEWHERE, *LONG) else ())
         for i, name in enumerate(FILES)
     ]
 
@@ -83,5 +89,5 @@ def test_matrix(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_nearly_all_work_is_divided(name: str) -> None:
-    found = divided(load_plan("tp=2", prepared(name)[1]))
+    found = divided(load_plan("tp=2", captured(name)[1]))
     assert found.flops_share >= (0.90 if name in EXPERTS else 0.95), found.rest[:3]

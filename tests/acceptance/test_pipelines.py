@@ -112,8 +112,8 @@ SAMPLE = (
     ("gpt.py", "pp=4", "1f1b", 4),
     ("gpt.py", "dp=2,tp=2,pp=2", "zb-v", 4),
     ("models/llama.py", "pp=2,tp=2", "interleaved", 4),
-    ("models/t5.py", "pp=4", "zb-h1", 1),
-    ("models/unet.py", "dp=2,pp=2", "1f1b", 1),
+    pytest.param("models/t5.py", "pp=4", "zb-h1", 1, marks=pytest.mark.full),
+    pytest.param("models/unet.py", "dp=2,pp=2", "1f1b", 1, marks=pytest.mark.full),
     pytest.param("models/mixtral.py", "pp=2", "gpipe", 1, marks=pytest.mark.full),
 )
 

@@ -129,6 +129,7 @@ def test_vocabulary_on_all_devices_interlaced(plan: str) -> None:
     assert everywhere == ["table", "head"]
 
 
+@pytest.mark.full
 def test_gpt_interlaced_with_four_stages() -> None:
     result = verify(EXAMPLES / "gpt.py", plan="pp=4,schedule=interlaced,microbatches=4")
     assert result.equal, result
@@ -175,9 +176,8 @@ def test_interlaced_without_a_vocabulary_is_refused() -> None:
     ("prepared", "plan"),
     [
         (False, "pp=2,tp=2"),
-        (True, "pp=4"),
         *(full(False, plan) for plan in ("pp=4", "pp=2,stages=blocks.1")),
-        *(full(True, plan) for plan in ("pp=2,tp=2", "pp=2,stages=blocks.1")),
+        *(full(True, plan) for plan in ("pp=4", "pp=2,tp=2", "pp=2,stages=blocks.1")),
     ],
 )
 def test_recycling_passes_under_nf1b(plan: str, prepared: bool) -> None:
@@ -287,7 +287,8 @@ def _cut_layers(plan: Plan, layers: str, degree: int) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_from_two_ways_of_tensor_parallelism_to_four(schedule: str) -> None:
     def plan(graph: Graph) -> Plan:
         at = next(number for number, op in enumerate(graph.ops) if op.path.startswith("model.layers.1"))

@@ -13,7 +13,7 @@ FILES = ("t5", "swin", "resnet", "mixtral", "evoformer", "recommender")
 PLANS = ("dp=2", "tp=2", "tp=3", "dp=2,tp=2")
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("t5", "tp=3"), ("mixtral", "dp=2,tp=2")])
+@pytest.mark.parametrize(("name", "recipe"), [("t5", "tp=3")])
 def test_sample(name: str, recipe: str, pools: Pools) -> None:
     equal_to_one_device(name, recipe, pools)
 

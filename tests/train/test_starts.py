@@ -340,7 +340,7 @@ main(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("how", ["exact", "counter", "files"])
+@pytest.mark.parametrize("how", ["exact", *(pytest.param(how, marks=pytest.mark.full) for how in ("counter", "files"))])
 def test_a_rank_holds_its_parts_and_one_tensor(how: str, tmp_path: Path) -> None:
     script, weights = tmp_path / "large.py", tmp_path / "large.safetensors"
     script.write_text(LARGE)

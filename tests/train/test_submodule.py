@@ -189,6 +189,7 @@ def test_gan_on_emulated_devices() -> None:
     expect_same_gan(losses, [module.state_dict() for module in parallel])
 
 
+@pytest.mark.full
 def test_gan_on_two_processes(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -56,7 +56,7 @@ def test_as_emitted(place, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_print_changes_no_number(place, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = place("dp=2", "        y = F.gelu(", '        print("rank", self.place.rank)\n        y = F.gelu(')
+    folder = place("dp=2", "        gelu = F.gelu(", '        print("rank", self.place.rank)\n        gelu = F.gelu(')
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert main(["verify", str(EXAMPLE), "--program", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -67,9 +67,11 @@ def test_a_print_changes_no_number(place, capsys: pytest.CaptureFixture[str]) ->
 def test_two_calls_made_one(place) -> None:
     folder = place()
     lines = (folder / "program.py").read_text().splitlines(keepends=True)
-    gelu = next(i for i, line in enumerate(lines) if " y = F.gelu(y)" in line)
-    assert " y = linear(x, " in lines[gelu - 1]
-    lines[gelu - 1 : gelu + 1] = ["        y = F.gelu(torch.addmm(self.model.up.bias, x, self.model.up.weight.t()))\n"]
+    gelu = next(i for i, line in enumerate(lines) if " gelu = F.gelu(up)" in line)
+    assert " up = linear(x, " in lines[gelu - 1]
+    lines[gelu - 1 : gelu + 1] = [
+        "        gelu = F.gelu(torch.addmm(self.model.up.bias, x, self.model.up.weight.t()))\n"
+    ]
     (folder / "program.py").write_text("".join(lines))
     found = verify_program(EXAMPLE, program=folder)
     assert found.equal and found.summary["program"]["edited"] == ["program.py"]
@@ -96,8 +98,8 @@ def test_an_all_reduce_left_out(place) -> None:
 
 
 def test_an_error_of_syntax_is_told_with_its_line(place) -> None:
-    folder = place("dp=2", "F.gelu(y)", "F.gelu(y")
-    line = next(i for i, text in enumerate((folder / "program.py").read_text().splitlines(), 1) if "F.gelu(y" in text)
+    folder = place("dp=2", "F.gelu(up)", "F.gelu(up")
+    line = next(i for i, text in enumerate((folder / "program.py").read_text().splitlines(), 1) if "F.gelu(up" in text)
     with pytest.raises(RunError, match="cannot be loaded: SyntaxError") as caught:
         verify_program(EXAMPLE, program=folder)
     assert caught.value.place.startswith(f"{folder}/program.py:{line}") and "mend" in caught.value.remedy
@@ -105,7 +107,7 @@ def test_an_error_of_syntax_is_told_with_its_line(place) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_an_error_while_it_runs_is_told_with_its_line(place, processes: bool) -> None:
-    folder = place("dp=2", "F.gelu(y)", "F.gelu(yy)")
+    folder = place("dp=2", "F.gelu(up)", "F.gelu(yy)")
     with pytest.raises(RunError, match="NameError: name 'yy' is not defined") as caught:
         verify_program(EXAMPLE, program=folder, processes=processes)
     assert "program.py:" in caught.value.place and "F.gelu(yy)" in caught.value.place
@@ -135,7 +137,7 @@ def test_an_edit_of_equal_size_within_a_second_is_seen(place) -> None:
 
 
 def test_on_processes(place) -> None:
-    folder = place("tp=2", "        y = F.gelu(", "        y = y + 0\n        y = F.gelu(")
+    folder = place("tp=2", "        gelu = F.gelu(", "        up = up + 0\n        gelu = F.gelu(")
     found = verify_program(EXAMPLE, program=folder, processes=True)
     assert found.equal and found.processes is not None and found.processes.equal_bits
 

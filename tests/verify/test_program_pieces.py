@@ -77,7 +77,7 @@ def test_a_changed_operator(place, file: str) -> None:
 
 def test_an_error_while_it_runs_is_told_with_its_line(place) -> None:
     with pytest.raises(RunError, match="NameError: name 'yy' is not defined") as caught:
-        verify_program(EXAMPLE, program=place("piece0/program.py", "F.gelu(y)", "F.gelu(yy)"))
+        verify_program(EXAMPLE, program=place("piece0/program.py", "F.gelu(up)", "F.gelu(yy)"))
     assert "piece0/program.py:" in caught.value.place and "F.gelu(yy)" in caught.value.place
 
 
@@ -173,6 +173,6 @@ def test_an_optimizer_that_mixes_elements_is_refused_for_weights_in_parts(tmp_pa
 
 
 def test_on_processes(place) -> None:
-    folder = place("piece0/program.py", "        y = F.gelu(", "        y = y + 0\n        y = F.gelu(")
+    folder = place("piece0/program.py", "        y = F.gelu(", "        up = up + 0\n        y = F.gelu(")
     found = verify_program(EXAMPLE, program=folder, processes=True)
     assert found.equal and found.processes is not None and found.processes.equal_bits
