@@ -20,7 +20,7 @@ say "3. Four processes against one: the loss, every gradient, every updated weig
 run weft verify examples/gpt.py --plan dp=2,tp=2 --processes
 
 say "4. The control. The program is code that you may edit; without one of its sums it must be found out."
-run sed -i.orig '/ x = self.comm.all_reduce(x, over="tp")/d' "$program/program.py"
+run sed -i.orig '/ tokens = self.comm.all_reduce(/d' "$program/program.py"
 if run weft verify examples/gpt.py --program "$program"; then
     echo "not detected" >&2
     exit 1

@@ -17,22 +17,26 @@ from tests.acceptance.families import FAMILIES, family
 
 ALWAYS = ("Phi3ForCausalLM", "MarianMTModel")
 PLANS = ("dp=2", "tp=2", "dp=2,zero=3")
-NOT_CUT = {"FNetForMaskedLM": "dp=2", "RwkvForCausalLM": "dp=2"}
+SINGLE = ("XGLMForCausalLM",)
+"""They fail in float64 by themselves."""
+NOT_CUT = {"FNetForMaskedLM": "dp=2"}
+REFUSED = "RwkvForCausalLM"
+"""It changes its weights in the first forward of evaluation."""
 CASES = [
     pytest.param(name, NOT_CUT.get(name, PLANS[at % 3]), marks=() if name in ALWAYS else pytest.mark.full)
     for at, name in enumerate(FAMILIES)
+    if name != REFUSED
 ]
 
 
 def same(ours: Any, theirs: Any, *, updated: bool) -> None:
     """What is no tensor and no tuple of tensors (a cache) is not returned."""
-    # transformers computes most losses, and so the first gradient, in float32
-    exact = theirs.loss.dtype == torch.float64 or not updated
+    # transformers computes most norms and losses, and so the first gradient, in float32
+    near = 1e-5 if theirs.logits.dtype == torch.float64 and not updated else 1e-4
     assert type(ours) is type(theirs)
     assert [key for key in theirs if ours.get(key) is not None] == list(ours.keys())
     for key in (key for key, value in theirs.items() if isinstance(value, Tensor | tuple)):
         for mine, other in zip(*(pytree.tree_leaves(one[key]) for one in (ours, theirs)), strict=True):
-            near = 1e-9 if exact and other.dtype == torch.float64 else 1e-5
             torch.testing.assert_close(mine, other, rtol=near, atol=near, msg=partial("{}: {}".format, key))
 
 
@@ -40,8 +44,9 @@ def same(ours: Any, theirs: Any, *, updated: bool) -> None:
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_outputs(name: str, plan: str) -> None:
     subject = family(name, dropout=False)
-    eager = subject.model.double()
-    batch = {key: one.double() if one.is_floating_point() else one for key, one in subject.example.items()}
+    dtype = torch.float32 if name in SINGLE else torch.float64
+    eager = subject.model.to(dtype)
+    batch = {key: one.to(dtype) if one.is_floating_point() else one for key, one in subject.example.items()}
     parallel: Any = weft.parallelize(copy.deepcopy(eager), batch, plan, cache=None, emulate=True)
     modules = (eager, parallel)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in modules]
@@ -56,3 +61,11 @@ def test_outputs(name: str, plan: str) -> None:
                 optimizer.zero_grad()
                 found.loss.backward()
                 optimizer.step()
+
+
+@pytest.mark.full
+def test_weights_that_change_in_evaluation_are_refused() -> None:
+    subject = family(REFUSED, dropout=False)
+    parallel = weft.parallelize(subject.model, subject.example, "dp=2", cache=None, emulate=True)
+    with pytest.raises(weft.WeftError, match="is changed in place"):
+        parallel.eval()
