@@ -19,6 +19,8 @@ ALWAYS = ("Phi3ForCausalLM", "MarianMTModel")
 PLANS = ("dp=2", "tp=2", "dp=2,zero=3")
 SINGLE = ("XGLMForCausalLM",)
 """They fail in float64 by themselves."""
+SUMS_IN_FLOAT32 = tuple(f"{name}ForCausalLM" for name in ("Olmo2", "Glm4", "Exaone4", "BitNet", "Youtu"))
+"""Their norms, which are in float32, are cut by tp: the order of a sum in float32 differs."""
 NOT_CUT = {"FNetForMaskedLM": "dp=2"}
 REFUSED = "RwkvForCausalLM"
 """It changes its weights in the first forward of evaluation."""
@@ -29,15 +31,14 @@ CASES = [
 ]
 
 
-def same(ours: Any, theirs: Any, *, updated: bool) -> None:
+def same(ours: Any, theirs: Any, *, exact: bool, near: float) -> None:
     """What is no tensor and no tuple of tensors (a cache) is not returned."""
-    # transformers computes most norms and losses, and so the first gradient, in float32
-    near = 1e-5 if theirs.logits.dtype == torch.float64 and not updated else 1e-4
     assert type(ours) is type(theirs)
     assert [key for key in theirs if ours.get(key) is not None] == list(ours.keys())
     for key in (key for key, value in theirs.items() if isinstance(value, Tensor | tuple)):
         for mine, other in zip(*(pytree.tree_leaves(one[key]) for one in (ours, theirs)), strict=True):
-            torch.testing.assert_close(mine, other, rtol=near, atol=near, msg=partial("{}: {}".format, key))
+            limit = 1e-9 if exact and other.dtype == torch.float64 else near
+            torch.testing.assert_close(mine, other, rtol=limit, atol=limit, msg=partial("{}: {}".format, key))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,7 +56,9 @@ def test_outputs(name: str, plan: str) -> None:
             module.train(mode)
         with torch.set_grad_enabled(mode):
             theirs, ours = (module(**batch) for module in modules)
-        same(ours, theirs, updated=step > 0)
+        # transformers computes most losses, and so the first gradient, in float32
+        exact = name not in SUMS_IN_FLOAT32 and (step == 0 or theirs.loss.dtype == torch.float64)
+        same(ours, theirs, exact=exact, near=1e-4 if name in (*SINGLE, *SUMS_IN_FLOAT32) else 1e-5)
         if mode:
             for found, optimizer in zip((theirs, ours), optimizers, strict=True):
                 optimizer.zero_grad()

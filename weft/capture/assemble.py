@@ -18,7 +18,7 @@ from weft.capture.causal import with_plain_masks
 from weft.capture.example import Example, Output
 from weft.capture.noops import without_noops
 from weft.capture.state import Constant, State, Stored
-from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Size, map_refs
+from weft.ir.graph import Buffer, Graph, Input, Op, Parameter, Ref, Size, with_refs
 
 
 @dataclass
@@ -136,13 +136,7 @@ def rename(op: Op, name: str, names: Mapping[str, str]) -> Op:
     def final(ref: Ref) -> Ref:
         return Ref(names[ref.name])
 
-    return replace(
-        op,
-        name=name,
-        args=map_refs(op.args, final),
-        kwargs=tuple((key, map_refs(value, final)) for key, value in op.kwargs),
-        outputs=tuple(names[output] for output in op.outputs),
-    )
+    return replace(with_refs(op, final), name=name, outputs=tuple(names[output] for output in op.outputs))
 
 
 def symbols_of(state: State, builder: Builder, names: Mapping[str, str]) -> dict[str, tuple[str, int]]:

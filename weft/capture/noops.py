@@ -7,9 +7,8 @@ same dtype, shape and gradient. A sum of floats with zero stays: it makes 0.0 of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
-from weft.ir.graph import Op, Ref, Tensor, map_refs
+from weft.ir.graph import Op, Ref, Tensor, with_refs
 
 NEUTRAL = {
     **dict.fromkeys(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"), 1),
@@ -27,11 +26,7 @@ def without_noops(ops: Sequence[Op], tensors: Mapping[str, Tensor], wanted: Coll
 
     kept = []
     for op in ops:
-        changed = replace(
-            op,
-            args=map_refs(op.args, source),
-            kwargs=tuple((key, map_refs(value, source)) for key, value in op.kwargs),
-        )
+        changed = op if stands_for.keys().isdisjoint(op.inputs) else with_refs(op, source)
         if op.outputs[0] not in wanted and _is_noop(changed, tensors):
             stands_for[op.outputs[0]] = changed.inputs[0]
         else:

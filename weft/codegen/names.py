@@ -13,7 +13,6 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import permutations
 
 from weft.ir.graph import Graph, Op
 
@@ -72,10 +71,13 @@ def _is_one_line(op: Op, following: Op) -> bool:
     if op.path == following.path:
         return op.call == following.call
     (parent, _, last), (other_parent, _, other) = op.path.rpartition("."), following.path.rpartition(".")
-    is_inside = any(
-        f"{one}.".startswith(f"{two}." if two else "") for one, two in permutations((op.path, following.path))
-    )
-    return is_inside or (parent == other_parent and not (last.isdigit() or other.isdigit()))
+    beside = parent == other_parent and not (last.isdigit() or other.isdigit())
+    return beside or _is_inside(op.path, following.path) or _is_inside(following.path, op.path)
+
+
+def _is_inside(path: str, other: str) -> bool:
+    """True for a module within another; all are within the root."""
+    return not other or path.startswith(f"{other}.")
 
 
 def own_name(op: Op, *, alone: bool) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,12 @@ def map_refs(arg: Arg, change: Callable[[Ref], Arg]) -> Arg:
     if isinstance(arg, tuple | list):
         return tuple(map_refs(item, change) for item in arg)
     return arg
+
+
+def with_refs(op: Op, change: Callable[[Ref], Ref]) -> Op:
+    """The op with every reference to a tensor replaced."""
+    args = map_refs(op.args, change)
+    return replace(op, args=args, kwargs=tuple((key, map_refs(value, change)) for key, value in op.kwargs))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
-from weft.capture.source import is_users, keep_users_frame, place_here
+from weft.capture.source import caller_is_users, is_users, keep_users_frame, place_here
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
 from weft.capture.tracing.refuse import translating
@@ -211,7 +211,7 @@ def refused(function: Callable[..., Any], what: str, remedy: str) -> Callable[..
     """`function` for everyone but the user's own code."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if caller_is_users():
             raise CaptureError(what, place=place_here(), remedy=remedy)
         return function(*args, **kwargs)
 

@@ -52,12 +52,10 @@ class Ask:
 def answers(kind: str, tensors: Sequence[Tensor], *, grad: bool) -> tuple[str, ...]:
     """The grad mode, on which all depends but memory formats, and of each tensor what is asked for."""
     mode = "" if kind == MEMORY_FORMAT else "on" if grad else "off"
-    each = {GRAD_MODE: _nothing, REQUIRES_GRAD: _requires_grad, MEMORY_FORMAT: memory_format}[kind]
-    return (mode, *(each(tensor) for tensor in tensors))
-
-
-def _nothing(tensor: Tensor) -> str:
-    return ""
+    if kind == GRAD_MODE:
+        return (mode,)
+    each = _requires_grad if kind == REQUIRES_GRAD else memory_format
+    return (mode, *map(each, tensors))
 
 
 def _requires_grad(tensor: Tensor) -> str:
