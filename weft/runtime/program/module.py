@@ -10,7 +10,7 @@ order of use, by `grad_sync`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from weft.runtime.program.parts import StoredParts
 from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
-from weft.runtime.weights.ending import tied_loss, tied_outputs
+from weft.runtime.weights.ending import entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.gradient import Gradient, give_gradient, is_retained
@@ -89,6 +89,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.sinks: dict[str, Gradient] = {}
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
+        self.inputs_from: Mapping[int, Collection[int]] = {}
+        """Inputs whose gradients come from some outputs only, and which."""
         self.of_others = False
         """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refuse = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
@@ -162,6 +164,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.prefetch.begin(self._gathers(keeps=False))
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
+        if self.inputs_from:
+            args = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(args))
         try:
             with self.reading(), self.grad_sync.watching():
                 return super().__call__(*args, **kwargs)
@@ -347,7 +351,10 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             # what is gathered may have been laid elsewhere, and nothing is to hold what it had
             self.inner.refresh(self._parts)
         for name, parameter in self.trained():
-            before, gradient = backward.before.get(name), found.get(name)
+            before, gradient = (
+                backward.before.get(name),
+                found.get(name) if backward.reaches(self._stored[name]) else None,
+            )
             if not parameter.requires_grad:
                 # frozen for the time being: as in eager, nothing is added
                 parameter.grad = before
@@ -373,3 +380,8 @@ class _Backward:
 
     before: dict[str, Tensor]
     tapes: list[Tape]
+
+    def reaches(self, part: Part) -> bool:
+        """True if a parameter has a gradient of what the caller uses; where no batch came, others have used it."""
+        some = part.reached_from
+        return some is None or not self.tapes or any(not one.outputs.isdisjoint(some) for one in self.tapes)

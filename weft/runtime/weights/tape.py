@@ -112,6 +112,8 @@ class Tape:
     gathered: Gathered = field(default_factory=Gathered)
     relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
     """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
+    outputs: frozenset[int] = frozenset()
+    """Those that a gradient has come to, in the backward that goes on."""
     spent: bool = False
     """A backward has gone through it, and no other can."""
     results: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
