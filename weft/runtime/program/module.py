@@ -10,9 +10,11 @@ order of use, by `grad_sync`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -314,9 +316,21 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
                 if parameter.grad is not None:
                     self._backward.before[name], parameter.grad = parameter.grad, None
             if self.rerun_mode is None:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                # autograd alone holds it: one that goes without having been called was left by an error
+                end = partial(self._end_backward)
+                self._backward.end = weakref.ref(end, partial(_left, weakref.ref(self), self._backward))
+                torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward.tapes.append(tape)
         self.grad_sync.uses.enter(tape)
+
+    def leave_backward(self) -> None:
+        """Forget a backward that was left by an error: gradients are those from before it."""
+        backward, self._backward, self.rerun_mode = self._backward, None, None
+        self.sinks.clear()
+        for name, parameter in self.trained() if backward is not None else ():
+            if backward is not None and name in backward.before:
+                before, outside = backward.before[name], parameter.grad
+                parameter.grad = before if outside is None else before.add_(outside)
 
     def _begun(self, *, alone: bool) -> _Backward:
         self.sinks.clear()
@@ -380,8 +394,17 @@ class _Backward:
 
     before: dict[str, Tensor]
     tapes: list[Tape]
+    end: weakref.ref[Any] | None = None
+    """What autograd calls at its end."""
 
     def reaches(self, part: Part) -> bool:
         """True if a parameter has a gradient of what the caller uses; where no batch came, others have used it."""
         some = part.reached_from
         return some is None or not self.tapes or any(not one.outputs.isdisjoint(some) for one in self.tapes)
+
+
+def _left(module: weakref.ref[ParallelModule], backward: _Backward, end: object) -> None:
+    """Autograd has let go of the end of a backward: if it did not come to it, forget it."""
+    found = module()
+    if found is not None and found._backward is backward:
+        found.leave_backward()

@@ -47,6 +47,11 @@ NO_FORWARD = (
     "loss = parallel.train_step(batch, optimizer), or parallel.forward_backward(batch); parallel.eval() to evaluate",
 )
 NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
+LEFT = (
+    "a step of the pipeline was left by an error in the middle: what its ranks had sent each other would be taken for "
+    "that of the next one",
+    "end the job, and go on from the last weft.save(); what may raise is best done before train_step(), or in prepare=",
+)
 NO_BATCH = (
     "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
     "give every replica as many batches: DistributedSampler, or drop_last=True",
@@ -279,6 +284,8 @@ class Parallel(OneRank):
 
     def _begin(self, flow: Flow, kind: str, micros: Sequence[Arguments], rows: Sequence[int]) -> list[list[Tensor]]:
         """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
+        if any(one.rank.is_left for one in (self._flow, *(other for _, other in self._others))):
+            raise self._refused(*LEFT)
         for size in flow.missing(rows):
             assert self._make_size is not None, "this module was made for the example's sizes only"
             self._make_size(flow, size, self.modes)
@@ -298,9 +305,15 @@ class Parallel(OneRank):
         for parameter in held:
             parameter.grad = None
         losses: Sequence[Tensor] = ()
+        rank = self._flow.rank
         if inputs or settings["completes"]:
             first = self.replica * self._flow.count
-            losses = self._flow.rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
+            try:
+                losses = rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
+            finally:
+                if rank.is_left:
+                    for parameter, earlier in zip(held, before, strict=True):
+                        parameter.grad = earlier
         for copy in self.program.copies:
             if copy.alike:
                 copy.other.grad = None  # the first copy has the sum of all
