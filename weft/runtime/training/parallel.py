@@ -92,14 +92,17 @@ class Parallel(OneRank):
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
         kind = f"{'training' if self.training else 'evaluation'}{number}"
-        if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+        checks = self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}")
+        if checks:
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
             self._look_at_replicas(inputs)
-            self.begin_training()
+            self.begin_training(compare=checks)
             self.step += 1
-        elif flow.has_loss:
-            self._weigh(args, kwargs, inputs)
+        else:
+            self.begin_evaluation()
+            if flow.has_loss:
+                self._weigh(args, kwargs, inputs)
         found = flow.program(*inputs)
         if flow is not self._flow:
             # buffers that a forward of evaluation has changed
@@ -112,6 +115,7 @@ class Parallel(OneRank):
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
         inputs = self._begin(flow, f"program {self._number(flow)}", micros, [int(one) for (one,) in told])
+        self.begin_evaluation()
         for one in () if self._masters is None else self._masters.modules:
             one.refresh()
         lend(self.program, flow)
@@ -341,6 +345,7 @@ class Parallel(OneRank):
         Args:
             rank0_only: ranks other than 0 get an empty dict, which saves them the memory.
         """
+        self.compare_ranks(of_replica=True)
         return full_state(self.masters, rank0_only=rank0_only)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
