@@ -32,6 +32,7 @@ from weft.runtime.program.parts import StoredParts
 from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
+from weft.runtime.weights.as_seen import Samples
 from weft.runtime.weights.ending import entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
@@ -83,6 +84,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.grad_sync = GradSync(self)
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}
+        self.samples = Samples()
         self._num_forwards = 0
         """Since the last backward."""
         self.masters: Masters | None = None
@@ -306,10 +308,13 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
             raise self.refusal(*TWICE)
+        if (name := tape.changed()) is not None:
+            error = self.refusal(*changed_since(name))
+            # a rank that holds nothing of it has seen nothing
+            self.transport.job.raised(error)
+            raise error
         tape.begin(spent=not is_retained())
         self.prefetch_back.begin(tape.gathered.again())
-        if (name := tape.changed()) is not None:
-            raise self.refusal(*changed_since(name))
         if self._backward is None:
             self._backward = self._begun(alone=self._num_forwards == 1)
             for name, parameter in self.trained():

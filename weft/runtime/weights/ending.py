@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import Refuse
+from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.tape import Tape
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ def entered(x: Tensor, tape: Tape, outputs: Collection[int] | None) -> Tensor:
 def _tied(
     module: ParallelModule, tape: Tape, loss: Tensor | None, roots: Sequence[Tensor], places: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
+    if (tape.relied or tape.reruns) and not module.holds_gradients:
+        # the caller goes on before backward comes
+        relied = [one for one in module.trained() if tape.reruns or one[0] in tape.relied]
+        tape.seen = AsSeen(relied, module.samples)
     inputs = (*roots, *_taken(tape))
     value = None if loss is None else loss.detach()
     found: tuple[Tensor, ...] = _Ending.apply(
