@@ -96,18 +96,19 @@ class Replicated:
     def _numbers(self, keys: Sequence[tuple[int, int]]) -> Tensor:
         """Sum, norm and tolerance of the rank's parameters of these keys."""
         held: Mapping[tuple[int, int], nn.Parameter] = dict(self._held)
-        rows = [_told(held[key].detach()) for key in keys]
-        found = torch.stack([number for row in rows for number in row]) if rows else torch.zeros(0)
-        return found.to(self._transport.device, torch.float64).reshape(len(keys), 3)
+        values = [_as_float(held[key].detach()) for key in keys]
+        if not values:
+            return torch.zeros(0, 3, dtype=torch.float64, device=self._transport.device)
+        sums = [one.sum(dtype=torch.float64) for one in values]
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in values]
+        units = [min(TOLERANCE * torch.finfo(one.dtype).eps, WIDEST) for one in values]
+        found = torch.stack([*sums, *norms]).view(2, len(values)).to(self._transport.device)
+        return torch.cat([found, found.new_tensor(units)[None]]).t().contiguous()
 
 
-def _told(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    values = values if values.is_floating_point() else values.double()
-    tolerance = min(TOLERANCE * torch.finfo(values.dtype).eps, WIDEST)
-    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return values.sum(dtype=torch.float64), norm, norm.new_full((), tolerance)
+def _as_float(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values if values.is_floating_point() else values.double()
 
 
 def _same(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -100,6 +100,8 @@ class OneRank(Stepping):
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
         self._replicated: Replicated | None = None
+        self._is_checked = False
+        """Ranks make sure of everything in this step."""
         self._num_trained = self._num_compared = 0
         """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         self._num_hooks: dict[str, int] = {}
@@ -251,9 +253,9 @@ class OneRank(Stepping):
                 stacklevel=2,
             )
 
-    def begin_training(self, *, compare: bool = False) -> None:
-        """A forward in training begins: how many updates there were before is compared between ranks, and in some steps
-        what they hold alike."""
+    def begin_training(self, *, compare: bool) -> None:
+        """A forward in training begins: how many updates there were before is compared between ranks, and in some
+        steps, or if it is asked for, what they hold alike."""
         if self.guard is not None:
             self.guard.begin()
         if compare or Replicated.is_due(self._num_trained):

@@ -92,12 +92,13 @@ class Parallel(OneRank):
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
         kind = f"{'training' if self.training else 'evaluation'}{number}"
-        checks = self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}")
-        if checks:
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        self._is_checked = self._transport.begin_program(self.step, f"{kind} {shapes}")
+        if self._is_checked:
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
             self._look_at_replicas(inputs)
-            self.begin_training(compare=checks)
+            self.begin_training(compare=self._is_checked)
             self.step += 1
         else:
             self.begin_evaluation()
@@ -243,7 +244,7 @@ class Parallel(OneRank):
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
         self._look_at_replicas([tensor for one in inputs for tensor in one])
-        self.begin_training()
+        self.begin_training(compare=self._is_checked)
         counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
@@ -296,7 +297,8 @@ class Parallel(OneRank):
         self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
-        if self._transport.begin_program(self.step, f"{kind} {rows}"):
+        self._is_checked = self._transport.begin_program(self.step, f"{kind} {rows}")
+        if self._is_checked:
             self._refuse_other_batches([tensor for one in inputs for tensor in one])
         return inputs
 

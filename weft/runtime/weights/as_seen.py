@@ -26,20 +26,21 @@ class Samples:
     """A few elements of each parameter of a module. What looks at them is made once: a step has many parameters."""
 
     def __init__(self) -> None:
-        self._views: dict[str, tuple[int, Tensor]] = {}
+        self._where: list[int] = []
+        self._views: list[list[Tensor]] = []
 
     @torch.no_grad()
     def now(self, parameters: Named) -> list[Tensor]:
         """Copies of the elements as they are, those of a dtype end to end."""
         if torch._C._len_torch_dispatch_stack():
             return []  # without values
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for name, one in parameters:
-            held = self._views.get(name)
-            if held is None or held[0] != one.data_ptr():
-                held = self._views[name] = one.data_ptr(), _some_of(one)
-            by_dtype.setdefault(one.dtype, []).append(held[1])
-        return [torch.cat(some) for some in by_dtype.values()]
+        where = [one.data_ptr() for _, one in parameters]
+        if where != self._where:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for _, one in parameters:
+                by_dtype.setdefault(one.dtype, []).append(_some_of(one))
+            self._where, self._views = where, list(by_dtype.values())
+        return [torch.cat(some) for some in self._views]
 
 
 class AsSeen:
