@@ -272,18 +272,26 @@ class OneRank(Stepping):
         this together, or those of a replica."""
         if self._replicated is None:
             return
+        whole = self._transport.whole
+        ranks = self._transport.ranks if of_replica else tuple(range(whole.num_ranks))
         if of_replica:
-            wrong = self._replicated.wrong_among(self._transport.ranks)
+            wrong = self._replicated.wrong_among(ranks)
         else:
             self._num_compared, wrong = self._num_trained, self._replicated.wrong()
-        if wrong is not None:
-            name, one, other = wrong
-            raise self._refused(
-                f"{name} has other values on rank {other} than on rank {one}, which hold the same of it",
-                "change, initialise and load parameters on all ranks alike (the same seed, the same file, no "
-                "`if rank == 0`), and give the optimizers of all ranks the same settings; then start again from what "
-                "was last saved",
-            )
+        if wrong is None:
+            return
+        name, one, other = wrong
+        updates = 0 if self.guard is None else self.guard.num_updates
+        made = dict(zip(ranks, tell_numbers(whole, [updates], ranks), strict=True))
+        why = ""
+        if made[one] != made[other]:
+            why = f": rank {other} has made {made[other][0]:.0f} updates, rank {one} {made[one][0]:.0f}"
+        raise self._refused(
+            f"{name} has other values on rank {other} than on rank {one}, which hold the same of it{why}",
+            "change, initialise and load parameters on all ranks alike (the same seed, the same file, no "
+            "`if rank == 0`), make the same backwards and updates, and give the optimizers of all ranks the same "
+            "settings; then start again from what was last saved",
+        )
 
     def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""
