@@ -11,22 +11,22 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 116_402,
+    "runtime": 119_040,
     "ops": 45_511,
-    "codegen": 35_399,
+    "codegen": 35_480,
     "plan": 32_468,
     "capture": 31_044,
-    "lower": 19_817,
-    "train": 20_659,
+    "lower": 19_990,
+    "train": 20_674,
     "verify": 15_642,
     "order": 13_320,
     "ir": 13_232,
-    "compile": 13_646,
+    "compile": 13_716,
     "commands": 9_579,
     "cost": 6_976,
     "(top)": 1_375,
 }
-ALL = 375_070
+ALL = 378_050
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -116,3 +116,19 @@ def none_at_first(transport: ProcessTransport, given: tuple[Any, Any, Any]) -> d
     parallel.train_step(None if parallel.replica else batch, optimizer)
     parallel.train_step(batch, optimizer)
     return parallel.local_state_dict()
+
+
+def drifts(transport: ProcessTransport, given: tuple[Any, Any, Any]) -> list[str]:
+    """Rank 1 scales a weight after a step in which ranks compare, and all evaluate and save."""
+    files, model, batch = given
+    parallel = open_rank(files, transport, model, make_files=lambda wanted: files)
+    optimizer, found = adamw(parallel), []
+    for _ in range(6):
+        parallel.train_step(batch, optimizer)
+    next(iter(parallel.parameters())).data.mul_(1.0 + 0.1 * transport.rank)
+    for call in (lambda: parallel.eval()(**batch), parallel.full_state_dict):
+        try:
+            call()
+        except WeftError as error:
+            found.append(error.message)
+    return found

@@ -14,8 +14,10 @@ from weft.train.opened import open_rank
 from weft.verify.ranks import emulate
 
 
-def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any]) -> list[Any]:
+def on_ranks(
+    model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any], *, outputs: str = "loss"
+) -> list[Any]:
     """What `body(module)` gives on each rank."""
-    programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs="loss")
+    programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs=outputs)
     files = programs.training(model)
     return emulate(files_of(files).devices, lambda transport: body(open_rank(files, transport, model)))

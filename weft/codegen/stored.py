@@ -17,6 +17,7 @@ from weft.codegen.sheet import Sheet
 from weft.codegen.text import literal, statement, top_level
 from weft.ir.graph import Buffer, Parameter
 from weft.ir.layout import Layout
+from weft.lower.idle import reached_from_some
 from weft.runtime.layout.cuts import axes_text
 
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.*)$")
@@ -33,17 +34,21 @@ class Entry:
 def parameter_entries(sheet: Sheet) -> list[Entry]:
     """Parameters in the order of use, then those that no gradient reaches."""
     program = sheet.program
+    names = [one.tensor for one in program.graph.parameters]
+    # pieces of a pipeline give what is used, all of it
+    is_open = program.roots and not program.given
+    some = reached_from_some(program.graph, list(program.outputs), names) if is_open else {}
     trained = [sync.parameter for sync in reversed(program.syncs)]
     rest = [one.tensor for one in program.graph.parameters if one.tensor not in set(trained)]
     found = program.graph.parameter_tensors
-    return [_entry(sheet, found[name]) for name in (*trained, *rest)]
+    return [_entry(sheet, found[name], some.get(name)) for name in (*trained, *rest)]
 
 
 def buffer_entries(sheet: Sheet) -> list[Entry]:
     return [_entry(sheet, buffer) for buffer in sheet.graph.buffers]
 
 
-def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
+def _entry(sheet: Sheet, one: Parameter | Buffer, some: tuple[int, ...] | None = None) -> Entry:
     tensor = sheet.graph.tensors[one.tensor]
     layout = sheet.program.stored[one.tensor]
     words = [literal(tensor.sizes)]
@@ -53,6 +58,7 @@ def _entry(sheet: Sheet, one: Parameter | Buffer) -> Entry:
     if isinstance(one, Parameter):
         words += ["trained=False"] if not one.trainable else [*_use(sheet, one), *_sync(sheet, one)]
         words += _keeps(sheet, one)
+        words += [f"reached_from={literal(some)}"] if some and one.trainable else []
     elif not one.persistent:
         words.append("persistent=False")
     words += [f"tied={literal(one.names[1:])}"] if len(one.names) > 1 else []

@@ -30,6 +30,7 @@ from weft.ir.graph import Graph
 from weft.ir.program import Program
 from weft.lower import lower, stored_parameters
 from weft.lower.check import Report, check
+from weft.lower.idle import reached_from_some
 from weft.plan.plan import Plan
 from weft.runtime.program.returns import NotReturned, Returns, returns_of
 
@@ -220,6 +221,10 @@ def _emit_whole(
     lowered = partial(lower, links=links, outputs="open" if returns_all else "loss", stored=stored)
     if returns_all:
         about["output"] = returned(graph).to_json()
+        outputs = list(dict.fromkeys(name for name in graph.outputs if name is not None))
+        inputs = [one.tensor for one in graph.inputs]
+        some = reached_from_some(graph, outputs, inputs)
+        about["reached_from"] = {inputs.index(name): places for name, places in some.items()}
     about["needs_grad"] = [graph.tensors[one.tensor].needs_grad for one in graph.inputs]
     if graph.symbols:
         with timer("emit for all sizes"):

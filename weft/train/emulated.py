@@ -289,14 +289,14 @@ class _Call:
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in found], spec)
 
-    def backward(self, gradients: Sequence[Tensor], *, retain: bool) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """Backward of every rank from its tensors that need a gradient; the gradients of what rank 0 was given.
 
         `retain`: another may come."""
 
         def work(module: Parallel, ran: tuple[Any, list[Any], Any]) -> None:
             pairs = zip(_tensors(ran[1]), gradients, strict=True)
-            live = [(root, one.to(root.device)) for root, one in pairs if root.requires_grad]
+            live = [(root, one.to(root.device)) for root, one in pairs if root.requires_grad and one is not None]
             for one in ran[0]:
                 one.grad = None
             torch.autograd.backward([root for root, _ in live], [one for _, one in live], retain_graph=retain)
@@ -320,11 +320,13 @@ class _Ranks(torch.autograd.Function):
         ctx.call, ctx.num_given = call, len(given)
         # what the ranks returned stays theirs
         made = [tensor.detach().clone() for tensor in found]
+        # an output that the caller does not use has no gradient, here too
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(mine for mine, one in zip(made, found, strict=True) if not one.requires_grad))
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_parts(ctx, refusal)
         if ctx.call.spent:
             raise refusal(*TWICE)

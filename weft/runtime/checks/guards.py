@@ -214,6 +214,11 @@ class Guard:
                 "put each parameter into one group of one optimizer",
             )
 
+    @property
+    def num_updates(self) -> int:
+        """Made before the forward that goes on."""
+        return self._updated
+
     def begin(self) -> None:
         """A forward in training begins."""
         # several optimizers may update what a rank holds, and one what another does

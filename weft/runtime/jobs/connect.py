@@ -49,6 +49,7 @@ class Job:
             try:
                 found = dict(make())
             except BaseException:
+                # an interrupt or sys.exit() too: the others ask for nothing but these two keys
                 self._store.set(f"{key}/failed", "1")
                 raise
             for name, content in found.items():

@@ -145,11 +145,11 @@ class Collectives:
         self._transport.doing = Doing(f"use of {name}")
         if self._module.keeps(name):
             parts = self._module.full_weights.get(name, sources, forward, self._transport, dtype)
-            self._module.tape.rely_on(name, sources)
         else:
             parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
         if sync is None or not torch.is_grad_enabled():
             return [part.detach() for part in parts]
+        self._module.tape.relied.add(name)
         return self._module.tape.use(name, parts, sync, dtype, tell=tell)
 
     def along(self, axes: Axes) -> GroupComm:

@@ -10,9 +10,11 @@ order of use, by `grad_sync`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -30,7 +32,8 @@ from weft.runtime.program.parts import StoredParts
 from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
-from weft.runtime.weights.ending import tied_loss, tied_outputs
+from weft.runtime.weights.as_seen import Samples
+from weft.runtime.weights.ending import entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.gradient import Gradient, give_gradient, is_retained
@@ -81,6 +84,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.grad_sync = GradSync(self)
         self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
         self._orders: dict[bool, list[Gather]] = {}
+        self.samples = Samples()
         self._num_forwards = 0
         """Since the last backward."""
         self.masters: Masters | None = None
@@ -89,6 +93,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.sinks: dict[str, Gradient] = {}
         self._draws: dict[Any, Draw] = {}
         self._backward: _Backward | None = None
+        self.inputs_from: Mapping[int, Collection[int]] = {}
+        """Inputs whose gradients come from some outputs only, and which."""
         self.of_others = False
         """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refuse = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
@@ -162,6 +168,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.prefetch.begin(self._gathers(keeps=False))
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
+        if self.inputs_from:
+            args = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(args))
         try:
             with self.reading(), self.grad_sync.watching():
                 return super().__call__(*args, **kwargs)
@@ -300,19 +308,34 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
             raise self.refusal(*TWICE)
+        if (name := tape.changed()) is not None:
+            error = self.refusal(*changed_since(name))
+            # a rank that holds nothing of it has seen nothing
+            self.transport.job.raised(error)
+            raise error
         tape.begin(spent=not is_retained())
         self.prefetch_back.begin(tape.gathered.again())
-        if (name := tape.changed()) is not None:
-            raise self.refusal(*changed_since(name))
         if self._backward is None:
             self._backward = self._begun(alone=self._num_forwards == 1)
             for name, parameter in self.trained():
                 if parameter.grad is not None:
                     self._backward.before[name], parameter.grad = parameter.grad, None
             if self.rerun_mode is None:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                # autograd alone holds it: one that goes without having been called was left by an error
+                end = partial(self._end_backward)
+                self._backward.end = weakref.ref(end, partial(_left, weakref.ref(self), self._backward))
+                torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward.tapes.append(tape)
         self.grad_sync.uses.enter(tape)
+
+    def leave_backward(self) -> None:
+        """Forget a backward that was left by an error: gradients are those from before it."""
+        backward, self._backward, self.rerun_mode = self._backward, None, None
+        self.sinks.clear()
+        for name, parameter in self.trained() if backward is not None else ():
+            if backward is not None and name in backward.before:
+                before, outside = backward.before[name], parameter.grad
+                parameter.grad = before if outside is None else before.add_(outside)
 
     def _begun(self, *, alone: bool) -> _Backward:
         self.sinks.clear()
@@ -347,7 +370,10 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             # what is gathered may have been laid elsewhere, and nothing is to hold what it had
             self.inner.refresh(self._parts)
         for name, parameter in self.trained():
-            before, gradient = backward.before.get(name), found.get(name)
+            before, gradient = (
+                backward.before.get(name),
+                found.get(name) if backward.reaches(self._stored[name]) else None,
+            )
             if not parameter.requires_grad:
                 # frozen for the time being: as in eager, nothing is added
                 parameter.grad = before
@@ -373,3 +399,17 @@ class _Backward:
 
     before: dict[str, Tensor]
     tapes: list[Tape]
+    end: weakref.ref[Any] | None = None
+    """What autograd calls at its end."""
+
+    def reaches(self, part: Part) -> bool:
+        """True if a parameter has a gradient of what the caller uses; where no batch came, others have used it."""
+        some = part.reached_from
+        return some is None or not self.tapes or any(not one.outputs.isdisjoint(some) for one in self.tapes)
+
+
+def _left(module: weakref.ref[ParallelModule], backward: _Backward, end: object) -> None:
+    """Autograd has let go of the end of a backward: if it did not come to it, forget it."""
+    found = module()
+    if found is not None and found._backward is backward:
+        found.leave_backward()

@@ -160,6 +160,7 @@ def run(
     else:
         *results, token = _Recomputed.apply(work, module.anchor, *tensors)
         module.tape.tokens.append(token)
+        module.tape.reruns = True
     made = results if chunks is not None else work.joined(results)
     return made[0] if len(made) == 1 else tuple(made)
 

@@ -45,6 +45,8 @@ class Part:
         trained: it gets a gradient.
         tied: other names of the same parameter.
         persistent: of a buffer: it is saved.
+        reached_from: of a program that returns several outputs, the positions of those that a gradient comes from;
+            None: all of them. If the caller uses others only, the parameter has no gradient.
         keeps: what stays as it is used while the optimizer updates the part: the `weight`, brought up to date in each
             step; and the `gradient`, if it is added up so over the micro-batches of a step.
     """
@@ -59,6 +61,7 @@ class Part:
     tied: tuple[str, ...] = ()
     persistent: bool = True
     keeps: tuple[str, ...] = ()
+    reached_from: tuple[int, ...] | None = None
 
     @property
     def sync_moves(self) -> tuple[Move, ...]:

@@ -180,6 +180,8 @@ def open_flow(source: Source, transport: Replica, batch: Arguments | None = None
     returned = told.get("forward", "loss")
     if files.is_whole:
         needs_grad = tuple(told.get("needs_grad", ()))
+        (program,) = rank.modules
+        program.inputs_from = {int(at): frozenset(some) for at, some in told.get("reached_from", {}).items()}
         return Flow(rank, form, output=output, returned=returned, is_whole=True, needs_grad=needs_grad)
     shapes = [tuple(int(size) for size in shape) for _, _, shape, _ in form.tensors]
     dims = dims_of(shapes) if told["dims"] is None else told["dims"]

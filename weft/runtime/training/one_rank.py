@@ -18,6 +18,7 @@ from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.rank_tensor import RankTensor
+from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
 from weft.runtime.layout.index import size
 from weft.runtime.layout.transfer import Index
@@ -98,6 +99,11 @@ class OneRank(Stepping):
         self._empty: list[nn.Parameter] | None = None
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
+        self._replicated: Replicated | None = None
+        self._is_checked = False
+        """Ranks make sure of everything in this step."""
+        self._num_trained = self._num_compared = 0
+        """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         self._num_hooks: dict[str, int] = {}
         tree = self.show_surface(surface or Surface())
         hold_all(self.masters, tree)
@@ -129,6 +135,8 @@ class OneRank(Stepping):
         self.guard, self._remember = guard, remember
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
+        held = [(name, self.stored[name], one) for name, one in self.named_parameters() if name in self.stored]
+        self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole)
 
     def gradients_are_right(self) -> None:
         """They were scaled, on all ranks alike."""
@@ -245,10 +253,45 @@ class OneRank(Stepping):
                 stacklevel=2,
             )
 
-    def begin_training(self) -> None:
-        """A forward in training begins: how many updates there were before is compared between ranks."""
+    def begin_training(self, *, compare: bool) -> None:
+        """A forward in training begins: how many updates there were before is compared between ranks, and in some
+        steps, or if it is asked for, what they hold alike."""
         if self.guard is not None:
             self.guard.begin()
+        if compare or Replicated.is_due(self._num_trained):
+            self.compare_ranks()
+        self._num_trained += 1
+
+    def begin_evaluation(self) -> None:
+        """A forward in evaluation begins: if the weights are others than in the one before, ranks compare them."""
+        if self._num_compared < self._num_trained:
+            self.compare_ranks()
+
+    def compare_ranks(self, *, of_replica: bool = False) -> None:
+        """Refuse to go on with ranks that hold the same parameters and have other values. All ranks of the job call
+        this together, or those of a replica."""
+        if self._replicated is None:
+            return
+        whole = self._transport.whole
+        ranks = self._transport.ranks if of_replica else tuple(range(whole.num_ranks))
+        if of_replica:
+            wrong = self._replicated.wrong_among(ranks)
+        else:
+            self._num_compared, wrong = self._num_trained, self._replicated.wrong()
+        if wrong is None:
+            return
+        name, one, other = wrong
+        updates = 0 if self.guard is None else self.guard.num_updates
+        made = dict(zip(ranks, tell_numbers(whole, [updates], ranks), strict=True))
+        why = ""
+        if made[one] != made[other]:
+            why = f": rank {other} has made {made[other][0]:.0f} updates, rank {one} {made[one][0]:.0f}"
+        raise self._refused(
+            f"{name} has other values on rank {other} than on rank {one}, which hold the same of it{why}",
+            "change, initialise and load parameters on all ranks alike (the same seed, the same file, no "
+            "`if rank == 0`), make the same backwards and updates, and give the optimizers of all ranks the same "
+            "settings; then start again from what was last saved",
+        )
 
     def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""

@@ -47,6 +47,11 @@ NO_FORWARD = (
     "loss = parallel.train_step(batch, optimizer), or parallel.forward_backward(batch); parallel.eval() to evaluate",
 )
 NO_GRADIENT = ("a training step under no_grad()", "parallel.eval(); parallel(batch) to evaluate")
+LEFT = (
+    "a step of the pipeline was left by an error in the middle: what its ranks had sent each other would be taken for "
+    "that of the next one",
+    "end the job, and go on from the last weft.save(); what may raise is best done before train_step(), or in prepare=",
+)
 NO_BATCH = (
     "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
     "give every replica as many batches: DistributedSampler, or drop_last=True",
@@ -87,14 +92,18 @@ class Parallel(OneRank):
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
         kind = f"{'training' if self.training else 'evaluation'}{number}"
-        if self._transport.begin_program(self.step, f"{kind} {[tuple(tensor.shape) for tensor in inputs]}"):
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        self._is_checked = self._transport.begin_program(self.step, f"{kind} {shapes}")
+        if self._is_checked:
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
             self._look_at_replicas(inputs)
-            self.begin_training()
+            self.begin_training(compare=self._is_checked)
             self.step += 1
-        elif flow.has_loss:
-            self._weigh(args, kwargs, inputs)
+        else:
+            self.begin_evaluation()
+            if flow.has_loss:
+                self._weigh(args, kwargs, inputs)
         found = flow.program(*inputs)
         if flow is not self._flow:
             # buffers that a forward of evaluation has changed
@@ -107,6 +116,7 @@ class Parallel(OneRank):
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
         inputs = self._begin(flow, f"program {self._number(flow)}", micros, [int(one) for (one,) in told])
+        self.begin_evaluation()
         for one in () if self._masters is None else self._masters.modules:
             one.refresh()
         lend(self.program, flow)
@@ -234,7 +244,7 @@ class Parallel(OneRank):
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
         self._look_at_replicas([tensor for one in inputs for tensor in one])
-        self.begin_training()
+        self.begin_training(compare=self._is_checked)
         counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
@@ -279,13 +289,16 @@ class Parallel(OneRank):
 
     def _begin(self, flow: Flow, kind: str, micros: Sequence[Arguments], rows: Sequence[int]) -> list[list[Tensor]]:
         """The inputs of micro-batches. Whatever is missing is made first: all ranks know what all replicas have."""
+        if any(one.rank.is_left for one in (self._flow, *(other for _, other in self._others))):
+            raise self._refused(*LEFT)
         for size in flow.missing(rows):
             assert self._make_size is not None, "this module was made for the example's sizes only"
             self._make_size(flow, size, self.modes)
         self.program.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
-        if self._transport.begin_program(self.step, f"{kind} {rows}"):
+        self._is_checked = self._transport.begin_program(self.step, f"{kind} {rows}")
+        if self._is_checked:
             self._refuse_other_batches([tensor for one in inputs for tensor in one])
         return inputs
 
@@ -298,9 +311,15 @@ class Parallel(OneRank):
         for parameter in held:
             parameter.grad = None
         losses: Sequence[Tensor] = ()
+        rank = self._flow.rank
         if inputs or settings["completes"]:
             first = self.replica * self._flow.count
-            losses = self._flow.rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
+            try:
+                losses = rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
+            finally:
+                if rank.is_left:
+                    for parameter, earlier in zip(held, before, strict=True):
+                        parameter.grad = earlier
         for copy in self.program.copies:
             if copy.alike:
                 copy.other.grad = None  # the first copy has the sum of all
@@ -328,6 +347,7 @@ class Parallel(OneRank):
         Args:
             rank0_only: ranks other than 0 get an empty dict, which saves them the memory.
         """
+        self.compare_ranks(of_replica=True)
         return full_state(self.masters, rank0_only=rank0_only)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

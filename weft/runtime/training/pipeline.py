@@ -132,6 +132,8 @@ class Rank:
     transport: Transport
     loss: tuple[str, int]
     loss_dtype: torch.dtype = torch.float32
+    is_left: bool = False
+    """An error has left a step, or an evaluation, in the middle: what was sent for it may lie around still."""
     _many: bool = False
     """Gradients of several micro-batches are added up."""
     _saved: dict[tuple[str, int], _Saved] = field(default_factory=dict)
@@ -176,7 +178,7 @@ class Rank:
         Returns:
             the losses of the micro-batches.
         """
-        sizes = [0] * len(batches) if size_of is None else size_of
+        sizes, self.is_left = [0] * len(batches) if size_of is None else size_of, True
         self._begin(sizes, starts=not completes)
         if completes:
             # replicas run different events: one without a micro-batch sends nothing
@@ -194,7 +196,9 @@ class Rank:
                 piece.module.of_others = len(self.sizes) > 1
         self._complete(completes)
         self._tie()
-        return self._tell_losses(len(batches))
+        losses = self._tell_losses(len(batches))
+        self.is_left = False
+        return losses
 
     @torch.no_grad()
     def forward(
@@ -208,6 +212,7 @@ class Rank:
         Returns:
             what the model returns of each micro-batch, whole.
         """
+        self.is_left = True
         self._mail.begin()
         for event, share, piece in self._running(size_of):
             piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
@@ -220,6 +225,7 @@ class Rank:
                 assert one.moves is not None, f"{one.tensor} does not come to this rank"
                 whole.append(self._mail.take(one.moves, one.tag(micro), one.dtype))
             found.append(whole)
+        self.is_left = False
         return found
 
     def _begin(self, size_of: Sequence[int], *, starts: bool) -> None:

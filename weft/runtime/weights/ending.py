@@ -2,8 +2,9 @@
 
 In: what a rank returns, and the tape of the forward. Out: the same tensors, tied to all that the forward has done. When
 a gradient comes back, the module's backward begins: gradients go to what was returned, zeros to the tokens of the tape,
-so that every reshard is reached on every rank. The gradients of outputs come from the caller, the same on every rank;
-one that does not come counts as zeros.
+so that every reshard is reached on every rank. The gradients of outputs come from the caller, the same on every rank.
+One that does not come counts as zeros, and what is reached from such outputs only is left without a gradient: inputs by
+`entered`, parameters at the end of backward.
 
 The parameters that the caller sees are inputs of the node too, though nothing goes to them from here: whoever asks
 autograd for some gradients only comes by here, and is refused, and so is who wants to differentiate them again.
@@ -11,13 +12,14 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.errors import Refuse
+from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.tape import Tape
 
 if TYPE_CHECKING:
@@ -26,22 +28,35 @@ if TYPE_CHECKING:
 
 def tied_loss(module: ParallelModule, tape: Tape, value: Tensor, roots: Sequence[Tensor]) -> Tensor:
     """The loss, complete on every rank; its gradient goes to the roots: what the rank holds of it where it was made."""
-    (loss,) = _tied(module, tape, value, [root for root in roots if root.requires_grad])
+    (loss,) = _tied(module, tape, value, [root for root in roots if root.requires_grad], (0,))
     return loss
 
 
 def tied_outputs(module: ParallelModule, tape: Tape, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Outputs, complete on every rank. What needs no gradient stays as it is."""
-    live = [value for value in values if value.requires_grad]
-    made = iter(_tied(module, tape, None, live) if live else ())
+    places = tuple(at for at, value in enumerate(values) if value.requires_grad)
+    live = [values[at] for at in places]
+    made = iter(_tied(module, tape, None, live, places) if live else ())
     return tuple(next(made) if value.requires_grad else value.detach() for value in values)
 
 
-def _tied(module: ParallelModule, tape: Tape, loss: Tensor | None, roots: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def entered(x: Tensor, tape: Tape, outputs: Collection[int] | None) -> Tensor:
+    """An input whose gradient comes from these outputs; None: from all."""
+    found: Tensor = x if outputs is None or not x.requires_grad else _Entry.apply(x, tape, outputs)
+    return found
+
+
+def _tied(
+    module: ParallelModule, tape: Tape, loss: Tensor | None, roots: Sequence[Tensor], places: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    if (tape.relied or tape.reruns) and not module.holds_gradients:
+        # the caller goes on before backward comes
+        relied = [one for one in module.trained() if tape.reruns or one[0] in tape.relied]
+        tape.seen = AsSeen(relied, module.samples)
     inputs = (*roots, *_taken(tape))
     value = None if loss is None else loss.detach()
     found: tuple[Tensor, ...] = _Ending.apply(
-        module, tape, (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
+        module, tape, places, (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
     )
     return found
 
@@ -91,22 +106,42 @@ class _Ending(torch.autograd.Function):
         ctx: Any,
         module: ParallelModule,
         tape: Tape,
+        places: tuple[int, ...],
         counts: Counts,
         anchor: Tensor,
         loss: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.module, ctx.tape, ctx.counts, ctx.num_inputs = module, tape, counts, len(inputs)
-        ctx.is_loss = loss is not None
+        ctx.is_loss, ctx.places = loss is not None, places
+        ctx.set_materialize_grads(False)
         # the caller may change an output in place: what backward has kept is another tensor
-        return tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        made = tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        ctx.made = [(one.shape, {"dtype": one.dtype, "device": one.device}) for one in made]
+        return made
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients to what was returned, zeros to tokens, nothing to parameters."""
         refuse_parts(ctx, ctx.module.refusal)
+        ctx.tape.outputs = frozenset(at for at, one in zip(ctx.places, gradients, strict=True) if one is not None)
         ctx.module.begin_backward(ctx.tape)
         num_roots, num_tied = ctx.counts
-        zero = torch.zeros((), device=gradients[0].device)
-        given = gradients * num_roots if ctx.is_loss else gradients
-        return *(None,) * 5, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
+        zero = torch.zeros((), device=ctx.module.device)
+        given = [
+            torch.zeros(shape, **how) if one is None else one
+            for one, (shape, how) in zip(gradients, ctx.made, strict=True)
+        ]
+        given = given * num_roots if ctx.is_loss else given
+        return *(None,) * 6, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tape: Tape, outputs: Collection[int]) -> Tensor:
+        ctx.tape, ctx.outputs = tape, outputs
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return (None if ctx.tape.outputs.isdisjoint(ctx.outputs) else gradient), None, None

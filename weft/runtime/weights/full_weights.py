@@ -6,7 +6,7 @@ see from outside whether weights were changed. A turn's first request starts the
 program uses, several in each, and the later ones come while the first are used. Where a shard is a contiguous piece of
 its full weight, the parameter lies in it, so that it takes no memory of its own.
 
-Promised: a backward whose forward used weights that were changed in place since is an error, as it is for autograd.
+Promised: a backward whose forward used weights that were changed since is an error (`as_seen.py`).
 """
 
 from __future__ import annotations

@@ -97,6 +97,9 @@ class Bucket:
 
     def begin(self) -> None:
         """A step begins."""
+        if self.pending is not None:
+            # the one before was left by an error, and all have begun this sum
+            self.pending.wait()
         self.missing = {one.name for one in self.members if one.reads}
         self.pending, self.flat, self.slots = None, None, {}
 

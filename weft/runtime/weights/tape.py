@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
+from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.gradient import Gradient, make_leaf
 from weft.runtime.weights.unsharded import Gathered, Use, edge_and_mark
 
@@ -110,8 +111,14 @@ class Tape:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     """By identity."""
     gathered: Gathered = field(default_factory=Gathered)
-    relied: dict[int, tuple[str, Tensor, int]] = field(default_factory=dict)
-    """Parts whose wholes are kept and may be overwritten: names and versions, by identity."""
+    relied: set[str] = field(default_factory=set)
+    """Parameters of which backward uses what this forward has made of them: they must stay as they are."""
+    reruns: bool = False
+    """Backward runs something again: so must all parameters."""
+    seen: AsSeen | None = None
+    """The parameters as they were at the end of such a forward."""
+    outputs: frozenset[int] = frozenset()
+    """Those that a gradient has come to, in the backward that goes on."""
     spent: bool = False
     """A backward has gone through it, and no other can."""
     results: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
@@ -125,13 +132,9 @@ class Tape:
         for use in self.used:
             use.passed = False
 
-    def rely_on(self, name: str, parts: Sequence[Tensor]) -> None:
-        """This forward uses kept wholes of these parts: they must stay as they are until its backward."""
-        self.relied.update((id(part), (name, part, part._version)) for part in parts)
-
     def changed(self) -> str | None:
-        """The name of a parameter that is relied on and was changed in place; None if there is none."""
-        return next((name for name, part, version in self.relied.values() if part._version != version), None)
+        """The name of a parameter that is relied on and was changed since; None if there is none."""
+        return None if self.seen is None else self.seen.changed()
 
     def leaf(self, tensor: Tensor, sink: Gradient, *, is_input: bool = False) -> Tensor:
         """A fresh leaf on the same memory."""

@@ -34,7 +34,7 @@ def changed_since(name: str) -> tuple[str, str]:
     """What is wrong, and what to do instead."""
     return (
         f"{name} was changed in place after the forward whose backward needs it",
-        "call backward() before optimizer.step()",
+        "call backward() before optimizer.step(), and before weights are changed otherwise; or call the module again",
     )
 
 

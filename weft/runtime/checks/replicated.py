@@ -1,0 +1,124 @@
+"""Replicated: what several ranks hold of a parameter stays the same on all of them, or training is refused.
+
+In: a rank's parameters and what each is of the original; a call of `wrong()` that all ranks of the job make at the same
+place. Out: nothing, or the parameter that differs and two ranks. Each rank updates what it holds by itself, with the
+same gradient: a rank that edits a weight, loads it alone, or has another learning rate drifts away from the others, and
+nothing else tells.
+
+Two numbers per parameter are compared, a sum and a norm: the same bits on ranks of one kind, and on others the same but
+for what an optimizer may round otherwise. That takes two passes over the weights, so it is done in a few steps only:
+densely at first, then in every 64th; in the first evaluation after a step; and, in a replica, where the model is saved.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.runtime.layout.transfer import Index
+from weft.runtime.links.transport import Group, Transport
+
+EVERY = 64
+"""Steps between two looks; before that, at the powers of two."""
+TOLERANCE = 1024
+"""Units of rounding, relative to the norm."""
+WIDEST = 1e-2
+"""The same where a unit is large."""
+
+
+class Replicated:
+    """What one rank holds.
+
+    Args:
+        held: name, what it is of the original, and the parameter.
+        names: of all parameters of the model, those of other ranks too.
+        transport: of all ranks of the job.
+    """
+
+    def __init__(
+        self, held: Sequence[tuple[str, Index, nn.Parameter]], names: Iterable[str], transport: Transport
+    ) -> None:
+        self._held = [((_number(name), _number(str(index))), one) for name, index, one in held]
+        self._names = {_number(name): name for name in names}
+        self._everyone, self._transport = tuple(range(transport.num_ranks)), transport
+        self._keys: list[list[tuple[int, int]]] | None = None
+        """Of each rank, what others hold too: found out in the first look."""
+
+    @staticmethod
+    def is_due(step: int) -> bool:
+        """True in the steps in which ranks compare.
+
+        >>> [step for step in range(200) if Replicated.is_due(step)]
+        [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
+        """
+        return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
+
+    def wrong(self) -> tuple[str, int, int] | None:
+        """A parameter, and two ranks that hold it alike and have other values. All ranks of the job call this together;
+        all get the same answer."""
+        if self._keys is None and len(self._everyone) > 1:
+            self._keys = self._shared()
+        return self.wrong_among(self._everyone)
+
+    @torch.no_grad()
+    def wrong_among(self, ranks: Group) -> tuple[str, int, int] | None:
+        """The same of some ranks, if all have compared before."""
+        if self._keys is None or not any(self._keys[rank] for rank in ranks) or len(ranks) == 1:
+            return None
+        mine = self._numbers(self._keys[self._transport.rank])
+        shapes = [(len(self._keys[rank]), 3) for rank in ranks]
+        found = self._transport.all_gather(mine, ranks, shapes=shapes)
+        first: dict[tuple[int, int], tuple[int, list[float]]] = {}
+        for rank, numbers in zip(ranks, found, strict=True):
+            for key, told in zip(self._keys[rank], numbers.tolist(), strict=True):
+                other, theirs = first.setdefault(key, (rank, told))
+                if not _same(theirs, told):
+                    return self._names[key[0]], other, rank
+        return None
+
+    def _shared(self) -> list[list[tuple[int, int]]]:
+        """Of each rank the parameters of which some other holds the same."""
+        mine = torch.tensor([key for key, _ in self._held], dtype=torch.int64, device=self._transport.device)
+        count = torch.tensor([len(self._held)], dtype=torch.int64, device=self._transport.device)
+        shapes = [(int(one), 2) for one in self._transport.all_gather(count, self._everyone)]
+        told = self._transport.all_gather(mine.reshape(len(self._held), 2), self._everyone, shapes=shapes)
+        keys = [[(int(name), int(index)) for name, index in one.tolist()] for one in told]
+        seen: dict[tuple[int, int], int] = {}
+        for each in keys:
+            for key in each:
+                seen[key] = seen.get(key, 0) + 1
+        return [[key for key in each if seen[key] > 1] for each in keys]
+
+    def _numbers(self, keys: Sequence[tuple[int, int]]) -> Tensor:
+        """Sum, norm and tolerance of the rank's parameters of these keys."""
+        held: Mapping[tuple[int, int], nn.Parameter] = dict(self._held)
+        values = [_as_float(held[key].detach()) for key in keys]
+        if not values:
+            return torch.zeros(0, 3, dtype=torch.float64, device=self._transport.device)
+        sums = [one.sum(dtype=torch.float64) for one in values]
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in values]
+        units = [min(TOLERANCE * torch.finfo(one.dtype).eps, WIDEST) for one in values]
+        found = torch.stack([*sums, *norms]).view(2, len(values)).to(self._transport.device)
+        return torch.cat([found, found.new_tensor(units)[None]]).t().contiguous()
+
+
+def _as_float(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values if values.is_floating_point() else values.double()
+
+
+def _same(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Sums and norms are the same, but for rounding; what is not finite is so on both."""
+    far = max(one[2], other[2]) * max(one[1], other[1])
+    pairs = list(zip(one[:2], other[:2], strict=True))
+    if not all(math.isfinite(number) for pair in pairs for number in pair):
+        return all(math.isfinite(mine) == math.isfinite(theirs) for mine, theirs in pairs)
+    return all(abs(mine - theirs) <= far for mine, theirs in pairs)
+
+
+def _number(text: str) -> int:
+    return zlib.crc32(text.encode())
