@@ -21,6 +21,7 @@ from weft.compile.programs import Wanted
 from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, handed_out
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.layout.execute import take
@@ -115,6 +116,7 @@ class Emulated(Stepping):
 
     @Signed
     @on_all_ranks
+    @plainly
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, as every rank has it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -160,6 +162,7 @@ class Emulated(Stepping):
                 raise refusal(str(error), FORM) from None
 
     @on_all_ranks
+    @plainly
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
         returned."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.program.batch import BatchMismatch
@@ -66,6 +67,7 @@ class Parallel(OneRank):
 
     @Signed
     @on_all_ranks
+    @plainly
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns of the replica's batch, on every rank of it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -211,6 +213,7 @@ class Parallel(OneRank):
     # A step.
 
     @on_all_ranks
+    @plainly
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
         is returned.
