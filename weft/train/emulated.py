@@ -9,6 +9,7 @@ module; when a rank fails, all end, and the error names it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -68,6 +69,7 @@ class Emulated(Stepping):
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.guard = guard_all(self._crew.modules, refusal)
+        self.guard.module = weakref.ref(self)
         tree = self.show_surface(surface, shows=False)
         for name, child in tree._modules.items():
             # the ranks hold what is saved and loaded under these names

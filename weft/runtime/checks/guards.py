@@ -141,6 +141,8 @@ class Guard:
     began: Began = lambda number, updates: None
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    module: weakref.ref[nn.Module] | None = None
+    """What it watches over."""
     _warned: bool = False
     _seen: tuple[Any, ...] = ()
     _update: int = -1

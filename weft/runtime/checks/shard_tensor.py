@@ -77,6 +77,9 @@ class ShardTensor(Tensor):
                 return func(*args, **(kwargs or {}))
             return _computed(func, args, kwargs or {})
 
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        return _shown(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         found = memo[id(self)] = _held_as(_plain(self).clone(), held_of(self))
         return found
@@ -93,6 +96,9 @@ class ShardParameter(nn.Parameter):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return ShardTensor.__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _shown(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         found = memo[id(self)] = nn.Parameter(_plain(self).detach().clone(), self.requires_grad)
@@ -143,6 +149,13 @@ def plainly(function: Function) -> Function:
 def like(tensor: Tensor, other: Tensor) -> Tensor:
     """An ordinary tensor, as a part of what another one is a part of."""
     return _held_as(tensor, held_of(other))
+
+
+def _shown(tensor: Tensor) -> str:
+    held = held_of(tensor)
+    return f"{type(tensor).__name__}(this rank's part of {held and held.shard.name}, {held and held.shard}):\n" + repr(
+        _plain(tensor).detach()
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

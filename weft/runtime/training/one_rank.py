@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -126,7 +127,7 @@ class OneRank(Stepping):
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
-        self.guard, self._remember = guard, remember
+        self.guard, self._remember, guard.module = guard, remember, weakref.ref(self)
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
 

@@ -52,6 +52,11 @@ NO_BATCH = (
     "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
     "give every replica as many batches: DistributedSampler, or drop_last=True",
 )
+WHOLE = (
+    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from what "
+    "weft.save wrote; later on: for name, p in parallel.named_parameters(): p.data.copy_(weft.shard_like(full[name], p)). "
+    "load_state_dict() takes what state_dict() of the same plan gave on this rank"
+)
 FORM = "give batches in the form of the example"
 
 
@@ -358,6 +363,14 @@ class Parallel(OneRank):
     ) -> None:
         """Asked by torch, of this module or of one that holds it. Copies are taken out: no submodule knows them."""
         missing_keys, _, error_msgs = told
+        for name, one in self.local_state_dict().items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape != one.shape:
+                raise self._refused(
+                    f"{name} is given with shape {list(given.shape)}, and rank {self._transport.rank} holds "
+                    f"{list(one.shape)} of it",
+                    WHOLE,
+                )
         for name, copy in self.masters.apart.items():
             given = state_dict.pop(prefix + name, None)
             if given is None:

@@ -27,6 +27,8 @@ from weft.runtime.links.wire import LARGE
 from weft.runtime.weights.buckets import FULL, aligned, bucket_size, in_buckets
 from weft.runtime.weights.unshard import Gather, start_gathers
 
+LIES = "_weft_lies"
+"""The attribute of parameters that lie in full weights: where."""
 Key = tuple[str, int]
 """A parameter, and the number of how it is brought to where it is used."""
 
@@ -136,6 +138,7 @@ class FullWeights:
             view = None if part is None else narrowed(full, part)
             if view is not None and view.is_contiguous() and view.shape == gather.stored.shape:
                 gather.stored.data = view.copy_(gather.stored)
+                vars(gather.stored)[LIES] = view.data_ptr()
             else:
                 transport.lay([gather.stored], group)
 
