@@ -85,14 +85,17 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda w: w.detach().numpy(),
     "list": lambda w: w.tolist(),
     "normal": lambda w: w.data.normal_(),
-    "init": lambda w: nn.init.uniform_(w),
-    "noise": lambda w: torch.randn_like(w),
+    "init": nn.init.uniform_,
+    "noise": torch.randn_like,
     "product": lambda w: w @ w.T,
     "cat": lambda w: torch.cat([w, w]),
     "norm of a sum": lambda w: w.square().sum().sqrt(),
     "product of sums": lambda w: w.sum() * w.sum(),
     "of lists": lambda w: torch._foreach_norm([w.grad]),
-    "unknown": lambda w: torch.special.i0(w),
+    "unknown": torch.special.i0,
+    "places": torch.where,
+    "axis": lambda w: w.sum(axis=0),
+    "biased": lambda w: w.detach().std(False),
 }
 
 
@@ -185,6 +188,36 @@ def test_full_tensors_are_those_of_one_device_and_come_back(plan: str) -> None:
     for name, one in parallel.named_parameters():
         torch.testing.assert_close(weft.full_tensor(one), expected[original(name)].detach(), rtol=0, atol=0)
         torch.testing.assert_close(weft.full_tensor(one.grad), expected[original(name)].grad, rtol=1e-12, atol=1e-14)
+
+
+def clip_by_weight(module: Any) -> None:
+    for one in (one for one in module.parameters() if one.grad is not None):
+        bound = 0.01 * weft.full_tensor(one).norm()
+        one.grad.mul_((bound / weft.full_tensor(one.grad).norm()).clamp(max=1.0))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loop_that_writes_what_it_has_read(plan: str) -> None:
+    """Where all ranks are here, it comes to the first rank's part before it reads for the next."""
+
+    def trained(module: Any) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            gradients(module)
+            clip_by_weight(module)
+            optimizer.step()
+        return module
+
+    parallel = trained(weft.parallelize(net(), batch(), plan, emulate=True, cache=None))
+    expected = trained(net()).state_dict()
+    torch.testing.assert_close(parallel.full_state_dict(), dict(expected), rtol=1e-12, atol=1e-14)
+
+    def body(module: Any) -> None:
+        found = trained(module).full_state_dict()
+        torch.testing.assert_close(found, dict(expected), rtol=1e-12, atol=1e-14)
+
+    on_ranks(net(), batch(), plan, body)
 
 
 def test_what_one_of_several_ranks_here_computed_is_not_full() -> None:
@@ -283,8 +316,10 @@ def test_copies_are_shards_and_files_have_ordinary_tensors() -> None:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_term_of_the_loss_may_be_a_sum_over_elements(plan: str, precision: str | None) -> None:
     """Its gradients are right; what else would be made of it is refused."""
-    parallel = opened(plan) if precision is None else weft.parallelize(
-        net().float(), (batch()[0].float(),), plan, emulate=True, cache=None, precision=precision
+    parallel = (
+        opened(plan)
+        if precision is None
+        else weft.parallelize(net().float(), (batch()[0].float(),), plan, emulate=True, cache=None, precision=precision)
     )
     parallel.zero_grad()
     term = sum(0.5 * one.square().sum() for one in parallel.parameters()) - 1
@@ -292,7 +327,7 @@ def test_a_term_of_the_loss_may_be_a_sum_over_elements(plan: str, precision: str
     for one in parallel.parameters():
         assert torch.equal(one.grad, one.detach() / 2)
     if shards(parallel):
-        for wrong in (lambda: term.item(), lambda: float(term), lambda: 1 / term, lambda: term.exp()):
+        for wrong in (term.item, lambda: float(term), lambda: 1 / term, term.exp):
             with pytest.raises(RunError, match="a sum over the elements"):
                 wrong()
 

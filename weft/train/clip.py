@@ -1,7 +1,8 @@
 """clip_grad_norm_(): torch's, for a parallel module.
 
 In: what `parallelize` gave, or some of its parameters, after backward. Out: the norm of all these gradients of the
-model, each element counted once; they are scaled in place if it is above the bound. All ranks call it at the same place:
+model, each element counted once; they are scaled in place if it is above the bound. All ranks call it at the same
+place:
 
     loss = parallel(*batch); loss.backward()
     weft.clip_grad_norm_(parallel, 1.0)

@@ -11,7 +11,7 @@ elements than the rank's take part. Listed is what passes; whatever is not liste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,35 +96,38 @@ def held_of(value: Any) -> Held | None:
 
 # Names of operators, without the `_` of those that work in place and the `_foreach_` of those of lists.
 
-ELEMENTWISE = frozenset(
-    "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow square sqrt rsqrt "
-    "reciprocal neg negative positive abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sin cos tan "
-    "asin acos atan atan2 arctan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv relu softplus "
-    "hardtanh silu gelu leaky_relu softsign tanhshrink hardshrink softshrink "
-    "floor ceil round trunc fix frac clamp clamp_min clamp_max clip maximum minimum fmax fmin hypot copysign "
-    "heaviside lerp addcmul addcdiv where masked_fill nan_to_num isnan isinf isfinite isposinf isneginf isclose "
-    "eq ne lt le gt ge equal_to logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
-    "bitwise_not xlogy threshold "
-    "copy clone detach cpu cuda float double half bfloat16 int long bool short char byte contiguous "
-    "pin_memory alias view_as requires_grad fill zero zeros constant ones zeros_like ones_like full_like empty_like "
-    "__radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rpow__ __pow__ __ipow__ __itruediv__ __idiv__ __iadd__ "
-    "__isub__ __imul__ __neg__ __pos__ __abs__ __and__ __or__ __xor__ __invert__ __iand__ __ior__ __rfloordiv__ "
-    "__floordiv__ __mod__ __truediv__ __div__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ data".split()
-)
+_ELEMENTWISE = """
+    add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow square sqrt rsqrt
+    reciprocal neg negative positive abs absolute sign sgn signbit exp exp2 expm1 log log2 log10 log1p sin cos tan asin
+    acos atan atan2 arctan2 sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc erfinv relu softplus hardtanh silu
+    gelu leaky_relu softsign tanhshrink hardshrink softshrink floor ceil round trunc fix frac clamp clamp_min clamp_max
+    clip maximum minimum fmax fmin hypot copysign heaviside lerp addcmul addcdiv where masked_fill nan_to_num isnan
+    isinf isfinite isposinf isneginf isclose eq ne lt le gt ge logical_and logical_or logical_xor logical_not
+    bitwise_and bitwise_or bitwise_xor bitwise_not xlogy threshold copy clone detach cpu cuda float double half bfloat16
+    int long bool short char byte contiguous pin_memory alias requires_grad fill zero zeros constant ones zeros_like
+    ones_like full_like empty_like data __radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rpow__ __pow__ __ipow__
+    __itruediv__ __idiv__ __iadd__ __isub__ __imul__ __neg__ __pos__ __abs__ __and__ __or__ __xor__ __invert__ __iand__
+    __ior__ __rfloordiv__ __floordiv__ __mod__ __truediv__ __div__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+_REDUCTIONS = """
+    sum nansum mean nanmean prod amax amin max min any all std var argmax argmin median nanmedian logsumexp
+    count_nonzero softmax log_softmax cumsum cumprod sort argsort
+"""
 REDUCTIONS = {
-    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "amax", "amin", "max", "min", "any", "all"), 1),
-    **dict.fromkeys(("std", "var", "argmax", "argmin", "median", "nanmedian", "logsumexp", "count_nonzero"), 1),
-    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "flip", "normalize"), 1),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "renorm"), 2),
+    **dict.fromkeys(_REDUCTIONS.split(), 1),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue"), 2),
 }
 """And the place of `dim` among their arguments."""
-METADATA = frozenset(
-    "size dim ndimension numel nelement stride is_contiguous storage_offset data_ptr element_size untyped_storage "
-    "storage get_device is_floating_point is_complex is_signed is_pinned is_shared is_same_size register_hook "
-    "register_post_accumulate_grad_hook retain_grad backward __repr__ __str__ __hash__ __len__ __dir__ as_subclass "
-    "new_zeros new_ones new_full new_empty new_tensor can_cast result_type "
-    "equal allclose has_names is_neg is_conj is_inference".split()
-)
+LAST = frozenset(("topk", "sort", "argsort", "kthvalue"))
+"""Those that go along the last dim if none is given."""
+_METADATA = """
+    size dim ndimension numel nelement stride is_contiguous storage_offset data_ptr element_size untyped_storage storage
+    get_device is_floating_point is_complex is_signed is_pinned is_shared is_same_size register_hook
+    register_post_accumulate_grad_hook retain_grad backward __len__ __dir__ as_subclass new_zeros new_ones new_full
+    new_empty new_tensor can_cast result_type equal allclose has_names is_neg is_conj is_inference
+"""
+METADATA = frozenset(_METADATA.split())
 """What looks, and gives no number to go on with. `as_subclass(torch.Tensor)` is the part as an ordinary tensor."""
 NO_PROPERTY = frozenset(("T", "H", "mT", "mH", "real", "imag", "_base"))
 LINEAR = frozenset(("add", "sub", "subtract", "neg", "negative", "__radd__", "__rsub__", "__neg__", "__pos__"))
@@ -164,16 +167,21 @@ def joined(operands: Iterable[Tensor]) -> Held | None:
     return Held(base.shard, tuple(dims))
 
 
-def reduced(held: Held, dim: Any, keeps: bool) -> Held | None:
-    """How the result of a reduction is held; None if it goes along a cut dim."""
-    if dim is None:
+def reduced_dims(name: str, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int] | None:
+    """The dims along which a reduction goes; None if one is cut, or nobody knows."""
+    place, num_dims = REDUCTIONS[name], len(held.dims)
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name in LAST else None)
+    if isinstance(dim, bool) or not isinstance(dim, int | tuple | list) or "axis" in kwargs:
         return None
-    num_dims = len(held.dims)
-    along = {one % num_dims for one in ((dim,) if isinstance(dim, int) else tuple(dim))}
-    if not along or any(held.dims[one] is not None for one in along):
-        return None
-    dims = held.dims if keeps else tuple(one for at, one in enumerate(held.dims) if at not in along)
-    return replace(held, dims=dims)
+    along = {one % num_dims for one in ((dim,) if isinstance(dim, int) else dim)}
+    return along if along and all(held.dims[one] is None for one in along) else None
+
+
+def reduced(held: Held, along: Collection[int], num_dims: int) -> Held:
+    """How the result of a reduction is held that has so many dims: all of them, or those that are left."""
+    if num_dims == len(held.dims):
+        return held
+    return replace(held, dims=tuple(one for at, one in enumerate(held.dims) if at not in along))
 
 
 def unsqueezed(held: Held, dim: int) -> Held:

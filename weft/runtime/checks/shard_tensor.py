@@ -37,6 +37,7 @@ from weft.runtime.checks.shard_rules import (
     joined,
     plain_name,
     reduced,
+    reduced_dims,
     tensors_of,
     unsqueezed,
     whole_of,
@@ -54,14 +55,15 @@ RANDOM = (
     "initialise the model before parallelize(); or draw all of it, alike on all ranks, and take the part: "
     "parameter.copy_(weft.shard_like(full, parameter))"
 )
-FILLS = frozenset(
-    "normal uniform random bernoulli exponential cauchy geometric log_normal trunc_normal rand_like randn_like "
-    "randint_like xavier_normal xavier_uniform kaiming_normal kaiming_uniform orthogonal sparse dropout".split()
-)
+_FILLS = """
+    normal uniform random bernoulli exponential cauchy geometric log_normal trunc_normal rand_like randn_like
+    randint_like xavier_normal xavier_uniform kaiming_normal kaiming_uniform orthogonal sparse dropout
+"""
+FILLS = frozenset(_FILLS.split())
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """Of torch's GradScaler, which is refused where that matters."""
-GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
 
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -129,10 +131,9 @@ def make_plain(parameters: Iterable[nn.Parameter]) -> None:
     """Let parameters and their gradients be ordinary ones."""
     for one in parameters:
         if type(one) is ShardParameter:
-            one.__class__ = nn.Parameter
-        gradient = one.grad
-        if type(gradient) is ShardTensor:
-            gradient.__class__ = Tensor
+            cast(Any, one).__class__ = nn.Parameter
+        if type(one.grad) is ShardTensor:
+            cast(Any, one.grad).__class__ = Tensor
 
 
 def plainly(function: Function) -> Function:
@@ -163,11 +164,11 @@ def _plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def _held_as(tensor: Any, held: Held | None) -> Any:
+def _held_as(tensor: T, held: Held | None) -> T:
     """The very tensor, as a part; what is no tensor as it is."""
     if held is not None and (type(tensor) is Tensor or type(tensor) is ShardTensor):
-        tensor.__class__ = ShardTensor
         vars(tensor)[HELD] = held
+        cast(Any, tensor).__class__ = ShardTensor
     elif isinstance(tensor, tuple | list):
         for one in tensor:
             _held_as(one, held)
@@ -201,50 +202,56 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if name.startswith("_foreach_"):
         return _listed(func, name, args, kwargs)
     operands = (*args, *kwargs.values())
-    tensors = list(tensors_of(operands))
-    held = next((found for one in tensors if (found := held_of(one)) is not None), None)
-    if held is None:
-        raise _refused(func, operands)
     plain = plain_name(name)
     if plain in CONVERSIONS:
         return _held_as(func(*args, **kwargs), held_of(args[0]))
-    found = _held(plain, args, kwargs, tensors)
-    if found is None and plain in LIKE and held.is_addend:
-        return func(*args, **kwargs)
+    if any(held.is_addend for one in operands if (held := held_of(one)) is not None):
+        return _of_addends(func, args, kwargs)
+    first = held_of(args[0]) if args else None
+    if plain in REDUCTIONS and first is not None and len(list(tensors_of(operands))) == 1:
+        return _reduced(func, first, args, kwargs)
+    found = _held(plain, operands)
     if found is None:
         raise _refused(func, operands)
     return _held_as(func(*args, **kwargs), found)
 
 
-def _held(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Held | None:
+def _held(name: str, operands: tuple[Any, ...]) -> Held | None:
     """How the result is held; None if it is not right on a rank."""
-    first = held_of(args[0]) if args else None
-    operands = (*args, *kwargs.values())
-    if any(held.is_addend for one in tensors if (held := held_of(one)) is not None):
-        return added_up(name, operands)
-    is_pair = name in ("max", "min") and len(tensors) == 2
-    if name in ELEMENTWISE or is_pair:
+    tensors, first = list(tensors_of(operands)), held_of(operands[0]) if operands else None
+    if all(held_of(one) is None for one in tensors):
+        return None  # they are in lists, which nobody looks into
+    if name == "where" and len(operands) < 3:
+        return None  # gives places
+    if name in ELEMENTWISE or (name in ("max", "min") and len(tensors) == 2):
         return joined(tensors)
-    if first is None or len(tensors) != 1:
-        return None
-    if name == "unsqueeze":
-        return unsqueezed(first, kwargs["dim"] if "dim" in kwargs else args[1])
-    if name not in REDUCTIONS:
-        return None
-    place = REDUCTIONS[name]
-    dim = kwargs.get("dim", args[place] if len(args) > place else None)
-    if dim is None and name == "sum" and args[0].requires_grad and torch.is_grad_enabled():
-        return Held(first.shard, (), is_addend=True)
-    if dim is None and name in ("topk", "sort", "argsort", "kthvalue"):
-        dim = -1
-    if isinstance(dim, bool) or not isinstance(dim, int | tuple | list):
-        return None
-    keeps = name in ("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "normalize")
-    return reduced(first, dim, keeps or _keeps(kwargs, args[place + 1 :]))
+    if name == "unsqueeze" and first is not None and isinstance(operands[1], int):
+        return unsqueezed(first, operands[1])
+    return None
 
 
-def _keeps(kwargs: Mapping[str, Any], rest: tuple[Any, ...]) -> bool:
-    return bool(kwargs.get("keepdim", next((one for one in rest if isinstance(one, bool)), False)))
+def _reduced(func: Any, held: Held, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a reduction gives."""
+    name = plain_name(func.__name__)
+    along = reduced_dims(name, held, args, kwargs)
+    # only its gradients are right
+    is_term = name == "sum" and len(args) == 1 and not kwargs and args[0].requires_grad and torch.is_grad_enabled()
+    if along is None and not is_term:
+        raise _refused(func, args)
+    found = func(*args, **kwargs)
+    if along is None:
+        return _held_as(found, Held(held.shard, (), is_addend=True))
+    one = found if isinstance(found, Tensor) else found[0]
+    return _held_as(found, reduced(held, along, one.dim()))
+
+
+def _of_addends(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives for sums that are one rank's."""
+    name, operands = plain_name(func.__name__), (*args, *kwargs.values())
+    found = added_up(name, operands)
+    if found is None and name not in LIKE:
+        raise _refused(func, operands)
+    return _held_as(func(*args, **kwargs), found)
 
 
 def _listed(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

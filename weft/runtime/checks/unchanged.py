@@ -2,10 +2,10 @@
 
 In: the trees of containers that a module shows, as they are when it is made. Out: nothing, or what is wrong and what to
 do instead: a parameter that was replaced, one of another dtype, one that was frozen when the program was made and is to
-be trained now, one with other memory than the program has laid it in, a hook that nobody would call. A parameter that is gathered is laid where others read it in the first
-steps: what looks at its memory from before is warned of. `applied()` is what `to()`, `half()` and the like do: another
-dtype or device is refused, and other values are taken into the memory that is there, which other tensors of the program
-look into.
+be trained now, one with other memory than the program has laid it in, a hook that nobody would call. A parameter that
+is gathered is laid where others read it in the first steps: what looks at its memory from before is warned of.
+`applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and other values are taken
+into the memory that is there, which other tensors of the program look into.
 """
 
 from __future__ import annotations

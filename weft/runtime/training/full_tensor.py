@@ -8,14 +8,15 @@ back: what belongs to a parameter on this rank of a full tensor.
     parameter.grad.mul_(torch.clamp(1.0 / full.norm(), max=1.0))
     parameter.copy_(weft.shard_like(values, parameter))
 
-Promised: each element is taken from one rank, and is the same on all. A tensor that is no part is full as it is, so that
-a loop is the same under every plan.
+Promised: each element is taken from one rank, and is the same on all. A tensor that is no part is full as it is, so
+that a loop is the same under every plan.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -88,12 +89,12 @@ def _index(held: Held, rank: Index, part: Tensor) -> Index:
     return tuple(((0, length),) if dim is None else rank[dim] for dim, length in own)
 
 
-def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, ranks: Sequence[OneRank] = ()) -> None:
+def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, here: Here | None = None) -> None:
     """Let users see as shards what the rank holds in part.
 
     Args:
         owners: what each rank of the replica holds.
-        ranks: all of them, if they are here and one caller has them all.
+        here: brings together what ranks hold, if all are here and one caller has them all.
     """
     originals, copies = shapes_of(module.program), module.masters.apart
     for name, parameter in module.named_parameters():
@@ -102,8 +103,7 @@ def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, ranks: Seq
         mine = module.stored[name] if copy is None else copy.index
         # another layout of what stands under its own name, which is to be asked
         everybody = tuple(one.get(original.names[0]) for one in owners.ranks) if copy is None else (mine,)
-        gather = partial(_from_here, tuple(map(weakref.ref, ranks))) if ranks else partial(_sent, weakref.ref(module))
-        shard = Shard(name, original.shape, mine, everybody, refuse, gather)
+        shard = Shard(name, original.shape, mine, everybody, refuse, here or partial(_sent, weakref.ref(module)))
         if any(dim is not None for dim in whole_of(shard).dims):
             show_as_shard(parameter, shard)
 
@@ -123,17 +123,65 @@ def _sent(module: weakref.ref[OneRank], part: Tensor, held: Held) -> Tensor:
     return _put_together(held, part, {i: part if r == transport.rank else came[r][0] for i, r in holders.items()})
 
 
-def _from_here(ranks: Sequence[weakref.ref[OneRank]], part: Tensor, held: Held) -> Tensor:
-    """All ranks are here: what each of them holds is looked up."""
-    named = [dict(_alive(one, held).named_parameters()) for one in ranks]
-    shown = [one.get(held.shard.name) for one in named]
-    own = [one for one in shown if one is not None and held_of(one) is not None]
-    for kind in ((one.detach() for one in own), (one.grad for one in own)):
-        found = {held_of(mine): one for mine, one in zip(own, kind, strict=True)}
-        if any(one is not None and together(one, part) and one.shape == part.shape for one in found.values()):
-            parts = {h.shard.mine: one for h, one in found.items() if h is not None and one is not None}
-            return _put_together(held, part, {i: one for i, one in parts.items() if all(size(i))})
-    raise held.shard.refuse(*(text.format(held.shard.name) for text in HERE))
+@dataclass
+class _Told:
+    """What a call on one rank gave, for the others, which come to the same call later."""
+
+    step: int
+    full: Tensor
+    ranks: set[int]
+
+
+class Here:
+    """Full tensors where all ranks are here, and one caller goes from one to the next.
+
+    A rank's call gives what the first rank's gave, as a collective does: the caller may have written to the first
+    rank's part since. A rank whose own part is another by now has come to a later call.
+    """
+
+    def __init__(self, ranks: Sequence[OneRank]) -> None:
+        self._ranks = tuple(map(weakref.ref, ranks))
+        self._told: dict[tuple[str, int], _Told] = {}
+
+    def __call__(self, part: Tensor, held: Held) -> Tensor:
+        modules = [_alive(one, held) for one in self._ranks]
+        shown = {rank: one.get_parameter(held.shard.name) for rank, one in self._knowing(modules, held.shard.name)}
+        kinds: list[dict[int, Tensor | None]] = [
+            {rank: one.detach() for rank, one in shown.items()},
+            {rank: one.grad for rank, one in shown.items()},
+        ]
+        for kind, parts in enumerate(kinds):
+            for rank, mine in parts.items():
+                if mine is not None and _same(mine, part):
+                    return self._full(held, (held.shard.name, kind), parts, rank, modules[rank].step)
+        raise held.shard.refuse(*(text.format(held.shard.name) for text in HERE))
+
+    def _knowing(self, modules: Sequence[OneRank], name: str) -> Iterator[tuple[int, OneRank]]:
+        return ((rank, one) for rank, one in enumerate(modules) if name in one.stored)
+
+    def _full(
+        self, held: Held, key: tuple[str, int], parts: Mapping[int, Tensor | None], rank: int, step: int
+    ) -> Tensor:
+        told, mine = self._told.get(key), parts[rank]
+        assert mine is not None
+        is_new = told is None or told.step != step or rank in told.ranks
+        if told is None or is_new or not torch.equal(take(told.full, _index(held, held.shard.mine, mine)), mine):
+            ranks = held.shard.ranks
+            pieces = {
+                index: one
+                for r, one in parts.items()
+                if (index := ranks[r]) is not None and one is not None and all(size(index))
+            }
+            told = self._told[key] = _Told(step, _put_together(held, mine, pieces), set())
+        told.ranks.add(rank)
+        if len(told.ranks) == len(parts):
+            del self._told[key]
+        return told.full.clone()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True if two are the same elements; those without any lie in one memory too."""
+    return together(one, other) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _put_together(held: Held, part: Tensor, pieces: Mapping[Index, Tensor]) -> Tensor:

@@ -53,9 +53,9 @@ NO_BATCH = (
     "give every replica as many batches: DistributedSampler, or drop_last=True",
 )
 WHOLE = (
-    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from what "
-    "weft.save wrote; later on: for name, p in parallel.named_parameters(): p.data.copy_(weft.shard_like(full[name], p)). "
-    "load_state_dict() takes what state_dict() of the same plan gave on this rank"
+    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from "
+    "what weft.save wrote; p.data.copy_(weft.shard_like(full[name], p)) for each of parallel.named_parameters() sets "
+    "them later on. load_state_dict() takes what state_dict() of the same plan gave on this rank"
 )
 FORM = "give batches in the form of the example"
 
