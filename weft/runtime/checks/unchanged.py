@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.runtime.program.batch import dtype_name
-from weft.runtime.weights.full_weights import LIES
+from weft.runtime.weights.full_weights import LIES, place_of
 
 Wrong = tuple[str, str]
 """What is wrong, and what to do instead."""
@@ -78,7 +78,8 @@ class _Shown:
 
     def is_swapped(self) -> bool:
         """True if it does not lie where a program has laid it for good."""
-        return vars(self.parameter).get(LIES) not in (None, self.parameter.data_ptr())
+        place = vars(self.parameter).get(LIES)
+        return place is not None and place != place_of(self.parameter)
 
     def left_something(self) -> bool:
         """True if it has got other memory, and somebody still looks at what it had."""
