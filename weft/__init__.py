@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from weft.runtime.operators.algorithms import Exchange as Exchange
     from weft.runtime.operators.algorithms import register_algorithm as register_algorithm
     from weft.runtime.operators.custom import register_op as register_op
+    from weft.runtime.training.full_tensor import full_tensor as full_tensor
+    from weft.runtime.training.full_tensor import shard_like as shard_like
     from weft.runtime.training.reduction import per_token as per_token
     from weft.runtime.training.scaling import GradScaler as GradScaler
     from weft.train import clip_grad_norm_ as clip_grad_norm_
@@ -60,6 +62,7 @@ _EXPORTS = {
     **dict.fromkeys(("parallelize", "clip_grad_norm_", "save", "load"), "weft.train"),
     "WeftError": "weft.errors",
     "GradScaler": "weft.runtime.training.scaling",
+    **dict.fromkeys(("full_tensor", "shard_like"), "weft.runtime.training.full_tensor"),
     "dynamic": "weft.capture.example",
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.operators.algorithms"),
     "register_op": "weft.runtime.operators.custom",
@@ -72,6 +75,8 @@ __all__ = [
     "__version__",
     "parallelize",
     "clip_grad_norm_",
+    "full_tensor",
+    "shard_like",
     "save",
     "load",
     "GradScaler",

@@ -76,7 +76,7 @@ def test_lbfgs_is_refused_in_a_step() -> None:
 
 def test_clipping_wants_a_module() -> None:
     with pytest.raises(WeftError, match="not a module"):
-        weft.clip_grad_norm_(list(parallel("dp=2").parameters()), 1.0)  # type: ignore[arg-type]
+        weft.clip_grad_norm_(parallel("dp=2").train_step, 1.0)  # type: ignore[arg-type]
 
 
 def test_a_function_for_values_of_a_function_is_refused() -> None:

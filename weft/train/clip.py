@@ -1,7 +1,8 @@
 """clip_grad_norm_(): torch's, for a parallel module.
 
-In: what `parallelize` gave, after backward. Out: the norm of all gradients of the model, each counted once; they are
-scaled in place if it is above the bound. All ranks call it at the same place:
+In: what `parallelize` gave, or some of its parameters, after backward. Out: the norm of all these gradients of the
+model, each element counted once; they are scaled in place if it is above the bound. All ranks call it at the same
+place:
 
     loss = parallel(*batch); loss.backward()
     weft.clip_grad_norm_(parallel, 1.0)
@@ -10,27 +11,66 @@ scaled in place if it is above the bound. All ranks call it at the same place:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 from torch import Tensor, nn
 
 from weft.errors import RunError
+from weft.runtime.checks.guards import Guard, guard_of
 from weft.runtime.training.clip import clip_rank
 from weft.runtime.training.parallel import Parallel
 from weft.train.emulated import Emulated
 
+MIXED = (
+    "clip_grad_norm_ was given parameters of one parallel module and others",
+    "clip the parameters of each module by themselves",
+)
+EMPTY = (
+    "clip_grad_norm_ was given no parameters",
+    "give parameters that every rank has; or clip all of them: weft.clip_grad_norm_(parallel, max_norm)",
+)
 
-def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients so that the norm over all of them is at most `max_norm`; the norm before."""
-    if not isinstance(module, nn.Module):
+
+def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients so that the norm over all of them is at most `max_norm`; the norm before.
+
+    Args:
+        module: what `parallelize` gave: the norm is that of all of its gradients; or a list of its parameters.
+    """
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise RunError(f"a norm of {max_norm} leaves nothing of a gradient", remedy="a bound above 0")
+    if isinstance(module, nn.Module):
+        return _clipped(module, max_norm, None)
+    if not isinstance(module, Iterable):
         raise RunError(
             f"clip_grad_norm_ was given a {type(module).__name__}, not a module",
             remedy="weft.clip_grad_norm_(parallel, max_norm): the norm is that of all of its gradients",
         )
-    if not isinstance(max_norm, int | float) or not max_norm > 0:
-        raise RunError(f"a norm of {max_norm} leaves nothing of a gradient", remedy="a bound above 0")
+    chosen = [module] if isinstance(module, Tensor) else list(module)
+    guards = {id(guard): guard for one in chosen if (guard := guard_of(one)) is not None}
+    if not chosen:
+        raise RunError(EMPTY[0], remedy=EMPTY[1])
+    if not guards:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
+    (guard, *others) = guards.values()
+    if others or any(guard_of(one) is None for one in chosen):
+        raise guard.refuse(*MIXED)
+    whole = None if guard.module is None else guard.module()
+    assert whole is not None, "parameters of a parallel module that is gone"
+    return _clipped(whole, max_norm, _names(guard, chosen))
+
+
+def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
+    """What parameters are called, on every rank."""
+    given = set(map(id, chosen))
+    return {name.partition("@")[0] for rank in guard.ranks for name, one in rank.trained if id(one) in given}
+
+
+def _clipped(module: nn.Module, max_norm: float, names: Collection[str] | None) -> Tensor:
     if isinstance(module, Emulated):
-        norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm))
+        norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm, names))
         return norms[0]
     if isinstance(module, Parallel):
-        return clip_rank(module, max_norm)
+        return clip_rank(module, max_norm, names)
     return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

@@ -9,6 +9,7 @@ module; when a rank fails, all end, and the error names it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -21,6 +22,7 @@ from weft.compile.programs import Wanted
 from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_all
 from weft.runtime.checks.guards import CLIP, handed_out
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
 from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.layout.execute import take
@@ -67,6 +69,7 @@ class Emulated(Stepping):
         self._saved = {name for one in originals for name, found in one.items() if found.persistent}
         self._anchor = torch.zeros((), requires_grad=True)
         self.guard = guard_all(self._crew.modules, refusal)
+        self.guard.module = weakref.ref(self)
         tree = self.show_surface(surface, shows=False)
         for name, child in tree._modules.items():
             # the ranks hold what is saved and loaded under these names
@@ -115,6 +118,7 @@ class Emulated(Stepping):
 
     @Signed
     @on_all_ranks
+    @plainly
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns, as every rank has it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -160,6 +164,7 @@ class Emulated(Stepping):
                 raise refusal(str(error), FORM) from None
 
     @on_all_ranks
+    @plainly
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
         returned."""

@@ -1,7 +1,8 @@
 """Guarded modules: what the ranks of a parallel module hold, told to the Guard of its parameters.
 
 In: a rank's module, or all ranks of an emulated one. Out: the module, watched: its parameters carry marks, and at the
-end of every backward its gradients are remembered. All ranks of a replica call `guard_rank` at the same place.
+end of every backward its gradients are remembered; what the rank holds in part is shown as shards. All ranks of a
+replica call `guard_rank` at the same place.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from weft.errors import Refuse
 from weft.runtime.checks.guards import ALONE, Guard, RankParameters
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
+from weft.runtime.training.full_tensor import Here, show_shards
 from weft.runtime.training.one_rank import OneRank
-from weft.runtime.training.shard_owners import tell_numbers
+from weft.runtime.training.shard_owners import ShardOwners, exchange, tell_numbers
 
 
 def held_by(module: OneRank) -> RankParameters:
@@ -42,6 +44,8 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
         return [number for one in tell_numbers(transport, mine, everyone) for number in one]
 
     known = tell([float(held.complete), float(held.holds)])
+    if not all(known[::2]):
+        show_shards(module, exchange(module.masters), refuse)
     holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)
     job = transport.job
 
@@ -70,7 +74,9 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     guard = Guard(
         held, len(held), all(one.complete for one in held), refuse, _told_here, lambda update, mine: mine, holders
     )
+    owners, here = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks)
     for number, module in enumerate(ranks):
+        show_shards(module, owners, refuse, here)
         module.watched_by(guard, partial(guard.remember, number))
     return guard
 

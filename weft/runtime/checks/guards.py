@@ -23,11 +23,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from weft.errors import Refuse
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
 from weft.runtime.checks.scales import Scales, agreed
+from weft.runtime.checks.shard_rules import held_of
+from weft.runtime.checks.shard_tensor import make_plain, show_again
 from weft.runtime.checks.whole_state import PartOf, cut_state
 from weft.runtime.links.progress import Began
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
@@ -135,6 +141,8 @@ class Guard:
     began: Began = lambda number, updates: None
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    module: weakref.ref[nn.Module] | None = None
+    """What it watches over."""
     _warned: bool = False
     _seen: tuple[Any, ...] = ()
     _update: int = -1
@@ -223,6 +231,9 @@ class Guard:
         """A forward in training begins."""
         # several optimizers may update what a rank holds, and one what another does
         self._updated += self._is_updated
+        if self._is_updated:
+            # a step that raised has left them ordinary ones
+            show_again(one for rank in self.ranks for _, one in rank.trained)
         self._is_updated = False
         self.began(self._forwards, self._updated)
         self._forwards += 1
@@ -329,10 +340,15 @@ def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exceptio
 
 @dataclass(frozen=True)
 class _Watched:
-    """What was found out about an optimizer: the guards of its parameters, and how many it had then."""
+    """What was found out about an optimizer: the guards of its parameters, and how many it had then.
+
+    Args:
+        shards: its parameters that are held in part: ordinary ones while it steps.
+    """
 
     guards: tuple[weakref.ref[Guard], ...]
     counts: tuple[int, ...]
+    shards: tuple[nn.Parameter, ...]
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -348,13 +364,22 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
             return
         for guard in guards:
             guard.check(optimizer)
-        watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts)
+        shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
+        watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts, shards)
         if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
             optimizer.register_load_state_dict_post_hook(_look_again)
     for reference in watched.guards:
         found = reference()
         if found is not None:
             found.before(args, kwargs)
+    make_plain(watched.shards)
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook after it."""
+    watched = vars(optimizer).get(MARK)
+    if isinstance(watched, _Watched):
+        show_again(watched.shards)
 
 
 def _look_again(optimizer: torch.optim.Optimizer) -> None:
@@ -365,6 +390,7 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 def _register() -> None:
     if before_step not in _global_optimizer_pre_hooks.values():
         register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)
 
 
 def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

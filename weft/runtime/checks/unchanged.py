@@ -2,10 +2,10 @@
 
 In: the trees of containers that a module shows, as they are when it is made. Out: nothing, or what is wrong and what to
 do instead: a parameter that was replaced, one of another dtype, one that was frozen when the program was made and is to
-be trained now, a hook that nobody would call. A parameter that is gathered is laid where others read it in the first
-steps: what looks at its memory from before is warned of. `applied()` is what `to()`, `half()` and the like do: another
-dtype or device is refused, and other values are taken into the memory that is there, which other tensors of the program
-look into.
+be trained now, one with other memory than the program has laid it in, a hook that nobody would call. A parameter that
+is gathered is laid where others read it in the first steps: what looks at its memory from before is warned of.
+`applied()` is what `to()`, `half()` and the like do: another dtype or device is refused, and other values are taken
+into the memory that is there, which other tensors of the program look into.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.runtime.program.batch import dtype_name
+from weft.runtime.weights.full_weights import LIES, place_of
 
 Wrong = tuple[str, str]
 """What is wrong, and what to do instead."""
@@ -62,11 +63,23 @@ class _Shown:
             )
         if self.parameter.dtype != self.dtype:
             return converted(self.name, self.dtype, self.parameter.dtype)
+        if self.is_swapped():
+            return (
+                f"{self.name} was given other memory (parameter.data = tensor), and its full weight is kept with this "
+                "rank's shard in it: the program would not follow, and would write into what was there before",
+                "keep values, not memory: backup = parameter.detach().clone(); with torch.no_grad(): "
+                "parameter.copy_(values), and parameter.copy_(backup) afterwards",
+            )
         return (
             f"{self.name} was frozen when its program was made, which does not bring its gradient together",
             "give parallelize() the model with all that will ever be trained, and freeze the rest afterwards with "
             "requires_grad_(False)",
         )
+
+    def is_swapped(self) -> bool:
+        """True if it does not lie where a program has laid it for good."""
+        place = vars(self.parameter).get(LIES)
+        return place is not None and place != place_of(self.parameter)
 
     def left_something(self) -> bool:
         """True if it has got other memory, and somebody still looks at what it had."""
@@ -112,7 +125,7 @@ class Unchanged:
         for one in self._shown:
             held = one.parameter
             thawed = training and not one.trained and held.requires_grad
-            if one.holder.get(one.key) is not held or held.dtype != one.dtype or thawed:
+            if one.holder.get(one.key) is not held or held.dtype != one.dtype or thawed or one.is_swapped():
                 return one.wrong()
         if any(self._hooks):
             hooked = next(path for path, module in self._inside if any(hooks_of(module)))

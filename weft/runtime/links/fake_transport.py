@@ -102,7 +102,8 @@ class FakeTransport(Transport):
         if tensor.numel() <= FEW:
             return [tensor for _ in group]
         self._note(group, tensor.nbytes)
-        return [_like(tensor) for _ in group]
+        # bytes are text that is read
+        return [tensor.clone() if tensor.dtype == torch.uint8 else _like(tensor) for _ in group]
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"

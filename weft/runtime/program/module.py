@@ -166,12 +166,15 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             self._begin_turn()
         self._num_forwards += torch.is_grad_enabled()
         self.prefetch.begin(self._gathers(keeps=False))
+        # without a graph nothing comes to leaves: parameters are read themselves, wherever they lie by now
+        reading: AbstractContextManager[Any] = nullcontext()
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
+            reading = self.reading()
         if self.inputs_from:
             args = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(args))
         try:
-            with self.reading(), self.grad_sync.watching():
+            with reading, self.grad_sync.watching():
                 return super().__call__(*args, **kwargs)
         finally:
             tape.gathered.close()

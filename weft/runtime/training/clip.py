@@ -7,6 +7,8 @@ scale by the same number.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -27,33 +29,35 @@ class Clip:
         self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
 
     @torch.no_grad()
-    def __call__(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; the norm before."""
-        norm = self.norm()
+    def __call__(self, max_norm: float, names: Collection[str] | None = None) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; the norm before. `names`: of some only."""
+        chosen = {
+            id(one) for name, one in self._module.named_parameters() if names is None or name.partition("@")[0] in names
+        }
+        norm = self._norm(chosen)
         scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
         for parameter in self._module.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) in chosen:
                 parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
         self._module.gradients_are_right()
         return norm
 
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        """Of all gradients of the model, the same on every rank."""
+    def _norm(self, chosen: Collection[int]) -> Tensor:
+        """Of all these gradients of the model, the same on every rank."""
         transport = self._module.program.transport
         total = torch.zeros((), dtype=torch.float64, device=transport.device)
         for name, parameter in self._module.masters.trained():
             mine = self._mine[name]
-            if parameter.grad is not None and mine is not False:
+            if parameter.grad is not None and mine is not False and id(parameter) in chosen:
                 squares = parameter.grad.detach().abs().double().square()
                 total += squares.sum() if mine is True else squares[mine.to(squares.device)].sum()
         # added in rank order: equal bit for bit on all ranks
         return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
 
 
-def clip_rank(module: Parallel, max_norm: float) -> Tensor:
-    """Clip once; whoever clips in every step keeps a `Clip`."""
+def clip_rank(module: Parallel, max_norm: float, names: Collection[str] | None = None) -> Tensor:
+    """Clip once; whoever clips in every step keeps a `Clip`. `names`: gradients of these parameters only."""
     held = vars(module).get("_clip")
     clip = held if isinstance(held, Clip) else Clip(module)
     module.__dict__["_clip"] = clip
-    return clip(max_norm)
+    return clip(max_norm, names)

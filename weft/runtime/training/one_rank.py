@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -132,7 +133,7 @@ class OneRank(Stepping):
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
-        self.guard, self._remember = guard, remember
+        self.guard, self._remember, guard.module = guard, remember, weakref.ref(self)
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
         held = [(name, self.stored[name], one) for name, one in self.named_parameters() if name in self.stored]

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.checks.wrapping import on_all_ranks
 from weft.runtime.program.batch import BatchMismatch
@@ -56,6 +57,11 @@ NO_BATCH = (
     "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
     "give every replica as many batches: DistributedSampler, or drop_last=True",
 )
+WHOLE = (
+    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from "
+    "what weft.save wrote; p.data.copy_(weft.shard_like(full[name], p)) for each of parallel.named_parameters() sets "
+    "them later on. load_state_dict() takes what state_dict() of the same plan gave on this rank"
+)
 FORM = "give batches in the form of the example"
 
 
@@ -71,6 +77,7 @@ class Parallel(OneRank):
 
     @Signed
     @on_all_ranks
+    @plainly
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns of the replica's batch, on every rank of it."""
         args, kwargs = self.arranged(args, kwargs)
@@ -221,6 +228,7 @@ class Parallel(OneRank):
     # A step.
 
     @on_all_ranks
+    @plainly
     def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
         """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
         is returned.
@@ -375,6 +383,14 @@ class Parallel(OneRank):
     ) -> None:
         """Asked by torch, of this module or of one that holds it. Copies are taken out: no submodule knows them."""
         missing_keys, _, error_msgs = told
+        for name, one in self.local_state_dict().items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape != one.shape:
+                raise self._refused(
+                    f"{name} is given with shape {list(given.shape)}, and rank {self._transport.rank} holds "
+                    f"{list(one.shape)} of it",
+                    WHOLE,
+                )
         for name, copy in self.masters.apart.items():
             given = state_dict.pop(prefix + name, None)
             if given is None:

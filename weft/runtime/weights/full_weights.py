@@ -27,6 +27,8 @@ from weft.runtime.links.wire import LARGE
 from weft.runtime.weights.buckets import FULL, aligned, bucket_size, in_buckets
 from weft.runtime.weights.unshard import Gather, start_gathers
 
+LIES = "_weft_lies"
+"""The attribute of parameters that lie in full weights: their place."""
 Key = tuple[str, int]
 """A parameter, and the number of how it is brought to where it is used."""
 
@@ -136,8 +138,14 @@ class FullWeights:
             view = None if part is None else narrowed(full, part)
             if view is not None and view.is_contiguous() and view.shape == gather.stored.shape:
                 gather.stored.data = view.copy_(gather.stored)
+                vars(gather.stored)[LIES] = place_of(view)
             else:
                 transport.lay([gather.stored], group)
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies: in which storage, and where in it. The storage itself may move."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,333 @@
+"""Shards as users see them: what is computed of a part is right, or refused.
+
+In: a trained parameter of which this rank holds a part, as `parameters()` gives it. Out: the same parameter, as a
+`ShardParameter`: its gradient, its `data`, and whatever is computed of it element by element are `ShardTensor`s, which
+know what they are a part of. An operator that mixes elements which lie on several ranks (a norm, a sum, sorting,
+indexing, a random fill) would give other numbers than on one device, and is refused, with the parameter, the operator
+and what to do instead (`full_tensor.py`). What passes is listed in `shard_rules.py`.
+
+Promised: the runtime and its programs see ordinary tensors, whatever they do; so do optimizers of torch's in `step()`
+(`guards.py`), which are checked in their own way. A tensor is made a shard, or an ordinary one, where it is: its
+memory, and who refers to it, stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.runtime.checks.shard_rules import (
+    CONVERSIONS,
+    ELEMENTWISE,
+    HELD,
+    LIKE,
+    METADATA,
+    NO_PROPERTY,
+    REDUCTIONS,
+    SAME,
+    Held,
+    Shard,
+    added_up,
+    held_of,
+    joined,
+    plain_name,
+    reduced,
+    reduced_dims,
+    tensors_of,
+    unsqueezed,
+    whole_of,
+)
+
+OURS = ("weft.", "weft_program_", "torch.testing.")
+"""Modules that see ordinary tensors: of the runtime, generated ones, and what compares tensors in tests."""
+CLIP = torch.nn.utils.clip_grad.__name__
+FULL = (
+    "weft.full_tensor(x), on all ranks, is all of it as an ordinary tensor; parameter.copy_(weft.shard_like(full, "
+    "parameter)) writes a full tensor back; x.as_subclass(torch.Tensor) is this rank's part, to be looked at"
+)
+NORM = "weft.clip_grad_norm_(parallel, max_norm), or weft.clip_grad_norm_(parameters, max_norm) for some of them"
+RANDOM = (
+    "initialise the model before parallelize(); or draw all of it, alike on all ranks, and take the part: "
+    "parameter.copy_(weft.shard_like(full, parameter))"
+)
+_FILLS = """
+    normal uniform random bernoulli exponential cauchy geometric log_normal trunc_normal rand_like randn_like
+    randint_like xavier_normal xavier_uniform kaiming_normal kaiming_uniform orthogonal sparse dropout
+"""
+FILLS = frozenset(_FILLS.split())
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""Of torch's GradScaler, which is refused where that matters."""
+
+T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ShardTensor(Tensor):
+    """A part of a tensor of a parameter's kind."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if _asks_ours():
+                return func(*args, **(kwargs or {}))
+            return _computed(func, args, kwargs or {})
+
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        return _shown(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        found = memo[id(self)] = _held_as(_plain(self).clone(), held_of(self))
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class ShardParameter(nn.Parameter):
+    """A parameter of which this rank holds a part."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return ShardTensor.__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _shown(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        found = memo[id(self)] = nn.Parameter(_plain(self).detach().clone(), self.requires_grad)
+        vars(found)[HELD] = vars(self)[HELD]
+        found.__class__ = ShardParameter
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(_plain(self).detach(), self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name != HELD})
+        return plain.__reduce_ex__(protocol)
+
+
+def show_as_shard(parameter: nn.Parameter, shard: Shard) -> None:
+    """From now on what is computed of a parameter is looked at."""
+    vars(parameter)[HELD] = whole_of(shard)
+    show_again([parameter])
+
+
+def show_again(parameters: Iterable[nn.Parameter]) -> None:
+    """Parameters that were made ordinary ones are shards again."""
+    for one in parameters:
+        if type(one) is nn.Parameter and HELD in vars(one):
+            one.__class__ = ShardParameter
+
+
+def make_plain(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters and their gradients be ordinary ones."""
+    for one in parameters:
+        if type(one) is ShardParameter:
+            cast(Any, one).__class__ = nn.Parameter
+        if type(one.grad) is ShardTensor:
+            cast(Any, one.grad).__class__ = Tensor
+
+
+def plainly(function: Function) -> Function:
+    """A function of the runtime, in which shards cost nothing and nothing is refused."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """An ordinary tensor, as a part of what another one is a part of."""
+    return _held_as(tensor, held_of(other))
+
+
+def _shown(tensor: Tensor) -> str:
+    held = held_of(tensor)
+    return f"{type(tensor).__name__}(this rank's part of {held and held.shard.name}, {held and held.shard}):\n" + repr(
+        _plain(tensor).detach()
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def _held_as(tensor: T, held: Held | None) -> T:
+    """The very tensor, as a part; what is no tensor as it is."""
+    if held is not None and (type(tensor) is Tensor or type(tensor) is ShardTensor):
+        vars(tensor)[HELD] = held
+        cast(Any, tensor).__class__ = ShardTensor
+    elif isinstance(tensor, tuple | list):
+        for one in tensor:
+            _held_as(one, held)
+    return tensor
+
+
+def _asks_ours() -> bool:
+    """True if the innermost function outside of torch is of the runtime, or of a program."""
+    frame: Any = sys._getframe(2)
+    if frame.f_code is ShardParameter.__torch_function__.__code__:
+        frame = frame.f_back
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(OURS):
+            return True
+        if name != "torch" and not name.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch's gives for shards."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return _property(func, args)
+    if name == "__set__":
+        return _set(func, args)
+    if name in METADATA or name == UNSCALE:
+        return func(*args, **kwargs)
+    if name.startswith("_foreach_"):
+        return _listed(func, name, args, kwargs)
+    operands = (*args, *kwargs.values())
+    plain = plain_name(name)
+    if plain in CONVERSIONS:
+        return _held_as(func(*args, **kwargs), held_of(args[0]))
+    if any(held.is_addend for one in operands if (held := held_of(one)) is not None):
+        return _of_addends(func, args, kwargs)
+    first = held_of(args[0]) if args else None
+    if plain in REDUCTIONS and first is not None and len(list(tensors_of(operands))) == 1:
+        return _reduced(func, first, args, kwargs)
+    found = _held(plain, operands)
+    if found is None:
+        raise _refused(func, operands)
+    return _held_as(func(*args, **kwargs), found)
+
+
+def _held(name: str, operands: tuple[Any, ...]) -> Held | None:
+    """How the result is held; None if it is not right on a rank."""
+    tensors, first = list(tensors_of(operands)), held_of(operands[0]) if operands else None
+    if all(held_of(one) is None for one in tensors):
+        return None  # they are in lists, which nobody looks into
+    if name == "where" and len(operands) < 3:
+        return None  # gives places
+    if name in ELEMENTWISE or (name in ("max", "min") and len(tensors) == 2):
+        return joined(tensors)
+    if name == "unsqueeze" and first is not None and isinstance(operands[1], int):
+        return unsqueezed(first, operands[1])
+    return None
+
+
+def _reduced(func: Any, held: Held, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a reduction gives."""
+    name = plain_name(func.__name__)
+    along = reduced_dims(name, held, args, kwargs)
+    # only its gradients are right
+    is_term = name == "sum" and len(args) == 1 and not kwargs and args[0].requires_grad and torch.is_grad_enabled()
+    if along is None and not is_term:
+        raise _refused(func, args)
+    found = func(*args, **kwargs)
+    if along is None:
+        return _held_as(found, Held(held.shard, (), is_addend=True))
+    one = found if isinstance(found, Tensor) else found[0]
+    return _held_as(found, reduced(held, along, one.dim()))
+
+
+def _of_addends(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives for sums that are one rank's."""
+    name, operands = plain_name(func.__name__), (*args, *kwargs.values())
+    found = added_up(name, operands)
+    if found is None and name not in LIKE:
+        raise _refused(func, operands)
+    return _held_as(func(*args, **kwargs), found)
+
+
+def _listed(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Of an operator on lists of tensors."""
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, tuple | list)]
+    rows = [[one for one in row if isinstance(one, Tensor)] for row in zip(*lists, strict=False)]
+    shards = [row for row in rows if any(held_of(one) is not None for one in row)]
+    ways = [joined(row) if plain_name(name) in ELEMENTWISE else None for row in shards]
+    for row, way in zip(shards, ways, strict=True):
+        if way is None:
+            raise _refused(func, row)
+    found = func(*args, **kwargs)
+    known = {id(row[0]): way for row, way in zip(shards, ways, strict=True)}
+    for row, one in zip(rows, found or (), strict=False):
+        _held_as(one, known.get(id(row[0])))
+    return found
+
+
+def _property(func: Any, args: tuple[Any, ...]) -> Any:
+    (tensor, *_), name = args, func.__self__.__name__
+    if name in NO_PROPERTY:
+        raise _refused(func.__self__, args)
+    found = func(*args)
+    return _held_as(found, held_of(tensor)) if name in ("grad", *SAME) else found
+
+
+def _set(func: Any, args: tuple[Any, ...]) -> Any:
+    (tensor, value, *_), name = args, func.__self__.__name__
+    held = held_of(tensor)
+    if name in ("grad", "data") and held is not None and isinstance(value, Tensor) and value.shape != tensor.shape:
+        raise held.shard.refuse(
+            f"{name} of {held.shard.name} is set to a tensor of shape {list(value.shape)}, and this rank holds "
+            f"{held.shard}",
+            f"parameter.{name} = weft.shard_like(values, parameter)"
+            if name == "grad"
+            else "parameter.copy_(weft.shard_like(values, parameter))",
+        )
+    return func(*args)
+
+
+def _refused(func: Any, operands: Iterable[Any]) -> Exception:
+    """The error for an operator that is not right on a part."""
+    name = getattr(func, "__name__", repr(func))
+    tensors = list(tensors_of(_flat(operands)))
+    held = next(found for one in tensors if (found := held_of(one)) is not None)
+    shard, plain = held.shard, plain_name(name)
+    if held.is_addend:
+        return shard.refuse(
+            f"{name} of a sum over the elements of {shard.name}: this rank has added up those that it holds, {shard}",
+            "such a sum may be scaled, added to a loss, and differentiated; weft.full_tensor(parameter) is all of the "
+            "parameter, for anything else",
+        )
+    if plain in ELEMENTWISE:
+        shapes = " and ".join(str(list(one.shape)) for one in tensors)
+        return shard.refuse(
+            f"{name} of tensors that do not belong together, {shapes}: this rank holds of {shard.name} {shard}",
+            "weft.shard_like(values, parameter) is the part of a full tensor that belongs to a parameter here; " + FULL,
+        )
+    remedy = NORM if _called_in(CLIP) else RANDOM if plain in FILLS else FULL
+    return shard.refuse(
+        f"{name} needs more of {shard.name} than this rank holds, {shard}: it would give other numbers than on one "
+        "device",
+        remedy,
+    )
+
+
+def _called_in(module: str) -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for one in values:
+        if isinstance(one, tuple | list):
+            yield from _flat(one)
+        else:
+            yield one
