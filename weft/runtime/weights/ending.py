@@ -11,6 +11,7 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,35 @@ def tied_outputs(module: ParallelModule, tape: Tape, values: Sequence[Tensor]) -
 def _tied(module: ParallelModule, tape: Tape, loss: Tensor | None, roots: Sequence[Tensor]) -> tuple[Tensor, ...]:
     inputs = (*roots, *_taken(tape))
     value = None if loss is None else loss.detach()
+    returned = Returned()
     found: tuple[Tensor, ...] = _Ending.apply(
-        module, tape, (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
+        (module, tape, returned), (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
     )
+    returned.outputs = [weakref.ref(one) for one in found]
     return found
+
+
+class Returned:
+    """What a call has returned, as long as the caller holds it."""
+
+    outputs: Sequence[weakref.ref[Tensor]] = ()
+    _empty: Sequence[Tensor] = ()
+
+    def made(self, values: Sequence[Tensor]) -> None:
+        """These will be returned: where no gradient comes, zeros in their form stand for it."""
+        self._empty = [torch.empty((), dtype=one.dtype, device=one.device).expand(one.shape) for one in values]
+
+    def gradients(self, found: Sequence[Tensor | None], refusal: Refuse) -> tuple[Tensor, ...]:
+        """The gradients of all outputs. Refuses an output that keeps its gradient beside others that have one: what
+        these bring to it inside of the program does not come by it."""
+        for at, output in enumerate(one() for one in self.outputs):
+            others = (one is not None for number, one in enumerate(found) if number != at)
+            if output is not None and output.retains_grad and any(others):
+                raise refusal(*RETAINED)
+        return tuple(
+            torch.zeros_like(empty, memory_format=torch.contiguous_format) if one is None else one
+            for one, empty in zip(found, self._empty, strict=True)
+        )
 
 
 def _taken(tape: Tape) -> list[Tensor]:
@@ -64,6 +90,13 @@ SOME = (
 AGAIN = (
     "backward(create_graph=True) goes through a parallel module, whose gradients cannot be differentiated again",
     "call backward() without create_graph; a penalty on gradients needs the model on one device",
+)
+
+
+RETAINED = (
+    "retain_grad() was called on an output of a parallel module, and backward starts from another output of the same "
+    "call, which may have been made from it: its gradient inside of the program is not seen",
+    "let the model return that output, and make the loss of it outside: then its gradient comes by it",
 )
 
 
@@ -89,24 +122,27 @@ class _Ending(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        module: ParallelModule,
-        tape: Tape,
+        about: tuple[ParallelModule, Tape, Returned],
         counts: Counts,
         anchor: Tensor,
         loss: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.module, ctx.tape, ctx.counts, ctx.num_inputs = module, tape, counts, len(inputs)
+        (ctx.module, ctx.tape, ctx.returned), ctx.counts, ctx.num_inputs = about, counts, len(inputs)
         ctx.is_loss = loss is not None
+        ctx.set_materialize_grads(False)
         # the caller may change an output in place: what backward has kept is another tensor
-        return tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        found = tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        ctx.returned.made(found)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients to what was returned, zeros to tokens, nothing to parameters."""
         refuse_parts(ctx, ctx.module.refusal)
+        gradients = ctx.returned.gradients(found, ctx.module.refusal)
         ctx.module.begin_backward(ctx.tape)
         num_roots, num_tied = ctx.counts
         zero = torch.zeros((), device=gradients[0].device)
         given = gradients * num_roots if ctx.is_loss else gradients
-        return *(None,) * 5, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
+        return *(None,) * 4, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
