@@ -17,9 +17,9 @@ from weft.train.opened import open_rank
 from weft.verify.ranks import emulate
 
 
-def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any], **settings: Any) -> list[Any]:
-    """What `body(module)` gives on each rank; settings: of `open_rank`."""
-    programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs="loss")
+def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any], outputs: str = "loss") -> list[Any]:
+    """What `body(module)` gives on each rank."""
+    programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs=outputs)
     files, lock, made = programs.training(model), threading.Lock(), dict[str, Any]()
     surface = surface_of(model, lambda: model, split_example(example))
 
@@ -31,5 +31,5 @@ def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], An
 
     return emulate(
         files_of(files).devices,
-        lambda transport: body(open_rank(files, transport, model, surface=surface, make_files=make, **settings)),
+        lambda transport: body(open_rank(files, transport, model, surface=surface, make_files=make)),
     )

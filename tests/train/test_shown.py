@@ -206,7 +206,7 @@ def test_attributes_of_parameters(plan: str) -> None:
     found: dict[str, tuple[Any, ...]] = {}
     everywhere(model, plan, lambda parallel: found.update(marks(parallel)))
     assert found == MARKS
-    for told in on_ranks(copy_of(model), (X,), plan, lambda parallel: marks(parallel)):
+    for told in on_ranks(copy_of(model), (X,), plan, marks):
         assert told.items() <= MARKS.items()
 
 

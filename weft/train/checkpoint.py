@@ -26,9 +26,17 @@ from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import Optimizers, all_of
 from weft.train.emulated import Emulated
-from weft.train.saved import Progress, Saved, check_model, check_target, open_saved, plain_values, restore, restore_model
+from weft.train.saved import (
+    Progress,
+    Saved,
+    check_model,
+    check_target,
+    open_saved,
+    plain_values,
+    restore,
+    restore_model,
+)
 from weft.train.saved import save as write
-
 
 PLAIN = "numbers, texts, None, lists and dicts of them with texts as keys; tensors are for buffers"
 
@@ -45,7 +53,13 @@ def save(path: str | Path, parallel: nn.Module, optimizer: Optimizers | None = N
     ranks = _ranks(parallel, "save")
     first, combined = ranks[0], _combined(optimizer)
     kinds = [] if optimizer is None else [type(one).__name__ for one in all_of(optimizer)]
-    progress = Progress(first.step, first.seed, ", ".join(kinds), groups=_groups(combined), extra=plain_values(extra, "weft.save: the value", PLAIN))
+    progress = Progress(
+        first.step,
+        first.seed,
+        ", ".join(kinds),
+        groups=_groups(combined),
+        extra=plain_values(extra, "weft.save: the value", PLAIN),
+    )
 
     def written(rank: Parallel) -> str:
         if rank.replica:

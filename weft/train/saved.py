@@ -78,7 +78,11 @@ class Saved:
 def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
     program, directory = module.masters, Path(directory)
-    extra = plain_values(module.extra_states(), "the extra state", "plain values in get_extra_state(); or save full_state_dict() yourself")
+    extra = plain_values(
+        module.extra_states(),
+        "the extra state",
+        "plain values in get_extra_state(); or save full_state_dict() yourself",
+    )
     tensors = full_state(program, rank0_only=True)
     states, values = _gather_optimizer(module, optimizer, exchange(program))
     if program.transport.rank == 0:

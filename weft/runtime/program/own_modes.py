@@ -7,6 +7,7 @@ weights, say) is refused: programs would not follow. Writes to tensors are stopp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.errors import RunError
 from weft.runtime.program.surface import STANDARD, Modes, has_own_modes, joined, modes_of, set_modes
 
+ONE = threading.Lock()
+"""Ranks that are threads have one original."""
 Change = Callable[[nn.Module], object]
 """What sets modes: `train(mode)` or `eval()`."""
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -35,16 +38,17 @@ def modes_after(module: nn.Module, change: Change, path: str = "", now: Modes | 
         path: of the submodule.
         now: the modes before it, if they are not the module's.
     """
-    state, found = _State(module), Modes()
-    writes = _NoWrites(state.tensors)
-    try:
-        if now is not None:
-            set_modes(module, now)
-        with writes, suppress(_WrittenError):
-            change(module.get_submodule(path))
-        found = modes_of(module)
-    finally:
-        changed = [*writes.names, *state.restore()]
+    with ONE:
+        state, found = _State(module), Modes()
+        writes = _NoWrites(state.tensors)
+        try:
+            if now is not None:
+                set_modes(module, now)
+            with writes, suppress(_WrittenError):
+                change(module.get_submodule(path))
+            found = modes_of(module)
+        finally:
+            changed = [*writes.names, *state.restore()]
     if changed:
         raise _refusal(module, changed[0])
     return found
@@ -97,21 +101,19 @@ class _State:
         """Put all back; the names of what was changed, modes left out."""
         changed = []
         for path, sub, before in self._subs:
-            names = sorted(before.keys() | vars(sub).keys())
-            other = [name for name in names if not _same(vars(sub).get(name, self), before.get(name, self))]
-            changed += [joined(path, name) for name in other if name not in STANDARD or name in TABLES]
+            others = _others(vars(sub), before)
+            changed += [joined(path, name) for name in others if name not in STANDARD or name in TABLES]
             vars(sub).clear()
             vars(sub).update(before)
         for path, name, value, before in self._held:
             if not _same_items(value, before):
-                other = [key for key in {**before, **value} if not _same(value.get(key, self), before.get(key, self))] if name in TABLES else [name]
-                changed.append(joined(path, other[0]))
+                changed.append(joined(path, next(_others(value, before)) if name in TABLES else name))
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
-        for name, one, before, required in self._memory:
-            if one.untyped_storage()._cdata != before.untyped_storage()._cdata:
+        for name, one, memory, required in self._memory:
+            if one.untyped_storage()._cdata != memory.untyped_storage()._cdata:
                 changed.append(name)
-                one.data = before
+                one.data = memory
             if one.requires_grad != required:
                 changed.append(f"requires_grad of {name}")
                 one.requires_grad_(required)
@@ -127,12 +129,16 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (plain and one == other)
 
 
+def _others(value: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
+    """The keys of what is another than before."""
+    gone = object()
+    return (key for key in {**before, **value} if not _same(value.get(key, gone), before.get(key, gone)))
+
+
 def _same_items(value: Any, before: Any) -> bool:
-    if len(value) != len(before):
-        return False
     if isinstance(value, dict):
-        return all(key in value and _same(value[key], before[key]) for key in before)
-    return value == before if isinstance(value, set) else all(map(_same, value, before))
+        return not any(True for _ in _others(value, before))
+    return value == before if isinstance(value, set) else len(value) == len(before) and all(map(_same, value, before))
 
 
 def _refusal(module: nn.Module, name: str) -> RunError:

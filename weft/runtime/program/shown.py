@@ -10,6 +10,7 @@ refused where the original's is another.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ from weft.errors import Refuse
 from weft.runtime.program.own_modes import Change
 from weft.runtime.program.read_only import holds_tensors, read_only
 from weft.runtime.program.stored import Container
-from weft.runtime.program.surface import HELD, Node, Surface, joined, own_classes, set_modes
+from weft.runtime.program.surface import HELD, NO_STATE, Node, Surface, joined, own_classes, set_modes
 
 UNREAD = "make it a buffer (register_buffer) and change its values, pass it to forward, or set it before parallelize()"
 ELSEWHERE = (
@@ -53,9 +54,12 @@ class Answering:
 
     _node = Node()
 
-    @property
-    def __class__(self) -> type[Any]:  # type: ignore[override]
-        return self._node.kind or type(self)
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        kind = self._node.kind
+        # torch.compile would trace the original's forward in place of ours
+        is_traced = kind is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+        return type(self) if kind is None or is_traced else kind
 
 
 class Attributes(Answering, nn.Module):
@@ -67,13 +71,15 @@ class Attributes(Answering, nn.Module):
     _assigned: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """What sets buffers."""
 
-    def tell(
-        self, node: Node, refuse: Refuse, path: str = "", original: Callable[[], nn.Module] | None = None
-    ) -> None:
+    def tell(self, node: Node, refuse: Refuse, path: str = "", original: Callable[[], nn.Module] | None = None) -> None:
         """Say what the original has here, and how to refuse a change of it."""
         self.__dict__.update(_refuse=refuse, _path=path, _original=original)
-        shown = {name: read_only(value, partial(self._unread, name, "changed")) for name, value in node.attributes.items()}
+        shown = {
+            name: read_only(value, partial(self._unread, name, "changed")) for name, value in node.attributes.items()
+        }
         self.__dict__["_node"] = replace(node, attributes=shown)
+        if node.extra is not NO_STATE:
+            self.__dict__.update(get_extra_state=self.extra_state, set_extra_state=self.check_extra_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (assign := self._assigned.get(name)) is not None:
@@ -95,7 +101,9 @@ class Attributes(Answering, nn.Module):
         return joined(self._path, name)
 
     def _unread(self, name: str, how: str = "set") -> Exception:
-        message = f"{self._dotted(name)} is {how}, and programs do not read it: they were made with the value that it had"
+        message = (
+            f"{self._dotted(name)} is {how}, and programs do not read it: they were made with the value that it had"
+        )
         return self._refuse(message, UNREAD)
 
     def has(self, name: str) -> bool:
@@ -152,7 +160,7 @@ class Attributes(Answering, nn.Module):
                 CALLED if name == "forward" else ELSEWHERE,
             )
 
-        del call.__wrapped__  # type: ignore[attr-defined]
+        del call.__wrapped__
         return call
 
     def _property(self, name: str, get: Any) -> Any:
@@ -169,9 +177,9 @@ class Attributes(Answering, nn.Module):
             "read it from the original module, or from one that has loaded parallel.full_state_dict()",
         )
 
-    # Extra state, which torch asks for by these names.
+    # Extra state. Torch asks for it by other names, which only what has one may have.
 
-    def get_extra_state(self) -> Any:
+    def extra_state(self) -> Any:
         """What the original's was when the program was made."""
         found = self._node.extra
         if found is HELD:
@@ -182,9 +190,9 @@ class Attributes(Answering, nn.Module):
             )
         return found
 
-    def set_extra_state(self, state: Any) -> None:
+    def check_extra_state(self, state: Any) -> None:
         """Refuse another than the program was made with."""
-        if not same_state(self.get_extra_state(), state):
+        if not same_state(self.extra_state(), state):
             raise self._refuse(
                 f"the extra state of {self._path or 'the model'} that is loaded is not the one that its program was "
                 "made with",
@@ -214,9 +222,9 @@ class Shown(Attributes, Container):
         super().__init__()
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Its mode, which several trees may share."""
-        return self.__dict__["_mode"][0]
+        return bool(self.__dict__["_mode"][0])
 
     @training.setter
     def training(self, mode: bool) -> None:
@@ -261,12 +269,8 @@ class Shown(Attributes, Container):
         return self
 
     def extra_repr(self) -> str:
-        """As the original's, if what is shown is enough for it."""
-        kind = self._node.kind
-        try:
-            return "" if kind is None else str(kind.extra_repr(self))
-        except Exception:  # noqa: BLE001 - the user's code, for a text
-            return ""
+        """The original's."""
+        return self._node.text
 
     # As a list or dict.
 

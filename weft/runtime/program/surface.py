@@ -39,6 +39,7 @@ class Node:
         kind: its class; None of what shows nothing.
         attributes: its own, and those of its classes; of those that hold tensors HELD.
         parameters, buffers, children: the names of its parameters, buffers and submodules.
+        text: what its `repr` says of it.
         extra: what its `get_extra_state` gives; NO_STATE if it has none, HELD if that cannot be said.
     """
 
@@ -47,6 +48,7 @@ class Node:
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     children: frozenset[str] = frozenset()
+    text: str = ""
     extra: Any = NO_STATE
 
 
@@ -93,7 +95,7 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
     for path, sub in module.named_modules(remove_duplicate=False):
         if (known := first.setdefault(id(sub), path)) == path:
             names = (_there(sub._parameters), _there(sub._buffers), _there(sub._modules))
-            nodes[path] = Node(type(sub), dict(_attributes(sub)), *names, _extra_state(sub, module))
+            nodes[path] = Node(type(sub), dict(_attributes(sub)), *names, _text(sub), _extra_state(sub, module))
         else:
             aliases[path] = known
     return Surface(
@@ -166,6 +168,13 @@ def _marks(parameter: Tensor) -> Iterator[tuple[str, Any]]:
     for name, value in vars(parameter).items():
         if not (name.startswith(OUR_MARK) or holds_tensors(value)):
             yield name, value
+
+
+def _text(module: nn.Module) -> str:
+    try:
+        return module.extra_repr()
+    except Exception:  # noqa: BLE001 - the user's code, on a module that may have no values
+        return ""
 
 
 def _extra_state(module: nn.Module, root: nn.Module) -> Any:

@@ -20,10 +20,10 @@ from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
-from weft.runtime.layout.execute import take
 from weft.runtime.program.batch import BatchMismatch, dtype_name
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.surface import Modes, Surface
@@ -135,17 +135,17 @@ class OneRank(Stepping):
     def _set_buffer(self, name: str, value: Any) -> None:
         """Give a buffer another value: all of it, or what this rank holds of it."""
         part, index = self.program.stored_parts()[name], self.stored.get(name)
-        found = (value.shape, value.dtype) if isinstance(value, Tensor) else None
-        here = None if index is None else (size(index), part.dtype)
-        if found not in ((part.shape, part.dtype), here) or not isinstance(value, Tensor):
-            told = type(value).__name__ if found is None else f"{dtype_name(found[1])}{list(found[0])}"
+        here = None if index is None else size(index)
+        if not isinstance(value, Tensor) or value.dtype != part.dtype or tuple(value.shape) not in (part.shape, here):
+            is_tensor = isinstance(value, Tensor)
+            told = f"{dtype_name(value.dtype)}{list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
             raise self._refused(
-                f"the buffer {name} is {dtype_name(part.dtype)}{list(part.shape)}, on this rank "
-                f"{'nothing' if index is None else list(size(index))} of it, and is set to {told}",
+                f"the buffer {name} is {dtype_name(part.dtype)}{list(part.shape)}, of which this rank holds "
+                f"{'nothing' if here is None else list(here)}, and is set to {told}",
                 "set all of it, or what the rank holds of it; load_state_dict() takes what state_dict() gave",
             )
         if index is not None:
-            mine = take(value, index) if found[0] == part.shape else value
+            mine = take(value, index) if value.shape == part.shape else value
             held = mine.detach().to(self._transport.device).clone(memory_format=torch.contiguous_format)
             for module in self.program.modules:
                 if name in module.stored:

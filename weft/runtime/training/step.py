@@ -130,13 +130,13 @@ class Stepping(Own):
 
     def extra_states(self) -> dict[str, Any]:
         """What the original's modules keep beside tensors, by the names in state dicts; refuses what is not known."""
-        return {name: self._extra_holder(name).get_extra_state() for name in self._surface.extra_states()}
+        return {name: self._extra_holder(name).extra_state() for name in self._surface.extra_states()}
 
     def check_extra_states(self, found: Mapping[str, Any]) -> None:
         """Refuse others than the program was made with."""
         for name in self._surface.extra_states():
             if name in found:
-                self._extra_holder(name).set_extra_state(found[name])
+                self._extra_holder(name).check_extra_state(found[name])
 
     def _extra_holder(self, name: str) -> Attributes:
         path = name.rpartition(".")[0]
