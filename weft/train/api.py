@@ -117,9 +117,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
     surface = surface_of(start.module, original, split_example(example))
-    weights = _without_extra(weights, surface)
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
-    opened = _opened(start, values_of(start, init), weights, chosen, **settings)
+    opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
 
     def subject(module: nn.Module | None) -> Subject:

@@ -140,7 +140,7 @@ class Attributes(Answering, nn.Module):
                 "named_parameters() and named_buffers() of its module (with emulate=True of parallel.ranks[N])"
             )
         found = self._static(name)
-        if isinstance(found, staticmethod | classmethod):
+        if isinstance(found, staticmethod | classmethod | type):
             return getattr(node.kind, name)
         if isinstance(found, property | cached_property):
             return self._property(name, found.fget if isinstance(found, property) else found.func)
