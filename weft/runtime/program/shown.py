@@ -52,11 +52,11 @@ OVERRIDES = frozenset(
 class Answering:
     """Says that it is of another class."""
 
-    _node = Node()
+    _shown_node = Node()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        kind = self._node.kind
+        kind = self._shown_node.kind
         # torch.compile would trace the original's forward in place of ours
         is_traced = kind is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
         return type(self) if kind is None or is_traced else kind
@@ -65,26 +65,26 @@ class Answering:
 class Attributes(Answering, nn.Module):
     """A module that shows attributes of the original, to be read."""
 
-    _path = ""
+    _shown_path = ""
     _refuse: Refuse
-    _original: Callable[[], nn.Module] | None = None
+    _shown_from: Callable[[], nn.Module] | None = None
     _assigned: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """What sets buffers."""
 
     def tell(self, node: Node, refuse: Refuse, path: str = "", original: Callable[[], nn.Module] | None = None) -> None:
         """Say what the original has here, and how to refuse a change of it."""
-        self.__dict__.update(_refuse=refuse, _path=path, _original=original)
+        self.__dict__.update(_refuse=refuse, _shown_path=path, _shown_from=original)
         shown = {
             name: read_only(value, partial(self._unread, name, "changed")) for name, value in node.attributes.items()
         }
-        self.__dict__["_node"] = replace(node, attributes=shown)
+        self.__dict__["_shown_node"] = replace(node, attributes=shown)
         if node.extra is not NO_STATE:
             self.__dict__.update(get_extra_state=self.extra_state, set_extra_state=self.check_extra_state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (assign := self._assigned.get(name)) is not None:
             return assign(value)
-        if self._node.kind is not None and self._is_unread(name):
+        if self._shown_node.kind is not None and self._is_unread(name):
             raise self._unread(name)
         return super().__setattr__(name, value)
 
@@ -98,7 +98,7 @@ class Attributes(Answering, nn.Module):
             return found
 
     def _dotted(self, name: str) -> str:
-        return joined(self._path, name)
+        return joined(self._shown_path, name)
 
     def _unread(self, name: str, how: str = "set") -> Exception:
         message = (
@@ -106,27 +106,27 @@ class Attributes(Answering, nn.Module):
         )
         return self._refuse(message, UNREAD)
 
-    def has(self, name: str) -> bool:
+    def shows_name(self, name: str) -> bool:
         """True if a name is of the original, and nothing of the runtime's is called so."""
-        return name in self._node.attributes or (
+        return name in self._shown_node.attributes or (
             self._static(name) is not MISSING and not any(name in vars(kind) for kind in own_classes(type(self)))
         )
 
     def _is_unread(self, name: str) -> bool:
         """True if nothing would read what is set. Of a parameter that is held here the next forward tells."""
-        node = self._node
+        node = self._shown_node
         held = name in self._parameters or name in self._buffers
-        return self.has(name) or name in node.children or (name in node.parameters | node.buffers and not held)
+        return self.shows_name(name) or name in node.children or (name in node.parameters | node.buffers and not held)
 
     # What the original has.
 
     def _static(self, name: str) -> Any:
         """What the classes of the original have under a name."""
-        kinds = () if self._node.kind is None else own_classes(self._node.kind)
+        kinds = () if self._shown_node.kind is None else own_classes(self._shown_node.kind)
         return next((vars(kind)[name] for kind in kinds if name in vars(kind)), MISSING)
 
     def _shown(self, name: str) -> Any:
-        node = self._node
+        node = self._shown_node
         if name in node.attributes:
             if node.attributes[name] is HELD:
                 raise self._refuse(
@@ -167,8 +167,8 @@ class Attributes(Answering, nn.Module):
         found = get(self)
         if isinstance(found, ALIKE):
             return found
-        if self._original is not None and not holds_tensors(found):
-            original = getattr(self._original().get_submodule(self._path), name)
+        if self._shown_from is not None and not holds_tensors(found):
+            original = getattr(self._shown_from().get_submodule(self._shown_path), name)
             if type(original) is type(found) and bool(original == found):
                 return found
         raise self._refuse(
@@ -181,11 +181,11 @@ class Attributes(Answering, nn.Module):
 
     def extra_state(self) -> Any:
         """What the original's was when the program was made."""
-        found = self._node.extra
+        found = self._shown_node.extra
         if found is HELD:
             raise self._refuse(
-                f"the extra state of {self._path or 'the model'} cannot be told: it is made of parameters, buffers or "
-                "values that are not here",
+                f"the extra state of {self._shown_path or 'the model'} cannot be told: it is made of parameters, "
+                "buffers or values that are not here",
                 "let get_extra_state() give plain values; make tensors buffers",
             )
         return found
@@ -194,8 +194,8 @@ class Attributes(Answering, nn.Module):
         """Refuse another than the program was made with."""
         if not same_state(self.extra_state(), state):
             raise self._refuse(
-                f"the extra state of {self._path or 'the model'} that is loaded is not the one that its program was "
-                "made with",
+                f"the extra state of {self._shown_path or 'the model'} that is loaded is not the one that its program "
+                "was made with",
                 "load it into the model before parallelize()",
             )
 
@@ -214,25 +214,25 @@ def same_state(one: Any, other: Any) -> bool:
 class Shown(Attributes, Container):
     """A submodule of the original as a parallel module shows it."""
 
-    _change: Callable[[str, Change], None] | None = None
+    _shown_change: Callable[[str, Change], None] | None = None
     """Sets modes as the original does, if that has its own way."""
 
     def __init__(self) -> None:
-        self.__dict__["_mode"] = [True]
+        self.__dict__["_shown_mode"] = [True]
         super().__init__()
 
     @property
     def training(self) -> bool:
         """Its mode, which several trees may share."""
-        return bool(self.__dict__["_mode"][0])
+        return bool(self.__dict__["_shown_mode"][0])
 
     @training.setter
     def training(self, mode: bool) -> None:
-        self.__dict__["_mode"][0] = mode
+        self.__dict__["_shown_mode"][0] = mode
 
     def share_mode(self, other: Shown) -> None:
         """Be in the mode of another from now on."""
-        self.__dict__["_mode"] = other.__dict__["_mode"]
+        self.__dict__["_shown_mode"] = other.__dict__["_shown_mode"]
 
     def assign_by(self, setters: Mapping[str, Callable[[Any], None]]) -> None:
         """Let buffers be set by these, each by its dotted name."""
@@ -243,13 +243,13 @@ class Shown(Attributes, Container):
     def tell_all(self, node: Node, refuse: Refuse, path: str, surface: Surface, change: Any) -> None:
         """Say what the original has here."""
         self.tell(node, refuse, path, surface.original)
-        self.__dict__["_change"] = change if surface.own_modes else None
+        self.__dict__["_shown_change"] = change if surface.own_modes else None
         for name in OVERRIDES:
             if isinstance(found := self._static(name), FunctionType):
                 self.__dict__[name] = self.uncallable(name, found)
 
-    def has(self, name: str) -> bool:
-        return name in self._node.attributes or self._static(name) is not MISSING
+    def shows_name(self, name: str) -> bool:
+        return name in self._shown_node.attributes or self._static(name) is not MISSING
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Programs call no submodules."""
@@ -257,20 +257,20 @@ class Shown(Attributes, Container):
 
     def train(self, mode: bool = True) -> Self:
         """As the original's."""
-        return self._changed(methodcaller("train", mode)) if self._change is not None else super().train(mode)
+        return self._changed(methodcaller("train", mode)) if self._shown_change is not None else super().train(mode)
 
     def eval(self) -> Self:
         """As the original's."""
-        return self._changed(methodcaller("eval")) if self._change is not None else super().eval()
+        return self._changed(methodcaller("eval")) if self._shown_change is not None else super().eval()
 
     def _changed(self, change: Change) -> Self:
-        assert self._change is not None
-        self._change(self._path, change)
+        assert self._shown_change is not None
+        self._shown_change(self._shown_path, change)
         return self
 
     def extra_repr(self) -> str:
         """The original's."""
-        return self._node.text
+        return self._shown_node.text
 
     # As a list or dict.
 

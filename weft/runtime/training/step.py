@@ -120,7 +120,7 @@ class Stepping(Own):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # what the model has is not what the runtime calls so, unless the runtime sets it
-        node = self._node
+        node = self._shown_node
         if name in node.attributes or name in node.buffers or name in node.parameters or name in node.children:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith("weft."):
                 return Attributes.__setattr__(self, name, value)
