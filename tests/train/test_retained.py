@@ -1,4 +1,5 @@
-"""A second backward through one forward (`retain_graph=True`): gradients add up as in eager."""
+"""A second backward through one forward (`retain_graph=True`): gradients add up as in eager. Outputs that retain their
+gradient have eager's, or are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from tests.train.ranks import on_ranks
 from weft.errors import RunError
 
 
@@ -83,3 +85,38 @@ def test_gradients_of_inputs_and_outputs() -> None:
         assert x.grad is not None
         found.append((x.grad, dict(one.state_dict())))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+class Classifier(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3", "dp=2,spread"])
+def test_outputs_that_retain_their_gradient(plan: str) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(4, (6,))
+    eager = Classifier(4, 4).double()
+
+    def body(parallel: Any) -> None:
+        for make in (lambda out: out["loss"], lambda out: out["loss"] + out["logits"].sum()):
+            out = parallel(*batch)
+            out["logits"].retain_grad()
+            with pytest.raises(RunError, match=r"retain_grad\(\) was called on an output"):
+                make(out).backward()
+        for _ in range(2):
+            found = []
+            for module in (eager, parallel):
+                out = module(*batch)
+                out["logits"].retain_grad()
+                out["logits"].square().sum().backward()
+                found.append(out["logits"].grad)
+            torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+        out = parallel(*batch)
+        out["loss"].retain_grad()
+        out["loss"].backward()
+        assert out["loss"].grad == 1
+
+    body(weft.parallelize(eager, batch, plan, emulate=True, cache=None))
+    on_ranks(eager, batch, plan, body, outputs="all")

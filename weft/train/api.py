@@ -23,7 +23,7 @@ the values that the module has, and ranks whose modules differ are refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,8 @@ from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
-from weft.runtime.program.surface import surface_of
+from weft.runtime.program.shown import same_state
+from weft.runtime.program.surface import Surface, surface_of
 from weft.runtime.start.initialise import Start, begin, original_order
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import BadReduction, How, Reduction
@@ -117,7 +118,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
 
     surface = surface_of(start.module, original, split_example(example))
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
-    opened = _opened(start, values_of(start, init), weights, chosen, **settings)
+    opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
 
     def subject(module: nn.Module | None) -> Subject:
@@ -144,6 +145,19 @@ def _opened(start: Start, own: Values, weights: Weights | None, chosen: Precisio
         mixed=None if chosen is None else chosen.mixed(start.module),
         **settings,
     )
+
+
+def _without_extra(weights: Weights | None, surface: Surface) -> Weights | None:
+    """A state dict without the extra states of modules, which must be those that the program is made with."""
+    if not isinstance(weights, Mapping):
+        return weights
+    for name, state in surface.extra_states().items():
+        if name in weights and not same_state(state, weights[name]):
+            raise RunError(
+                f"the extra state of {name.rpartition('.')[0] or 'the model'} in the weights is not the model's",
+                remedy="load it into the model before parallelize()",
+            )
+    return {name: one for name, one in weights.items() if name not in surface.extra_states()}
 
 
 def _wanted_outputs(outputs: str | None) -> str:

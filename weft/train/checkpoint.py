@@ -26,8 +26,19 @@ from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import Optimizers, all_of
 from weft.train.emulated import Emulated
-from weft.train.saved import Progress, Saved, check_model, check_target, open_saved, restore, restore_model
+from weft.train.saved import (
+    Progress,
+    Saved,
+    check_model,
+    check_target,
+    open_saved,
+    plain_values,
+    restore,
+    restore_model,
+)
 from weft.train.saved import save as write
+
+PLAIN = "numbers, texts, None, lists and dicts of them with texts as keys; tensors are for buffers"
 
 
 def save(path: str | Path, parallel: nn.Module, optimizer: Optimizers | None = None, **extra: Any) -> None:
@@ -42,7 +53,13 @@ def save(path: str | Path, parallel: nn.Module, optimizer: Optimizers | None = N
     ranks = _ranks(parallel, "save")
     first, combined = ranks[0], _combined(optimizer)
     kinds = [] if optimizer is None else [type(one).__name__ for one in all_of(optimizer)]
-    progress = Progress(first.step, first.seed, ", ".join(kinds), groups=_groups(combined), extra=_plain_extra(extra))
+    progress = Progress(
+        first.step,
+        first.seed,
+        ", ".join(kinds),
+        groups=_groups(combined),
+        extra=plain_values(extra, "weft.save: the value", PLAIN),
+    )
 
     def written(rank: Parallel) -> str:
         if rank.replica:
@@ -96,29 +113,6 @@ def _combined(optimizer: Optimizers | None) -> Any:
         return None
     several: Any = all_of(optimizer)
     return several[0] if len(several) == 1 else CombinedOptimizer(several)
-
-
-def _plain_extra(extra: dict[str, Any]) -> dict[str, Any]:
-    for name, value in extra.items():
-        try:
-            text = json.dumps(value)
-        except (TypeError, ValueError):
-            text = ""
-        if not text or not _same(json.loads(text), value):
-            raise RunError(
-                f"weft.save cannot save {name}: a {type(value).__name__} that is no plain value",
-                remedy="numbers, texts, None, lists and dicts of them with texts as keys; tensors are for buffers",
-            )
-    return extra
-
-
-def _same(read: Any, given: Any) -> bool:
-    """True if a value comes back as it was; a tuple comes back as a list."""
-    if isinstance(given, dict):
-        return isinstance(read, dict) and read.keys() == given.keys() and all(_same(read[k], given[k]) for k in given)
-    if isinstance(given, list | tuple):
-        return len(read) == len(given) and all(map(_same, read, given))
-    return str(read) == str(given)
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ module; when a rank fails, all end, and the error names it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
-from weft.runtime.program.surface import Surface
+from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
 from weft.runtime.training.step import Stepping, loss_of
-from weft.runtime.weights.ending import refuse_parts
+from weft.runtime.weights.ending import Returned, refuse_parts
 from weft.runtime.weights.gradient import is_retained
 from weft.runtime.weights.leaf_aliases import is_watched
 from weft.train.crew import Crew, Make, Work
@@ -74,24 +74,56 @@ class Emulated(Stepping):
         for name, child in tree._modules.items():
             # the ranks hold what is saved and loaded under these names
             self.hold_apart(name, cast(nn.Module, child))
-        for name in {name for rank in self._crew.modules for name, _ in rank.named_buffers(remove_duplicate=False)}:
-            holder, last = tree.holder_of(name, make=True)
-            setters = {**holder.__dict__.get("_assigned", {}), last: partial(self._set_buffer, name)}
-            holder.__dict__["_assigned"] = setters
-        self.__dict__["_assigned"] = tree.__dict__.get("_assigned", {})
+        for rank in self._crew.modules:
+            for path, module in rank.shown().items():
+                module.share_mode(self.shown()[path])
+        tree.assign_by({name: partial(self._set_buffer, name) for name in surface.buffers() if name in self._shapes})
+        self.__dict__["_assigned"] = tree._assigned
 
     def _refused(self, message: str, remedy: str) -> Exception:
         return refusal(message, remedy)
 
-    @torch.no_grad()
-    def _set_buffer(self, name: str, value: Tensor) -> None:
+    def _set_buffer(self, name: str, value: Any) -> None:
         """Give the ranks their parts of a whole buffer."""
         wrong = self._wrong(name, value)
         if wrong is not None:
             raise refusal(wrong, "set a tensor of the shape that the buffer has")
-        for rank, stored in zip(self._crew.modules, self._stored, strict=True):
-            if name in stored:
-                rank.get_buffer(name).copy_(take(value, stored[name]))
+        for rank in self._crew.modules:
+            rank.assign_buffer(name, value)
+
+    @property
+    def step(self) -> int:
+        """How many forwards in training there were, on every rank."""
+        return self._first.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        for rank in self._crew.modules:
+            rank.step = step
+
+    @property
+    def seed(self) -> int:
+        """Of the random streams of every rank."""
+        return self._first.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        for rank in self._crew.modules:
+            rank.seed = seed
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This one and those of all ranks, which hold the parameters, named as `named_parameters` names these."""
+        own = {id(module) for module in self.shown().values()}
+        return (one for one in super().named_modules(memo, prefix, remove_duplicate) if id(one[1]) not in own)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call a function with the modules of all ranks, and with this one."""
+        for rank in self._crew.modules:
+            rank.apply(fn)
+        fn(self)
+        return self
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -130,7 +162,9 @@ class Emulated(Stepping):
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
         call = _Call(self._crew, (args, kwargs))
         shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
-        return call.output(_Ranks.apply(self._anchor, call, *call.wanted, *shown))
+        tensors = _Ranks.apply(self._anchor, call, *call.wanted, *shown)
+        call.returned.outputs = [weakref.ref(one) for one in tensors]
+        return call.output(tensors)
 
     def _refuse_surroundings(self) -> None:
         """Here, where the caller's line is known: a rank that fails ends all."""
@@ -187,11 +221,10 @@ class Emulated(Stepping):
         """The loss over the batches of all replicas: there is one."""
         return loss
 
-    def train(self, mode: bool = True) -> Emulated:
-        """As of any module; the first `eval()` compiles the program for it."""
-        self.modes = self.modes_after(mode)
+    def follow(self, modes: Modes) -> None:
+        """Take on these modes; the program for them is compiled if there is none."""
+        self.modes = modes
         self._follow()
-        return self
 
     def _follow(self) -> None:
         """Put the ranks into the modes that this module shows. What is missing for them is made here."""
@@ -211,9 +244,10 @@ class Emulated(Stepping):
         for module in self._crew.modules:
             module.set_loss_alone(alone)
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The original's state dict: whole tensors on the CPU; rank 0 is here."""
-        return {name: one.detach().cpu().clone() for name, one in self.state_dict().items()}
+        whole = {name: one for name, one in self.state_dict().items() if name in self._shapes}
+        return {**{name: one.detach().cpu().clone() for name, one in whole.items()}, **self.extra_states()}
 
     def on_ranks(self, work: Work) -> list[Any]:
         """Do something with every rank's module, in its thread; the results in rank order."""
@@ -227,6 +261,7 @@ class Emulated(Stepping):
             destination[prefix + name], faults = join(self._shapes[name], pieces)
             if faults:
                 raise RunError(f"{name}: {'; '.join(faults)}", remedy="give the ranks one elementwise optimizer")
+        destination.update({prefix + name: state for name, state in self.extra_states().items()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Cut whole tensors into the ranks' parts; arguments as of `nn.Module.load_state_dict`."""
@@ -246,8 +281,11 @@ class Emulated(Stepping):
         if metadata.get("assign_to_params_buffers"):
             raise refusal(*ASSIGN)
         given = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        missing_keys += [prefix + name for name in self._shapes if name in self._saved and name not in given]
-        unexpected_keys += [prefix + name for name in given if strict and name not in self._saved]
+        extra = self._surface.extra_states()
+        saved = self._saved | extra.keys()
+        self.check_extra_states(given)
+        missing_keys += [prefix + name for name in (*self._shapes, *extra) if name in saved and name not in given]
+        unexpected_keys += [prefix + name for name in given if strict and name not in saved]
         wrong = [found for name, whole in given.items() if (found := self._wrong(name, whole)) is not None]
         error_msgs += wrong
         for rank, stored in zip(self.ranks, self._stored, strict=True):
@@ -270,7 +308,7 @@ class _Call:
     _ran: Sequence[tuple[list[Tensor], list[Any], pytree.TreeSpec]]
 
     def __init__(self, crew: Crew, batch: Any) -> None:
-        self._crew, self.spent = crew, False
+        self._crew, self.spent, self.returned = crew, False, Returned()
         self._leaves, self._spec = pytree.tree_flatten(batch)
         self._grads = [at for at, one in enumerate(self._leaves) if isinstance(one, Tensor) and one.requires_grad]
         self.wanted = [self._leaves[at] for at in self._grads]
@@ -333,6 +371,7 @@ class _Ranks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         refuse_parts(ctx, refusal)
+        ctx.call.returned.refuse_retained(gradients, refusal)
         if ctx.call.spent:
             raise refusal(*TWICE)
         retain = is_retained()

@@ -25,6 +25,7 @@ from weft.ir.graph import Graph
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.start.initialise import Whole, part_of
+from weft.runtime.training.full_state import full_state
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.shard_owners import ShardOwners, exchange, gather, tell_all
 from weft.train.weights import copy_part, listed, open_weights
@@ -43,6 +44,7 @@ class Progress:
         scaler: the state of the loss scale, if there is one.
         groups: the settings of each group of the optimizer, its rate among them.
         extra: what the user saves besides.
+        states: the extra states of the model's modules.
     """
 
     step: int
@@ -54,6 +56,7 @@ class Progress:
     scaler: Mapping[str, Any] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
 
 
@@ -75,10 +78,15 @@ class Saved:
 def save(directory: str | Path, module: Parallel, optimizer: Any, progress: Progress) -> None:
     """Write the state of a run. All ranks of replica 0 call this at the same place; rank 0 writes."""
     program, directory = module.masters, Path(directory)
-    tensors = module.full_state_dict(rank0_only=True)
+    extra = plain_values(
+        module.extra_states(),
+        "the extra state",
+        "plain values in get_extra_state(); or save full_state_dict() yourself",
+    )
+    tensors = full_state(program, rank0_only=True)
     states, values = _gather_optimizer(module, optimizer, exchange(program))
     if program.transport.rank == 0:
-        _write(directory, tensors, states, replace(progress, values=values))
+        _write(directory, tensors, states, replace(progress, values=values, states=extra))
 
 
 def _gather_optimizer(
@@ -162,6 +170,29 @@ def check_target(directory: str | Path) -> None:
         )
 
 
+def plain_values(extra: Mapping[str, Any], what: str, remedy: str) -> Mapping[str, Any]:
+    """Values that JSON gives back as they are; others are refused."""
+    for name, value in extra.items():
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError):
+            text = ""
+        if not text or not _same(json.loads(text), value):
+            raise RunError(
+                f"{what} {name} cannot be saved: a {type(value).__name__} that is no plain value", remedy=remedy
+            )
+    return extra
+
+
+def _same(read: Any, given: Any) -> bool:
+    """True if a value comes back as it was; a tuple comes back as a list."""
+    if isinstance(given, dict):
+        return isinstance(read, dict) and read.keys() == given.keys() and all(_same(read[k], given[k]) for k in given)
+    if isinstance(given, list | tuple):
+        return len(read) == len(given) and all(map(_same, read, given))
+    return str(read) == str(given)
+
+
 # Reading.
 
 
@@ -223,6 +254,7 @@ def check_saved(saved: Saved, graph: Graph, **asked: Any) -> None:
 @torch.no_grad()
 def restore_model(saved: Saved, module: Parallel) -> None:
     """Give a rank its parts of the weights."""
+    module.check_extra_states(saved.progress.states)
     whole, program = _tensors(saved.model), module.masters
     shapes = shapes_of(program)
     held = [(name, one, program.stored[name]) for name, one in program.held() if shapes[name].persistent]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from weft.lower.check import Report
 from weft.order import check_schedule
 from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.load import cut_parameters
-from weft.runtime.program.surface import modes_after, modes_of
+from weft.runtime.program.own_modes import modes_after
+from weft.runtime.program.surface import modes_of
 from weft.runtime.weights.precision import Precision
 from weft.verify.compare import Result
 from weft.verify.judged import Say, judge
@@ -98,7 +100,7 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
 
 def _evaluation(subject: Subject, plan: PlanLike, compiled: Compiled, say: Say) -> Source | None:
     """The program for evaluation, as `eval()` of a parallel module has it made; None if training is in its modes."""
-    modes = modes_after(subject.model, False)
+    modes = modes_after(subject.model, methodcaller("eval"))
     if modes == modes_of(subject.model):
         return None
     say("compiling the program for evaluation")

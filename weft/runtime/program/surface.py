@@ -1,30 +1,55 @@
 """Surface: what the original module shows besides parameters and buffers: its submodules, their modes and attributes.
 
-In: the original module. Out: a tree of containers under the names of all its submodules, also of those without
-parameters. A program is made for the modes and attributes that the module had: what is in training mode now is told
-(`modes_of`), so that a program for these modes can be made; an attribute that forward may read cannot be set, since no
-program would read it. Other attributes, those of the caller's own, can.
+In: the original module. Out: of each submodule, also of those without parameters, its class, its attributes and its
+extra state, as data (`shown.py` shows them); the attributes that its parameters have. A program is made for the modes
+and attributes that the module had: what is in training mode now is told (`modes_of`), so that a program for these modes
+can be made.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from weft.errors import Refuse
-from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.calling import Arguments, Calling, calling_of
-from weft.runtime.program.stored import Container
+from weft.runtime.program.read_only import holds_tensors
 
 STANDARD = frozenset(vars(nn.Module()))
 Modes = frozenset[str]
 """The paths of the submodules that are in training mode; the module itself is ""."""
-UNREAD = "make it a buffer (register_buffer) and change its values, pass it to forward, or set it before parallelize()"
+HELD = object()
+"""In place of a value of the original's that is not kept: it holds tensors, which may be large, and change."""
+NO_STATE = object()
+EXTRA = "_extra_state"
+"""The last part of the name of an extra state in state dicts."""
+OUR_MARK = "_weft"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one submodule shows.
+
+    Args:
+        kind: its class; None of what shows nothing.
+        attributes: its own, and those of its classes; of those that hold tensors HELD.
+        parameters, buffers, children: the names of its parameters, buffers and submodules.
+        text: what its `repr` says of it.
+        extra: what its `get_extra_state` gives; NO_STATE if it has none, HELD if that cannot be said.
+    """
+
+    kind: type[Any] | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    children: frozenset[str] = frozenset()
+    text: str = ""
+    extra: Any = NO_STATE
 
 
 @dataclass(frozen=True)
@@ -32,18 +57,31 @@ class Surface:
     """What a module shows.
 
     Args:
-        attributes: of each submodule, by path.
+        nodes: each submodule, by path.
         aliases: further paths of submodules, each with the first one.
         modes: those that it was captured in.
-        train: what the original's own `train(mode)` makes of the modes; None if it is that of any module.
         calling: how its forward is called.
+        marks: the attributes of its parameters, by all of their names.
+        original: gives the module again; None if nobody can.
+        own_modes: it has a `train()` or `eval()` of its own.
     """
 
-    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    nodes: Mapping[str, Node] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     modes: Modes = frozenset({""})
-    train: Callable[[bool], Modes] | None = None
     calling: Calling | None = None
+    marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    original: Callable[[], nn.Module] | None = None
+    own_modes: bool = False
+
+    def buffers(self) -> Iterator[str]:
+        """The first names of all buffers."""
+        return (joined(path, name) for path, node in self.nodes.items() for name in node.buffers)
+
+    def extra_states(self) -> dict[str, Any]:
+        """The extra states of all submodules, by their names in state dicts."""
+        nodes = {**self.nodes, **{path: self.nodes[first] for path, first in self.aliases.items()}}
+        return {joined(path, EXTRA): node.extra for path, node in nodes.items() if node.extra is not NO_STATE}
 
 
 def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Arguments) -> Surface:
@@ -53,19 +91,33 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
         original: gives the module again; it is not kept.
         example: the arguments of a call.
     """
-    own_train = any(type(sub).train is not nn.Module.train for sub in module.modules())
-
-    def train(mode: bool) -> Modes:
-        return modes_after(original(), mode)
-
-    attributes, aliases, first = dict[str, Mapping[str, Any]](), dict[str, str](), dict[int, str]()
+    nodes, aliases, first = dict[str, Node](), dict[str, str](), dict[int, str]()
     for path, sub in module.named_modules(remove_duplicate=False):
         if (known := first.setdefault(id(sub), path)) == path:
-            attributes[path] = dict(_attributes(sub))
+            names = (_there(sub._parameters), _there(sub._buffers), _there(sub._modules))
+            nodes[path] = Node(type(sub), dict(_attributes(sub)), *names, _text(sub), _extra_state(sub, module))
         else:
             aliases[path] = known
-    calling = calling_of(module.forward, *example)
-    return Surface(attributes, aliases, modes_of(module), train if own_train else None, calling)
+    return Surface(
+        nodes,
+        aliases,
+        modes_of(module),
+        calling_of(module.forward, *example),
+        {name: dict(_marks(one)) for name, one in module.named_parameters(remove_duplicate=False)},
+        original,
+        any(has_own_modes(sub) for sub in module.modules()),
+    )
+
+
+def joined(*names: str) -> str:
+    """Names as one, with dots."""
+    return ".".join(filter(None, names))
+
+
+def has_own_modes(module: nn.Module) -> bool:
+    """True if its `train()` or `eval()` is not that of any module."""
+    names = ("train", "eval")
+    return any(name in vars(module) or getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
 
 
 def modes_of(module: nn.Module) -> Modes:
@@ -83,85 +135,56 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
         set_modes(module, before)
 
 
-def modes_after(module: nn.Module, mode: bool) -> Modes:
-    """What `train(mode)` puts into training mode; the module stays as it is."""
-    with modes_kept(module):
-        module.train(mode)
-        return modes_of(module)
-
-
 def set_modes(module: nn.Module, modes: Modes) -> None:
     """Put exactly these submodules into training mode."""
     for path, sub in module.named_modules(remove_duplicate=False):
         sub.training = path in modes
 
 
+def own_classes(kind: type[Any]) -> tuple[type[Any], ...]:
+    """A class of modules and its bases, down to what all modules are."""
+    return kind.__mro__[: kind.__mro__.index(nn.Module)]
+
+
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attributes of the module and of its classes. Values that hold tensors are not kept: they may be large."""
-    for kind in reversed(type(module).__mro__[: type(module).__mro__.index(nn.Module)]):
+    """Attributes of the module and of its classes; methods and properties are none."""
+    for kind in reversed(own_classes(type(module))):
         for name, value in vars(kind).items():
-            if not (name.startswith("__") or callable(value) or isinstance(value, staticmethod | classmethod)):
-                yield name, None if isinstance(value, property) else value
+            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
+                yield name, value
     for name, value in vars(module).items():
         if name not in STANDARD:
-            yield name, None if isinstance(value, Tensor | nn.Module | list | tuple | dict | set) else value
+            yield name, HELD if holds_tensors(value) else value
+    held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
+    yield from ((name, None) for table in held for name, one in table.items() if one is None)
 
 
-class Attributes(nn.Module):
-    """A module that shows attributes of the original, to be read."""
-
-    _path = ""
-    _attributes: Mapping[str, Any] = MappingProxyType({})
-    _assigned: Mapping[str, Callable[[Tensor], None]] = MappingProxyType({})
-    """What sets buffers that others hold."""
-
-    def tell(self, attributes: Mapping[str, Any], refuse: Refuse, path: str = "") -> None:
-        """Say what the original has here, and how to refuse a change of it."""
-        self.__dict__.update(_attributes=attributes, _refuse=refuse, _path=path)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (assign := self._assigned.get(name)) is not None and isinstance(value, Tensor):
-            return assign(value)
-        if name not in self.__dict__ and not isinstance(value, nn.Module | nn.Parameter):
-            self._refuse_set(name, value)
-        return super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in self._attributes:
-                return self._attributes[name]
-            raise
-
-    def _refuse_set(self, name: str, value: Any) -> None:
-        """Refuse what nothing would read, and what a buffer cannot hold."""
-        held = self.__dict__.get("_buffers", {}).get(name)
-        dotted = ".".join(filter(None, (self._path, name)))
-        if held is None and name in self._attributes:
-            message = f"{dotted} is set, and programs do not read it: they were made with the value that it had"
-            raise self.__dict__["_refuse"](message, UNREAD)
-        if isinstance(value, Tensor) and held is not None and (value.shape, value.dtype) != (held.shape, held.dtype):
-            raise self.__dict__["_refuse"](
-                f"the buffer {dotted} is {dtype_name(held.dtype)}{list(held.shape)} on this rank, and is set to "
-                f"{dtype_name(value.dtype)}{list(value.shape)}",
-                "set what the rank holds of it; load_state_dict() takes what state_dict() gave",
-            )
+def _there(held: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, one in held.items() if one is not None)
 
 
-class Shown(Attributes, Container):
-    """A submodule of the original as a parallel module shows it."""
+def _marks(parameter: Tensor) -> Iterator[tuple[str, Any]]:
+    """What a user has written on a parameter."""
+    for name, value in vars(parameter).items():
+        if not (name.startswith(OUR_MARK) or holds_tensors(value)):
+            yield name, value
 
 
-def shown_tree(surface: Surface, refuse: Refuse) -> Shown:
-    """Containers under the names of all submodules, in the modes that they are in."""
-    tree = Shown()
-    for path, attributes in surface.attributes.items():
-        holder, _ = tree.holder_of(f"{path}.x" if path else "x", make=True)
-        assert isinstance(holder, Shown)
-        holder.tell(attributes, refuse, path)
-    for path, first in surface.aliases.items():
-        holder, name = tree.holder_of(path)
-        holder._modules[name] = tree.get_submodule(first)
-    set_modes(tree, surface.modes)
-    return tree
+def _text(module: nn.Module) -> str:
+    try:
+        return module.extra_repr()
+    except Exception:  # noqa: BLE001 - the user's code, on a module that may have no values
+        return ""
+
+
+def _extra_state(module: nn.Module, root: nn.Module) -> Any:
+    """The extra state of a module as it is now, if it does not look at parameters and buffers."""
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        return NO_STATE
+    ours = {one.untyped_storage()._cdata for one in (*root.parameters(), *root.buffers())}
+    try:
+        found = copy.deepcopy(state := module.get_extra_state())
+    except Exception:  # noqa: BLE001 - the user's code, on a module that may have no values
+        return HELD
+    tensors = [one for one in pytree.tree_leaves(state) if isinstance(one, Tensor)]
+    return HELD if any(one.is_meta or one.untyped_storage()._cdata in ours for one in tensors) else found

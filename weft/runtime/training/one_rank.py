@@ -10,6 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,10 +22,11 @@ from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
-from weft.runtime.program.batch import BatchMismatch
+from weft.runtime.program.batch import BatchMismatch, dtype_name
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.combined_optimizer import with_empties
@@ -108,6 +110,10 @@ class OneRank(Stepping):
         self._num_hooks: dict[str, int] = {}
         tree = self.show_surface(surface or Surface())
         hold_all(self.masters, tree)
+        self._mark_parameters(tree)
+        self._setters = self._buffer_setters()
+        tree.assign_by(self._setters)
+        self.__dict__["_assigned"] = tree._assigned
         for module in pieces.modules:
             module.trees.append(tree)
         if flow.is_whole:
@@ -115,6 +121,42 @@ class OneRank(Stepping):
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
         self._tell_refusal(flow)
+
+    def _mark_parameters(self, tree: nn.Module) -> None:
+        """Write on parameters what the user has written on those of the original."""
+        apart = [(copy.name, copy.other) for copy in self.masters.apart.values()]
+        for name, parameter in (*tree.named_parameters(remove_duplicate=False), *apart):
+            vars(parameter).update(self._surface.marks.get(name, {}))
+
+    def _buffer_setters(self) -> dict[str, Callable[[Any], None]]:
+        """What sets each buffer of the model, also one that other ranks hold, by every name."""
+        parts = self.program.stored_parts().items()
+        first = {each: name for name, part in parts for each in (name, *part.tied)}
+        return {each: partial(self._set_buffer, first[each]) for each in self._surface.buffers() if each in first}
+
+    def assign_buffer(self, name: str, value: Any) -> None:
+        """Set a buffer by its dotted name."""
+        self._setters[name](value)
+
+    @torch.no_grad()
+    def _set_buffer(self, name: str, value: Any) -> None:
+        """Give a buffer another value: all of it, or what this rank holds of it."""
+        part, index = self.program.stored_parts()[name], self.stored.get(name)
+        here = None if index is None else size(index)
+        if not isinstance(value, Tensor) or value.dtype != part.dtype or tuple(value.shape) not in (part.shape, here):
+            is_tensor = isinstance(value, Tensor)
+            told = f"{dtype_name(value.dtype)}{list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise self._refused(
+                f"the buffer {name} is {dtype_name(part.dtype)}{list(part.shape)}, of which this rank holds "
+                f"{'nothing' if here is None else list(here)}, and is set to {told}",
+                "set all of it, or what the rank holds of it; load_state_dict() takes what state_dict() gave",
+            )
+        if index is not None:
+            mine = take(value, index) if value.shape == part.shape else value
+            held = mine.detach().to(self._transport.device).clone(memory_format=torch.contiguous_format)
+            for module in self.program.modules:
+                if name in module.stored:
+                    module.update(name, held)
 
     def _tell_refusal(self, flow: Flow) -> None:
         if self._refusal is not None:

@@ -134,12 +134,6 @@ class Parallel(OneRank):
         self._weight = sum(weights)
         return flow.join(found, self.reduction.shares(weights))
 
-    @on_all_ranks
-    def train(self, mode: bool = True) -> Parallel:
-        """As of any module; the first `eval()` makes the program for it, on all ranks together."""
-        self.follow(self.modes_after(mode))
-        return self
-
     def follow(self, modes: Modes) -> None:
         """Take on these modes; a program for them is made if there is none, on all ranks together."""
         self.modes = modes
@@ -349,14 +343,17 @@ class Parallel(OneRank):
         start = f"{prefix}." if prefix else ""
         yield from ((f"{start}{name}", copy.other) for name, copy in self.masters.apart.items())
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """The original's state dict: whole tensors on the CPU. All ranks call this together.
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The original's state dict: whole tensors on the CPU, and the extra state of its modules. All ranks call this
+        together.
 
         Args:
             rank0_only: ranks other than 0 get an empty dict, which saves them the memory.
         """
         self.compare_ranks(of_replica=True)
-        return full_state(self.masters, rank0_only=rank0_only)
+        extra = self.extra_states()
+        found = full_state(self.masters, rank0_only=rank0_only)
+        return {} if rank0_only and self._transport.whole.rank else {**found, **extra}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

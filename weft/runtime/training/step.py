@@ -5,9 +5,11 @@ In: a module that gives gradients (`forward_backward`), its optimizers. Out: the
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -18,7 +20,9 @@ from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
 from weft.runtime.program.calling import Calling, sign
 from weft.runtime.program.name_passthrough import Own
-from weft.runtime.program.surface import Modes, Shown, Surface, shown_tree
+from weft.runtime.program.own_modes import Change, modes_after
+from weft.runtime.program.shown import Attributes, Shown, shown_tree
+from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.scaling import GradScaler
 
 
@@ -45,7 +49,7 @@ class Stepping(Own):
         super().__init__()
         self.guard: Guard | None = None
         """What watches over its parameters."""
-        self._surface, self._paths = Surface(), dict[str, nn.Module]()
+        self._surface, self._paths = Surface(), dict[str, Shown]()
         self._flags, self._modes = list[bool](), Modes()
         self.calling: Calling | None = None
         """How the original is called."""
@@ -54,15 +58,20 @@ class Stepping(Own):
 
     def show_surface(self, surface: Surface, *, shows: bool = True) -> Shown:
         """Show what the original shows, in its modes; the tree, to be filled."""
-        tree = shown_tree(surface, self._refused)
+        tree = shown_tree(surface, self._refused, self._change_inside)
         if shows:
             self.show(tree)
-        self.tell(tree._attributes, self._refused)
+        if (node := surface.nodes.get("")) is not None:
+            self.tell(node, self._refused, original=surface.original)
         self._surface, self.calling = surface, surface.calling
         sign(self, surface.calling)
-        self._paths = {path: module for path, module in tree.named_modules(remove_duplicate=False) if path}
+        self._paths = {path: cast(Shown, one) for path, one in tree.named_modules(remove_duplicate=False) if path}
         self.training = "" in surface.modes
         return tree
+
+    def shown(self) -> Mapping[str, Shown]:
+        """The submodules that are shown, by every path."""
+        return self._paths
 
     @property
     def modes(self) -> Modes:
@@ -80,11 +89,58 @@ class Stepping(Own):
         for path, module in self._paths.items():
             module.training = path in modes
 
-    def modes_after(self, mode: bool) -> Modes:
-        """What `train(mode)` of the original puts into training mode."""
-        if self._surface.train is not None:
-            return self._surface.train(mode)
-        return frozenset({"", *self._paths} if mode else ())
+    @abstractmethod
+    def follow(self, modes: Modes) -> None:
+        """Take on these modes; a program for them is made if there is none, on all ranks together."""
+
+    @on_all_ranks
+    def train(self, mode: bool = True) -> Self:
+        """As of the original; the first `eval()` makes the program for it, on all ranks together."""
+        if self._surface.own_modes:
+            self.follow(self._modes_after("", methodcaller("train", mode)))
+        else:
+            self.follow(frozenset({"", *self._paths} if mode else ()))
+        return self
+
+    @on_all_ranks
+    def eval(self) -> Self:
+        """As of the original, which may have its own."""
+        if not self._surface.own_modes:
+            return self.train(False)
+        self.follow(self._modes_after("", methodcaller("eval")))
+        return self
+
+    def _modes_after(self, path: str, change: Change) -> Modes:
+        """What a submodule's own `train()` or `eval()` makes of the modes."""
+        assert self._surface.original is not None
+        return modes_after(self._surface.original(), change, path, self.modes)
+
+    def _change_inside(self, path: str, change: Change) -> None:
+        self.modes = self._modes_after(path, change)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # what the model has is not what the runtime calls so, unless the runtime sets it
+        node = self._shown_node
+        if name in node.attributes or name in node.buffers or name in node.parameters or name in node.children:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("weft."):
+                return Attributes.__setattr__(self, name, value)
+            if name not in self.__dict__ and not isinstance(value, nn.Module | nn.Parameter):
+                return object.__setattr__(self, name, value)
+        return super().__setattr__(name, value)
+
+    def extra_states(self) -> dict[str, Any]:
+        """What the original's modules keep beside tensors, by the names in state dicts; refuses what is not known."""
+        return {name: self._extra_holder(name).extra_state() for name in self._surface.extra_states()}
+
+    def check_extra_states(self, found: Mapping[str, Any]) -> None:
+        """Refuse others than the program was made with."""
+        for name in self._surface.extra_states():
+            if name in found:
+                self._extra_holder(name).check_extra_state(found[name])
+
+    def _extra_holder(self, name: str) -> Attributes:
+        path = name.rpartition(".")[0]
+        return self._paths[path] if path else self
 
     def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as the original takes them, in the form of the example."""

@@ -12,6 +12,7 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,48 @@ def _tied(
         tape.seen = AsSeen(relied, module.samples)
     inputs = (*roots, *_taken(tape))
     value = None if loss is None else loss.detach()
+    returned = Returned(places)
     found: tuple[Tensor, ...] = _Ending.apply(
-        module, tape, places, (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
+        (module, tape, returned), (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
     )
+    returned.outputs = [weakref.ref(one) for one in found]
     return found
+
+
+class Returned:
+    """What a call has returned, as long as the caller holds it.
+
+    Args:
+        places: of those that have a gradient, among all outputs.
+    """
+
+    def __init__(self, places: Sequence[int] = ()) -> None:
+        self._places = places
+        self.outputs: Sequence[weakref.ref[Tensor]] = ()
+        self._empty: Sequence[Tensor] = ()
+
+    def made(self, values: Sequence[Tensor]) -> None:
+        """These will be returned: where no gradient comes, zeros in their form stand for it."""
+        self._empty = [torch.empty((), dtype=one.dtype, device=one.device).expand(one.shape) for one in values]
+
+    def refuse_retained(self, found: Sequence[Tensor | None], refusal: Refuse) -> None:
+        """Refuse an output that keeps its gradient beside others that have one: what these bring to it inside of the
+        program does not come by it."""
+        for at, output in enumerate(one() for one in self.outputs):
+            others = (one is not None for number, one in enumerate(found) if number != at)
+            if output is not None and output.retains_grad and any(others):
+                raise refusal(*RETAINED)
+
+    def used(self, found: Sequence[Tensor | None]) -> frozenset[int]:
+        """The outputs that a gradient has come to."""
+        return frozenset(at for at, one in zip(self._places, found, strict=True) if one is not None)
+
+    def gradients(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """The gradients of all outputs."""
+        return tuple(
+            torch.zeros_like(empty, memory_format=torch.contiguous_format) if one is None else one
+            for one, empty in zip(found, self._empty, strict=True)
+        )
 
 
 def _taken(tape: Tape) -> list[Tensor]:
@@ -79,6 +118,13 @@ SOME = (
 AGAIN = (
     "backward(create_graph=True) goes through a parallel module, whose gradients cannot be differentiated again",
     "call backward() without create_graph; a penalty on gradients needs the model on one device",
+)
+
+
+RETAINED = (
+    "retain_grad() was called on an output of a parallel module, and backward starts from another output of the same "
+    "call, which may have been made from it: its gradient inside of the program is not seen",
+    "let the model return that output, and make the loss of it outside: then its gradient comes by it",
 )
 
 
@@ -104,36 +150,32 @@ class _Ending(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        module: ParallelModule,
-        tape: Tape,
-        places: tuple[int, ...],
+        about: tuple[ParallelModule, Tape, Returned],
         counts: Counts,
         anchor: Tensor,
         loss: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.module, ctx.tape, ctx.counts, ctx.num_inputs = module, tape, counts, len(inputs)
-        ctx.is_loss, ctx.places = loss is not None, places
+        (ctx.module, ctx.tape, ctx.returned), ctx.counts, ctx.num_inputs = about, counts, len(inputs)
+        ctx.is_loss = loss is not None
         ctx.set_materialize_grads(False)
         # the caller may change an output in place: what backward has kept is another tensor
-        made = tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
-        ctx.made = [(one.shape, {"dtype": one.dtype, "device": one.device}) for one in made]
-        return made
+        found = tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        ctx.returned.made(found)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients to what was returned, zeros to tokens, nothing to parameters."""
         refuse_parts(ctx, ctx.module.refusal)
-        ctx.tape.outputs = frozenset(at for at, one in zip(ctx.places, gradients, strict=True) if one is not None)
+        ctx.returned.refuse_retained(found, ctx.module.refusal)
+        ctx.tape.outputs = ctx.returned.used(found)
+        gradients = ctx.returned.gradients(found)
         ctx.module.begin_backward(ctx.tape)
         num_roots, num_tied = ctx.counts
         zero = torch.zeros((), device=ctx.module.device)
-        given = [
-            torch.zeros(shape, **how) if one is None else one
-            for one, (shape, how) in zip(gradients, ctx.made, strict=True)
-        ]
-        given = given * num_roots if ctx.is_loss else given
-        return *(None,) * 6, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
+        given = gradients * num_roots if ctx.is_loss else gradients
+        return *(None,) * 4, *given, *(zero,) * (num_tied - num_roots), *(None,) * (ctx.num_inputs - num_tied)
 
 
 class _Entry(torch.autograd.Function):
