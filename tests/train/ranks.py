@@ -17,7 +17,9 @@ from weft.train.opened import open_rank
 from weft.verify.ranks import emulate
 
 
-def on_ranks(model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any], *, outputs: str = "loss") -> list[Any]:
+def on_ranks(
+    model: nn.Module, example: Any, plan: str, body: Callable[[Any], Any], *, outputs: str = "loss"
+) -> list[Any]:
     """What `body(module)` gives on each rank."""
     programs = Programs(lambda module: Subject(model, example), plan, None, cache=None, outputs=outputs)
     files, lock, made = programs.training(model), threading.Lock(), dict[str, Any]()
