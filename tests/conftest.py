@@ -6,6 +6,7 @@ number of examples read `settings.default.max_examples` when they are collected.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from weft.capture import api
 from weft.runtime.jobs.launch import Pool
 
 torch.set_num_threads(1)
+# until all tests are collected: what is imported stays
+gc.disable()
 # A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of it need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -43,6 +46,17 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", action="store_true", help="rewrite the expected texts under tests/golden")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """From here on Python's collector looks at what tests make, not at the half million objects that were imported."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

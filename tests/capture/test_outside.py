@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.capture.tracing import surroundings
+from weft.capture.tracing.fingerprint import fingerprint
 from weft.errors import CaptureError, WeftError
 
 COUNT = itertools.count(1)
@@ -315,3 +319,30 @@ def test_of_several_scalars_none_is_the_loss() -> None:
     assert torch.allclose(kl + loss, sum(module(x)))
     with pytest.raises(WeftError, match="no output is called loss"):
         parallel.train_step((x,), torch.optim.SGD(parallel.parameters(), 0.1))  # type: ignore[operator]
+
+
+ROWS = {number: [number, str(number)] for number in range(200)}
+
+
+def test_what_lies_around_is_looked_at_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the forward, before the second one and after it: a process may hold much that no forward touches."""
+    seen = []
+
+    def counting(value: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(value) is list and len(value) == 2 and value[1] == str(value[0]))
+        return fingerprint(value, *args, **kwargs)
+
+    monkeypatch.setattr(surroundings, "fingerprint", counting)
+    monkeypatch.setattr("weft.capture.tracing.fingerprint.fingerprint", counting)
+    weft.capture(Base(), torch.ones(2, 4))
+    assert sum(seen) == 3 * len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([1, 2], [1, True]), ([0.0], [-0.0]), ([1, 2.0], [1, 2]), ({1: 2}, {1: 2.0}), ([[1], "a"], [["1"], "a"])],
+)
+def test_containers_of_other_values_differ(before: Any, after: Any) -> None:
+    assert fingerprint(before) != fingerprint(after)
+    assert fingerprint(before) == fingerprint(copy.deepcopy(before))
+    assert fingerprint([math.nan]) == fingerprint([math.nan])

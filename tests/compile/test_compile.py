@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 
 from tests.train.eager import mlp
 from weft.compile import Timer, compile_program
+from weft.compile.passes import uncollected
 from weft.errors import ModelFileError, PlanError
 from weft.plan import Plan
 
@@ -56,3 +58,30 @@ def test_a_pass_that_raises_is_not_timed() -> None:
     with pytest.raises(ZeroDivisionError), timer("divide"):
         _ = 1 / 0
     assert timer.seconds == {}
+
+
+def test_the_collector_is_on_again_after_compilations_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, asked = uncollected(), gc.isenabled
+
+    def ends_meanwhile() -> bool:
+        found = asked()
+        other.__exit__(None, None, None)
+        return found
+
+    assert gc.isenabled()
+    other.__enter__()
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "isenabled", ends_meanwhile)
+        with uncollected():
+            pass
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off_and_one_that_is_on_comes_back() -> None:
+    with pytest.raises(PlanError), uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise PlanError("no", remedy="none")
+    assert gc.isenabled()

@@ -95,13 +95,15 @@ def compile_program(
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Python looks for no cycles meanwhile: what passes make lives until their end, and would be looked at in vain."""
-    collects = gc.isenabled()
+    if not gc.isenabled():
+        # by another thread's compilation, maybe, which ends now: what is not switched off here stays as it is
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 @uncollected()

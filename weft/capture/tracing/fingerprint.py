@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 DEPTH = 5
-PLAIN = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex, float)
+PLAIN = frozenset((int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex, float))
 CONTAINERS = (list, dict, set, deque)
+BY_IDENTITY = (torch.Tensor, nn.Module, type)
 
 
 def fingerprint(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Any:
@@ -31,23 +32,27 @@ def fingerprint(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Any:
         objects: look at the attributes of other objects too.
     """
     kind = type(value)
-    if kind in (float, itertools.count):
+    if kind is float or kind is itertools.count:
         return kind, repr(value)
     if kind in PLAIN:
         return kind, value
-    if depth == 0 or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+    if depth == 0 or isinstance(value, BY_IDENTITY) or callable(value):
         return kind, id(value)
-
-    def inner(item: Any) -> Any:
-        return fingerprint(item, depth - 1, objects=objects)
-
     if isinstance(value, dict):
-        return kind, tuple((inner(key), inner(item)) for key, item in value.items())
-    if isinstance(value, list | tuple | deque):
-        return kind, tuple(map(inner, value))
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(map(inner, value))
+        return kind, _of_all(value.keys(), depth - 1, objects), _of_all(value.values(), depth - 1, objects)
+    if isinstance(value, (list, tuple, deque)):
+        return kind, _of_all(value, depth - 1, objects)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset([fingerprint(item, depth - 1, objects=objects) for item in value])
     return (kind, id(value), object_state(value, depth)) if objects else (kind, id(value))
+
+
+def _of_all(values: Collection[Any], depth: int, objects: bool) -> tuple[Any, ...]:
+    """Of what a container holds, in order. Plain values are taken all at once: a list of them may be long."""
+    kinds = tuple(map(type, values))
+    if not PLAIN.issuperset(kinds):
+        return tuple([fingerprint(item, depth, objects=objects) for item in values])
+    return kinds, tuple(map(repr, values) if float in kinds else values)
 
 
 def object_state(value: Any, depth: int) -> Any:

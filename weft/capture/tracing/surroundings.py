@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from weft.capture.source import is_users, package_of
 from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint
 
-COUNTED = (itertools.count, *CONTAINERS)
+SEEN = PLAIN | {itertools.count, *CONTAINERS}
+"""Kinds of values that are looked at."""
 DEPTH = 3
 """Of containers that are looked into."""
 
@@ -46,17 +47,19 @@ class Surroundings:
         for label, _, space in self._spaces:
             for name, (value, print_) in self._held[label].items():
                 now = space.get(name, value)
-                if type(now) not in (*PLAIN, *COUNTED) or (now is value and self._is_cache(value)):
+                if type(now) not in SEEN or _print(now) == print_:
                     continue
-                if _print(now) != print_:
+                if now is not value or not self._is_cache(value):
                     return (f"{label}.{name}" if label else name), partial(_printed, space, name)
         return None
 
     def clear_caches(self) -> None:
         """Take out what was put into caches; functions cache nothing of what they cached meanwhile."""
         for held, copy in self._containers:
-            if isinstance(held, dict) and self._is_cache(held):
-                for key in [key for key in held if key not in copy and _holds_tensor(held[key])]:
+            new = held.keys() - copy.keys() if isinstance(held, dict) else ()
+            tensors = [key for key in new if _holds_tensor(held[key])]
+            if tensors and self._is_cache(held):
+                for key in tensors:
                     del held[key]
         for one, before in self._caches:
             if one.cache_info().misses != before:
@@ -75,7 +78,10 @@ class Surroundings:
         """True for a dict whose old entries are as they were, and for a set that only grew."""
         copy = self._containers.before(held)
         if isinstance(held, dict):
-            return all(key in held and _print(held[key]) == _print(value) for key, value in copy.items())
+            return all(
+                key in held and (held[key] is value or _print(held[key]) == _print(value))
+                for key, value in copy.items()
+            )
         return isinstance(held, set) and copy <= held
 
 
@@ -127,7 +133,7 @@ def _seen(space: Space) -> dict[str, tuple[Any, Any]]:
 
 
 def _is_seen(name: str, value: Any) -> bool:
-    return type(value) in (*PLAIN, *COUNTED) and not (name.startswith("__") and name.endswith("__"))
+    return type(value) in SEEN and not (name.startswith("__") and name.endswith("__"))
 
 
 def _caches(space: Space) -> Iterator[Any]:
