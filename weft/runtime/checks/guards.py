@@ -4,8 +4,8 @@ In: the modules of ranks that this process has, and an optimizer at the moment o
 error with a remedy. Parameters carry a Mark of their module's Guard; one hook of torch's, before every step of every
 optimizer, looks for marks. Refused are: an optimizer that mixes elements of parameters which a rank stores in parts, or
 parameters with each other where a rank lacks some; one that runs the model inside its update (a closure of torch's own
-optimizers is run before it, once); an optimizer over the parameters of a module that was given to `parallelize`; torch's
-own `clip_grad_norm_` and GradScaler where ranks hold different things.
+optimizers is run before it, once); one over the parameters of a module that was given to `parallelize`; torch's own
+`clip_grad_norm_` and GradScaler where ranks hold different things.
 Scaling is noticed by its effect: at the end of backward a few elements of gradients are remembered, and if gradients
 were written to since, ranks tell each other the factor.
 What was found out about an optimizer is kept with it: a step costs a few microseconds.
