@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -170,7 +170,51 @@ class Tables(Base):
         return torch.arange(size).double()
 
 
-@pytest.mark.parametrize("get", [table, kept_table, Tables.table], ids=["lru_cache", "dict", "static"])
+def memoised(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    kept: dict[int, Tensor] = {}
+
+    def get(size: int) -> Tensor:
+        if size not in kept:
+            kept[size] = function(size)
+        return kept[size]
+
+    return get
+
+
+@memoised
+def memoised_table(size: int) -> Tensor:
+    return torch.arange(size).double()
+
+
+class Cache:
+    """Keeps tables beside the model: one for all, and one of each object."""
+
+    shared: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    @classmethod
+    def of_all(cls, size: int) -> Tensor:
+        return cls.shared.setdefault(size, torch.arange(size).double())
+
+    def get(self, size: int) -> Tensor:
+        return self.kept.setdefault(size, torch.arange(size).double())
+
+
+CACHE = Cache()
+GETS = {
+    "lru_cache": table,
+    "dict": kept_table,
+    "static": Tables.table,
+    "closure": memoised_table,
+    "class": Cache.of_all,
+    "object": CACHE.get,
+    "closure of forward": memoised(table.__wrapped__),
+}
+
+
+@pytest.mark.parametrize("get", GETS.values(), ids=GETS)
 def test_caches_of_tensors_stay_the_users(get: Callable[[int], Tensor]) -> None:
     class Cached(Tables):
         def factor(self, x: Tensor) -> Any:

@@ -253,6 +253,17 @@ def test_what_blocks_a_cut_is_named() -> None:
     assert caught.value.place
 
 
+class Strided(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.as_strided((4, 8), (8, 1))).square().mean()
+
+
+def test_what_reads_the_batch_whole_is_named() -> None:
+    with pytest.raises(PlanError, match="as_strided cannot be cut along dim 0 of input x") as caught:
+        dp(Plan(capture(Strided(8, 8), torch.zeros(4, 8)), 2), 2)
+    assert "x.as_strided(" in caught.value.place and "keep rows apart" in caught.value.remedy
+
+
 class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -221,13 +222,52 @@ def test_an_optimizer_of_nothing_or_not_all_is_refused() -> None:
     parallel.train_step(example, torch.optim.SGD(some))
 
 
-def test_a_closure_is_refused_on_several_ranks() -> None:
+def trained_by_closures(module: Any, example: Any) -> Any:
+    """As frameworks train: the optimizer is given what runs the model."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        with DrawMode(Stream(0, step, 0)) if type(module) is type(mlp()[0]) else contextlib.nullcontext():
+            loss = call(module, example)
+        loss.backward()
+        return loss
+
+    losses = []
+    for step in range(STEPS):
+        losses.append(optimizer.step(closure) if step else optimizer.step(closure=closure))
+        schedule.step()
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3"])
+def test_a_closure_runs_before_the_update(plan: str) -> None:
+    model, example = mlp()
+    found = on_ranks(copy.deepcopy(model), example, plan, lambda module: trained_by_closures(module, example))
+    parallel = parallel_of(model, example, plan)
+    emulated, losses = trained_by_closures(parallel, example), trained_by_closures(model, example)
+    for each in (*found, emulated):
+        torch.testing.assert_close(torch.stack(each), torch.stack(losses), rtol=1e-12, atol=1e-12)
+    assert_alike(parallel, model)
+
+
+class Sharp(torch.optim.SGD):
+    """Runs the model where it likes."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return closure()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharp])
+def test_a_model_inside_the_update_is_refused_on_several_ranks(kind: Any) -> None:
     model, example = mlp()
     parallel = parallel_of(model, example, "dp=2")
-    with pytest.raises(RunError, match="closure"):
-        torch.optim.SGD(parallel.parameters(), lr=0.1).step(lambda: parallel.forward_backward(example))
+    with pytest.raises(RunError, match=rf"{kind.__name__} runs the model inside its update(.|\n)*AdamW"):
+        kind(parallel.parameters(), lr=0.1).step(lambda: parallel.forward_backward(example))
     alone = parallel_of(model, example, "dp=1")
-    torch.optim.SGD(alone.parameters(), lr=0.1).step(lambda: alone.forward_backward(example))
+    kind(alone.parameters(), lr=0.1).step(lambda: alone.forward_backward(example))
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,38 @@ def test_what_a_model_in_pieces_cannot_do_is_refused() -> None:
         weft.parallelize(module, batch, "pp=2,microbatches=2", emulate=True, cache=None, outputs="all")
     with pytest.raises(RunError, match="needs 2 processes"):
         weft.parallelize(module, batch, "pp=2,microbatches=2", cache=None)
+
+
+class Returning(nn.Sequential):
+    """A model that returns something of its logits."""
+
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "instead"),
+    [
+        (lambda y: y.square().mean().reshape(1), r"\[1\]", lambda y: y.square().mean().reshape(1).squeeze()),
+        (lambda y: (y.mean(), y.square().mean()), "2 scalars", lambda y: {"kl": y.mean(), "loss": y.square().mean()}),
+        (lambda y: y, r"\[8, 3\]", lambda y: {"loss": y.square().mean(), "logits": y}),
+    ],
+    ids=["one element", "two scalars", "logits"],
+)
+def test_what_returns_no_loss_is_told_what_would_do(what: Any, words: str, instead: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6)
+    with pytest.raises(PlanError, match=f"trains a loss.*{words}") as caught:
+        weft.parallelize(Returning(what), (x,), "pp=2,microbatches=2", emulate=True, cache=None)
+    assert "squeeze" in caught.value.remedy or '{"loss": loss' in caught.value.remedy
+    model = Returning(instead)
+    parallel: Any = weft.parallelize(model, (x,), "pp=2,microbatches=2", emulate=True, cache=None)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel.eval()(x), model.eval()(x))
 
 
 SIZES = """

@@ -147,11 +147,7 @@ def compile_subject(  # noqa: PLR0913 - each is a choice of the caller's
     costs = "" if links is None else links.to_json()
     if is_in_pieces(made):
         if is_open(graph, outputs):
-            raise PlanError(
-                "a plan in stages or micro-batches trains a loss, and what is asked for returns something else",
-                place=subject.place,
-                remedy="a forward that returns a scalar loss, or a plan without pp and microbatches",
-            )
+            raise _no_loss(graph, subject.place)
         with timer("micro-batches"):
             prepared = prepare_pieces(subject, made, make)
             warn_of_marks(graph, prepared.dims)
@@ -252,6 +248,24 @@ def returned(graph: Graph) -> Returns:
         raise CaptureError(
             str(error), remedy="return tensors, in tuples, lists, dicts or dataclasses of an importable class"
         ) from None
+
+
+def _no_loss(graph: Graph, place: str) -> PlanError:
+    """The error of a pipeline over a forward whose outputs are asked for, or that returns no loss."""
+    shapes = [list(graph.tensors[name].shape) for name in graph.outputs if name is not None]
+    scalars = shapes.count([])
+    what, remedy = ", ".join(map(str, shapes[:3])), 'return {"loss": loss, "logits": logits}: evaluation returns both'
+    if graph.loss is not None:
+        what, remedy = "all outputs", 'leave out outputs="all": evaluation returns what the forward returns'
+    elif scalars > 1:
+        what, remedy = f"{scalars} scalars, none of which is called loss", 'return {"loss": loss, ...}'
+    elif shapes in ([[1]], [[1, 1]]):
+        remedy = "return a scalar, loss.squeeze()"
+    return PlanError(
+        f"a plan in stages or micro-batches trains a loss, and what is asked for returns something else: {what}",
+        place=place,
+        remedy=f"{remedy}; or a plan without pp and microbatches",
+    )
 
 
 def is_open(graph: Graph, outputs: str) -> bool:

@@ -1,9 +1,10 @@
 """What forward reads and changes outside its module: globals, class attributes, default arguments, closures.
 
 Enters: a module, before its forward runs. Leaves: the names of what a forward has changed; a counter that it counts on
-would be frozen into the program. Looked at are the files that the forwards are written in, and all files of the user's
-own. Caches of tensors (a dict, `functools.lru_cache`) are no state of that kind: what a trace puts there are fake
-tensors, and they are taken out again, so that the next forward fills the cache anew.
+would be frozen into the program. Looked at are the files that the forwards are written in, all files of the user's
+own, and the functions, classes and objects there that methods of the module lead to by name. Caches of tensors (a
+dict, `functools.lru_cache`) are no state of that kind: what a trace puts there are fake tensors, and they are taken out
+again, so that the next forward fills the cache anew.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ class Surroundings:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._spaces = list(_namespaces(module))
-        self._caches = [(one, one.cache_info().misses) for _, _, space in self._spaces for one in _caches(space)]
-        self._held = {label: _seen(space) for label, _, space in self._spaces}
-        self._containers = Containers(value for space in self._held.values() for value, _ in space.values())
+        self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module)]
+        self._caches = [(one, one.cache_info().misses) for _, _, space, _ in self._spaces for one in _caches(space)]
+        self._containers = Containers(value for *_, held in self._spaces for value, _ in held.values())
 
     def again(self) -> Surroundings:
         """The state now."""
@@ -44,8 +44,8 @@ class Surroundings:
 
     def changed(self) -> tuple[str, Callable[[], Any]] | None:
         """The name of what is not as it was and holds no cache, and what gives its fingerprint; None if all is."""
-        for label, _, space in self._spaces:
-            for name, (value, print_) in self._held[label].items():
+        for label, _, space, held in self._spaces:
+            for name, (value, print_) in held.items():
                 now = space.get(name, value)
                 if type(now) not in SEEN or _print(now) == print_:
                     continue
@@ -67,8 +67,8 @@ class Surroundings:
 
     def restore(self) -> None:
         """Give plain values and containers back what they held."""
-        for label, owner, space in self._spaces:
-            for name, (value, print_) in self._held[label].items():
+        for _, owner, space, held in self._spaces:
+            for name, (value, print_) in held.items():
                 if owner is not None and type(value) in PLAIN and _print(space.get(name, value)) != print_:
                     setattr(owner, name, value)
         self._containers.restore()
@@ -86,23 +86,69 @@ class Surroundings:
 
 
 Space = Mapping[str, Any]
-Owner = ModuleType | type | None
+Found = tuple[str, Any, Space]
+"""A label, what its values are attributes of (None: of nothing), and the values."""
 
 
-def _namespaces(module: nn.Module) -> Iterator[tuple[str, Owner, Space]]:
-    """Of the files that forwards are written in: modules, classes of sub-modules, defaults and closures of methods."""
+def _namespaces(module: nn.Module) -> Iterator[Found]:
+    """Of the files that forwards are written in: modules, classes of sub-modules, and what their methods lead to."""
     kinds = {kind for sub in module.modules() for kind in type(sub).__mro__ if _is_users(kind)}
     files = {str(getattr(sys.modules[kind.__module__], "__file__", "")) for kind in kinds}
+
+    def is_theirs(file: str) -> bool:
+        return file in files or bool(file and is_users(file) and not package_of(file))
+
     for name, found in list(sys.modules.items()):
-        file = getattr(found, "__file__", None) or ""
-        if isinstance(found, ModuleType) and (file in files or (file and is_users(file) and not package_of(file))):
+        if isinstance(found, ModuleType) and is_theirs(getattr(found, "__file__", None) or ""):
             yield name, found, vars(found)
-    for kind in sorted(kinds, key=lambda one: (one.__module__, one.__qualname__)):
-        yield kind.__qualname__, kind, vars(kind)
-        for name, held in vars(kind).items():
-            function = getattr(held, "__func__", getattr(held, "fget", held))  # of a static method, of a property
-            if isinstance(function, FunctionType):
-                yield f"{kind.__qualname__}.{name}", None, _bound(function)
+    known: set[int] = set()
+    waiting: list[tuple[str, Any]] = [(kind.__qualname__, kind) for kind in sorted(kinds, key=repr, reverse=True)]
+    while waiting:
+        label, value = waiting.pop()
+        if id(value) not in known and _is_of(value, is_theirs):
+            known.add(id(value))
+            carried, led = _carried(label, value)
+            yield carried
+            waiting += led
+
+
+def _carried(label: str, value: Any) -> tuple[Found, list[tuple[str, Any]]]:
+    """What a class, a function or an object carries, and what it leads to."""
+    led: Iterator[tuple[str, Any]] = iter(())
+    space = vars(value)
+    if isinstance(value, FunctionType):
+        space, led = _bound(value), _named(value.__code__, value.__globals__)
+    held = [(f"{label}.{name}", one) for name, one in space.items()]
+    found = (label, None if isinstance(value, FunctionType) else value, space)
+    return found, [(name, one) for name, each in (*led, *held) for one in _unwrapped(each)]
+
+
+def _unwrapped(value: Any) -> tuple[Any, ...]:
+    """The function, and the object, of a method; the function of a property."""
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return value.__func__, getattr(value, "__self__", None)
+    return (value.fget,) if isinstance(value, property) else (value,)
+
+
+def _is_of(value: Any, is_theirs: Callable[[str], bool]) -> bool:
+    """True for a function or class that is written in these files, and an object of such a class."""
+    kind = value if isinstance(value, type | FunctionType) else type(value)
+    if isinstance(value, nn.Module | torch.Tensor | ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    found = sys.modules.get(kind.__module__ or "")
+    return found is not None and kind.__module__ != "builtins" and is_theirs(getattr(found, "__file__", None) or "")
+
+
+def _named(code: CodeType, around: Space) -> Iterator[tuple[str, Any]]:
+    """Globals that a function names, and what it names of modules among them."""
+    for name in code.co_names:
+        value = around.get(name)
+        yield name, value
+        if isinstance(value, ModuleType):
+            yield from ((f"{name}.{one}", vars(value).get(one)) for one in code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _named(inner, around)
 
 
 def _is_users(kind: type) -> bool:

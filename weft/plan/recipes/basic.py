@@ -60,9 +60,15 @@ def dp(plan: Plan, parts: int, *, axis: str = "dp", batch_dims: BatchDims | None
     if not chosen:
         chosen = {op: member.cut(parts, axis) for color in _begun(plan, colors) for op, member in color.members.items()}
     if not chosen:
-        place = f"dim {dims[0].dim} of input {where_of(plan.graph, dims[0].tensor)}"
-        remedy = "name the batch dim of every input with batch_dims"
-        raise nothing_to_cut(plan, f"no op of {plan.graph.name} can be cut along the batch", place, remedy)
+        what = f"dim {dims[0].dim} of input {where_of(plan.graph, dims[0].tensor)}"
+        reader = next((op for op in plan.graph.ops if dims[0].tensor in op.inputs), None)
+        blocked = "" if reader is None else f": {reader.kind} cannot be cut along {what}"
+        place = what if reader is None else reader.place
+        remedy = (
+            "write it with operators that keep rows apart, or, if another dim is the batch, name that of every input: "
+            "dp(plan, parts, batch_dims=...) of weft.plan"
+        )
+        raise nothing_to_cut(plan, f"no op of {plan.graph.name} can be cut along the batch{blocked}", place, remedy)
     rest = [op.name for op in plan.graph.ops if op.name not in chosen]
     plan = cut_all(plan, chosen)
     return plan.trans(rest, primitives.copy(parts, axis)) if rest else plan

@@ -3,8 +3,9 @@
 In: the modules of ranks that this process has, and an optimizer at the moment of its `step()`. Out: nothing, or an
 error with a remedy. Parameters carry a Mark of their module's Guard; one hook of torch's, before every step of every
 optimizer, looks for marks. Refused are: an optimizer that mixes elements of parameters which a rank stores in parts, or
-parameters with each other where a rank lacks some; closures on several ranks; an optimizer over the parameters of a
-module that was given to `parallelize`; torch's own `clip_grad_norm_` and GradScaler where ranks hold different things.
+parameters with each other where a rank lacks some; one that runs the model inside its update (a closure of torch's own
+optimizers is run before it, once); one over the parameters of a module that was given to `parallelize`; torch's own
+`clip_grad_norm_` and GradScaler where ranks hold different things.
 Scaling is noticed by its effect: at the end of backward a few elements of gradients are remembered, and if gradients
 were written to since, ranks tell each other the factor.
 What was found out about an optimizer is kept with it: a step costs a few microseconds.
@@ -67,8 +68,9 @@ SCALER = (
     "scaler = weft.GradScaler(...)",
 )
 CLOSURE = (
-    "optimizer.step(closure) runs the model inside the update, which ranks do not do together",
-    "an optimizer whose step() needs no closure, such as AdamW",
+    "{0} runs the model inside its update, where and as often as it likes: ranks would not do so together",
+    "one of torch.optim that runs it once, before the update: AdamW, SGD, ...; or, if it needs no closure, call "
+    "backward() before step()",
 )
 REPLACED = (
     "the optimizer holds parameters of the module that was given to parallelize(), which are not trained any more",
@@ -238,13 +240,11 @@ class Guard:
         self.began(self._forwards, self._updated)
         self._forwards += 1
 
-    def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def before(self) -> None:
         """A step is about to be made."""
         self._is_updated = True
         if self.num_ranks == 1:
             return
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
-            raise self.refuse(*CLOSURE)
         if not self.watches_scales:
             return
         if len(self.ranks) < self.num_ranks and _under_plain_scaler():
@@ -351,28 +351,34 @@ class _Watched:
     shards: tuple[nn.Parameter, ...]
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook of every optimizer's step."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a step."""
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+    """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
     if isinstance(optimizer, CombinedOptimizer):
-        return  # each of them has its own
+        return None  # each of them has its own
     counts = tuple(len(group["params"]) for group in optimizer.param_groups)
     watched = vars(optimizer).get(MARK)
     if not isinstance(watched, _Watched) or watched.counts != counts:
         guards = list({id(guard): guard for one in _all(optimizer) if (guard := guard_of(one)) is not None}.values())
         _refuse_replaced(optimizer)
         if not guards:
-            return
+            return None
         for guard in guards:
             guard.check(optimizer)
         shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
         watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts, shards)
         if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
             optimizer.register_load_state_dict_post_hook(_look_again)
-    for reference in watched.guards:
-        found = reference()
-        if found is not None:
-            found.before(args, kwargs)
+    found = [guard for reference in watched.guards if (guard := reference()) is not None]
+    several = next((guard for guard in found if guard.num_ranks > 1), None)
+    given = None if several is None else _run_closure(optimizer, args, kwargs, several.refuse)
+    for guard in found:
+        guard.before()
     make_plain(watched.shards)
+    return given
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -380,6 +386,21 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     watched = vars(optimizer).get(MARK)
     if isinstance(watched, _Watched):
         show_again(watched.shards)
+
+
+def _run_closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], refuse: Refuse
+) -> Given | None:
+    """What torch's own optimizers run first is run here: the gradients that it makes are looked at as any others."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    if type(optimizer).step.__module__.split(".")[:2] != ["torch", "optim"] or isinstance(optimizer, torch.optim.LBFGS):
+        what, instead = CLOSURE
+        raise refuse(what.format(type(optimizer).__name__), instead)
+    with torch.enable_grad():
+        loss = closure()
+    return args[:1], {**kwargs, "closure": lambda: loss}
 
 
 def _look_again(optimizer: torch.optim.Optimizer) -> None:
