@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.errors import Refuse
+from weft.runtime.checks.outside import Owners, owners_of
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.calling import Arguments, Calling, calling_of
 from weft.runtime.program.stored import Container
@@ -37,6 +38,7 @@ class Surface:
         modes: those that it was captured in.
         train: what the original's own `train(mode)` makes of the modes; None if it is that of any module.
         calling: how its forward is called.
+        owners: its submodules, to be looked at when their attributes are read.
     """
 
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -44,14 +46,18 @@ class Surface:
     modes: Modes = frozenset({""})
     train: Callable[[bool], Modes] | None = None
     calling: Calling | None = None
+    owners: Owners = field(default_factory=dict)
 
 
-def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Arguments) -> Surface:
+def surface_of(
+    module: nn.Module, original: Callable[[], nn.Module], example: Arguments, *, live: bool = True
+) -> Surface:
     """The surface of a module.
 
     Args:
         original: gives the module again; it is not kept.
         example: the arguments of a call.
+        live: the module itself is the original, and stays.
     """
     own_train = any(type(sub).train is not nn.Module.train for sub in module.modules())
 
@@ -65,7 +71,9 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
         else:
             aliases[path] = known
     calling = calling_of(module.forward, *example)
-    return Surface(attributes, aliases, modes_of(module), train if own_train else None, calling)
+    return Surface(
+        attributes, aliases, modes_of(module), train if own_train else None, calling, owners_of(module, live=live)
+    )
 
 
 def modes_of(module: nn.Module) -> Modes:
