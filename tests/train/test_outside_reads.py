@@ -276,7 +276,7 @@ def test_it_is_refused_under_every_plan_and_in_every_step(plan: str) -> None:
     parallel.train_step(batch(), optimizer)
     THIS.TEMPERATURE = 3.0
     for _ in range(2):
-        with pytest.raises(RunError, match="TEMPERATURE was 2.0"):
+        with pytest.raises(RunError, match=r"TEMPERATURE was 2.0"):
             parallel.train_step(batch(), optimizer)
     THIS.TEMPERATURE = 4.0 / 2
     parallel.train_step(batch(), optimizer)
@@ -312,12 +312,12 @@ def test_evaluation_has_the_values_that_it_is_made_with() -> None:
     parallel.eval(), model.eval()
     torch.testing.assert_close(parallel(batch()), model(batch()))
     parallel.train()
-    with pytest.raises(RunError, match="TEMPERATURE was 2.0"):
+    with pytest.raises(RunError, match=r"TEMPERATURE was 2.0"):
         parallel(batch())
     THIS.TEMPERATURE = 2.0
     parallel(batch())
     parallel.eval()
-    with pytest.raises(RunError, match="TEMPERATURE was 3.0"):
+    with pytest.raises(RunError, match=r"TEMPERATURE was 3.0"):
         parallel(batch())
 
 
@@ -329,7 +329,7 @@ class More(Global):
 def test_a_second_program_of_one_capture_has_its_values() -> None:
     _, parallel = made(More)
     THIS.TEMPERATURE = 3.0
-    with pytest.raises(RunError, match="TEMPERATURE was 2.0"):
+    with pytest.raises(RunError, match=r"TEMPERATURE was 2.0"):
         parallel(batch())
 
 
@@ -348,7 +348,7 @@ def test_a_model_from_a_function() -> None:
     parallel = weft.parallelize(Own, batch(), "dp=2", cache=None, emulate=True)
     parallel(batch())
     config.scale = 3.0
-    with pytest.raises(RunError, match="config.scale was 2.0"):
+    with pytest.raises(RunError, match=r"config.scale was 2.0"):
         parallel(batch())
 
 
