@@ -96,7 +96,9 @@ def settled(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, .
     traced = trace(module, flat, dynamic, tolerant=True, asked=asked)
     graph = convert(module, flat, traced)
     if traced.settling:
-        refuse_unsettled(graph, convert(module, flat, trace(module, flat, dynamic, asked=asked)))
+        second = convert(module, flat, trace(module, flat, dynamic, asked=asked))
+        refuse_unsettled(graph, second)
+        return replace(graph, reads=second.reads)
     return graph
 
 
@@ -119,7 +121,8 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     results = [read(handle, builder, Context()) for handle in outputs]
     results = emit_expectations(converter.expected, results, traced.output.loss_among_tensors, builder)
     asks = tuple(Ask.of(kind, place, flat.values, grad=flat.grad) for kind, place in traced.found.asks.items())
-    graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks)
+    reads = traced.found.reader.found(module, traced.found.changed)
+    graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks, reads=reads)
     return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
 
 

@@ -34,6 +34,7 @@ def form_of(graph: Graph, sizes: Sequence[FreeSize] = (), names: Mapping[str, st
         sizes=tuple(sizes),
         guards=guards_of(graph, names) if names else (),
         asks=graph.asks,
+        reads=graph.reads,
     )
 
 

@@ -105,7 +105,7 @@ def _ingredients(graph: Graph, plan: Plan) -> Iterator[str]:
 
 def _told_of(graph: Graph) -> Iterator[str]:
     yield show_graph(graph)
-    yield f"{graph.in_spec} {graph.out_spec} {graph.leaves} {graph.asks}"
+    yield f"{graph.in_spec} {graph.out_spec} {graph.leaves} {graph.asks} {graph.reads}"
     for name, value in graph.constants.items():
         yield f"{name} {value.dtype} {tuple(value.shape)} {tensor_hash(value)}"
 

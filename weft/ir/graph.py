@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from weft.runtime.program.asks import Ask
+from weft.runtime.program.reads import Reads
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,7 @@ class Graph:
         symbols: the dynamic dims: symbol -> (input tensor, dim).
         guards: what the symbols must fulfil for this to be the program: a condition, and the user's line behind it.
         asks: what forward asks about a call besides values, with the example's answers.
+        reads: what forward reads besides its inputs, parameters and buffers.
     """
 
     name: str
@@ -253,6 +255,7 @@ class Graph:
     symbols: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     guards: tuple[tuple[str, str], ...] = ()
     asks: tuple[Ask, ...] = ()
+    reads: Reads = field(default_factory=Reads)
 
     @cached_property
     def producers(self) -> Mapping[str, Op]:

@@ -156,9 +156,10 @@ def _lower_piece(
 
 
 def _unread(graph: Graph) -> frozenset[str]:
-    """Parameters and buffers that no op reads: somebody has to hold them."""
+    """Parameters and buffers that no op reads or makes anew: somebody has to hold them."""
     read = {name for op in graph.ops for name in op.inputs}
-    held = {one.tensor for one in graph.parameters} | {one.tensor for one in graph.buffers}
+    held = {one.tensor for one in graph.parameters}
+    held |= {one.tensor for one in graph.buffers if one.update not in graph.producers}
     return frozenset(held - read)
 
 

@@ -116,7 +116,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     def original() -> nn.Module:
         return model if isinstance(model, nn.Module) else begin(model, seed).module
 
-    surface = surface_of(start.module, original, split_example(example))
+    surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)

@@ -183,6 +183,7 @@ class Emulated(Stepping):
 
     def _prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
+        self._first.refuse_outside(self._first.known_flow(args, kwargs))
         if not self._first.has_program():
             self._make_missing()
         flow = self._first.known_flow(args, kwargs)
@@ -211,6 +212,7 @@ class Emulated(Stepping):
         if any(hooks_of(self)):
             raise refusal(*UNCALLED)
         self._refuse_surroundings()
+        self._first.refuse_outside(None)
         # what is no batch is refused, and what is missing made, here: a rank that fails ends all
         for rows in self._first.missing_sizes(batch):
             self._prepare(Wanted(evaluation=False, rows=rows))

@@ -40,6 +40,7 @@ from weft.capture.example import RAGGED_REMEDY
 from weft.capture.source import caller_is_users, place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
+from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Comparer, Hear, Recorder, heard
 from weft.capture.tracing.stable import stable_form
@@ -77,6 +78,12 @@ class Interception:
     """The grad mode that forward is told."""
     asks: dict[str, str] = field(default_factory=dict)
     """What forward asks about its call, by kind, and the first line that does."""
+    reader: Reader = field(default_factory=Reader)
+    """What forward reads besides its inputs."""
+    changed: set[str] = field(default_factory=set)
+    """Names of containers that forward fills."""
+    parameters: dict[int, str] = field(default_factory=dict)
+    """The names of the module's, by identity."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""
@@ -86,6 +93,11 @@ class Interception:
         """Note that forward asks something about its call, if it is the user's own code that does."""
         if kind not in self.asks and caller_is_users():
             self.asks[kind] = place_here()
+
+    def ask_gradient(self, tensor: torch.Tensor) -> None:
+        """Note that forward asks whether a tensor requires a gradient: on which parameters that depends."""
+        if self.parameters and caller_is_users() and (names := parameters_behind(tensor, self.parameters)):
+            self.reader.note_gradients(names)
 
     def repeat(self, run: Callable[[], Any]) -> None:
         """Run forward once more, untraced, and refuse what differs from the first time."""
@@ -204,6 +216,8 @@ class Listener(TorchFunctionMode):
             self.found.requires = place_here()
         if func in ASKS:
             self.found.ask(ASKS[func])
+            if func == GET_REQUIRES_GRAD:
+                self.found.ask_gradient(args[0])
             if func == GET_REQUIRES_GRAD and not self.found.grad and not args[0].is_leaf:
                 # gradients are recorded in every trace
                 return False
@@ -221,12 +235,36 @@ class Listener(TorchFunctionMode):
             result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self.draws.append(result)
+        if func in MAKERS and kwargs.get("dtype") is None and result.is_floating_point() and caller_is_users():
+            self.found.reader.note_default_dtype()
         return result
 
     def is_never_less(self, drawn: Any, limit: Any) -> bool:
         return isinstance(limit, int | float) and limit <= 0 and any(drawn is draw for draw in self.draws)
 
 
+def parameters_behind(tensor: torch.Tensor, names: Mapping[int, str]) -> tuple[str, ...]:
+    """The parameters that a tensor was made from; itself if it is one."""
+    with torch._C.DisableTorchFunction():
+        if id(tensor) in names:
+            return (names[id(tensor)],)
+        nodes, seen, found = [tensor.grad_fn], set[Any](), dict[str, None]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            found[name] = None
+        nodes.extend(following for following, _ in node.next_functions)
+    return tuple(sorted(found))
+
+
+MAKERS = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.eye, torch.arange, torch.linspace}
+    | {torch.rand, torch.randn, torch.logspace, torch.as_tensor, torch.scalar_tensor}
+)
+"""What gives tensors of torch's default dtype, unless told another."""
 LESS = (torch.lt, torch.less, torch.Tensor.lt, torch.Tensor.__lt__, torch.Tensor.less)
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 GET_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

@@ -53,6 +53,15 @@ class Surroundings:
                     return (f"{label}.{name}" if label else name), partial(_printed, space, name)
         return None
 
+    def filled(self) -> set[str]:
+        """The names of containers that hold something else than they did."""
+        return {
+            name
+            for label, _, _ in self._spaces
+            for name, (value, print_) in self._held[label].items()
+            if isinstance(value, CONTAINERS) and _print(value) != print_
+        }
+
     def clear_caches(self) -> None:
         """Take out what was put into caches; functions cache nothing of what they cached meanwhile."""
         for held, copy in self._containers:

@@ -117,18 +117,24 @@ class Traced(nn.Module):
                 return self.module(*args, **kwargs)
 
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
+        self.found.parameters = {id(one): name for name, one in self.module.named_parameters()}
         try:
             # translated here already: torch prints the whole graph beside an error of its own
             with translating(self.module), Listener(self.found, self.found.calls):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
+            self.found.changed.update(surroundings.filled())
             watch.refuse_changes(run)
             if not watch.settling and not self.found.calls.transformed:
                 after = Watch(self.module)
                 watch.restore()
                 surroundings.clear_caches()
                 repeat = partial(self.found.repeat, run)
-                with translating(self.module), unchanged(surroundings.again(), watch, repeat):
+                with (
+                    translating(self.module),
+                    unchanged(surroundings.again(), watch, repeat),
+                    self.found.reader.reading(),
+                ):
                     repeat()
                 after.restore()
             for old, new in watch.updates():

@@ -10,7 +10,7 @@ example may have other sizes, if the program serves them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.runtime.program.asks import Ask
+from weft.runtime.program.reads import Reads
 from weft.runtime.program.sizes import FreeSize, Guard, evaluate, refused
 
 Dim = int | str
@@ -49,6 +50,7 @@ class Form:
         tensors: for each input of the program, its leaf, its place in words, shape and dtype.
         sizes: that batches choose; guards: what they must fulfil beside.
         asks: what else the forward asks about a batch.
+        reads: what it reads besides the batch.
     """
 
     spec: str
@@ -58,6 +60,7 @@ class Form:
     sizes: tuple[FreeSize, ...] = ()
     guards: tuple[Guard, ...] = ()
     asks: tuple[Ask, ...] = ()
+    reads: Reads = field(default_factory=Reads, compare=False)
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None] | None = None
@@ -128,7 +131,8 @@ class Form:
         sizes = tuple(FreeSize(**one) for one in found["sizes"])
         guards = tuple(Guard(**one) for one in found["guards"])
         asks = tuple(map(Ask.from_json, found["asks"]))
-        return Form(found["spec"], tuple(found["keywords"]), tuple(found["leaves"]), tensors, sizes, guards, asks)
+        names, leaves = tuple(found["keywords"]), tuple(found["leaves"])
+        return Form(found["spec"], names, leaves, tensors, sizes, guards, asks, Reads.from_json(found["reads"]))
 
 
 def _other_value(number: int, leaf: Any, text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from weft.runtime.checks.outside import Owners, owners_of
 from weft.runtime.program.calling import Arguments, Calling, calling_of
 from weft.runtime.program.read_only import holds_tensors
 
@@ -64,6 +65,7 @@ class Surface:
         marks: the attributes of its parameters, by all of their names.
         original: gives the module again; None if nobody can.
         own_modes: it has a `train()` or `eval()` of its own.
+        owners: its submodules, to be looked at when their attributes are read.
     """
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Surface:
     marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     original: Callable[[], nn.Module] | None = None
     own_modes: bool = False
+    owners: Owners = field(default_factory=dict)
 
     def buffers(self) -> Iterator[str]:
         """The first names of all buffers."""
@@ -84,12 +87,15 @@ class Surface:
         return {joined(path, EXTRA): node.extra for path, node in nodes.items() if node.extra is not NO_STATE}
 
 
-def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Arguments) -> Surface:
+def surface_of(
+    module: nn.Module, original: Callable[[], nn.Module], example: Arguments, *, live: bool = True
+) -> Surface:
     """The surface of a module.
 
     Args:
         original: gives the module again; it is not kept.
         example: the arguments of a call.
+        live: the module itself is the original, and stays.
     """
     nodes, aliases, first = dict[str, Node](), dict[str, str](), dict[int, str]()
     for path, sub in module.named_modules(remove_duplicate=False):
@@ -106,6 +112,7 @@ def surface_of(module: nn.Module, original: Callable[[], nn.Module], example: Ar
         {name: dict(_marks(one)) for name, one in module.named_parameters(remove_duplicate=False)},
         original,
         any(has_own_modes(sub) for sub in module.modules()),
+        owners_of(module, live=live),
     )
 
 

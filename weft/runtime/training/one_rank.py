@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.outside import Outside
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
@@ -120,7 +121,8 @@ class OneRank(Stepping):
             flow.program.after_backward = self.gradients_are_right
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
-        self._tell_refusal(flow)
+        self._outside = dict[Flow, Outside]()
+        self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
         """Write on parameters what the user has written on those of the original."""
@@ -158,7 +160,9 @@ class OneRank(Stepping):
                 if name in module.stored:
                     module.update(name, held)
 
-    def _tell_refusal(self, flow: Flow) -> None:
+    def _take_in(self, flow: Flow) -> None:
+        """A program that was just made: what its forward reads is to stay as it is."""
+        self._outside[flow] = Outside(flow.form.reads, self._surface.owners, dict(self.named_parameters()))
         if self._refusal is not None:
             for module in flow.modules:
                 module.refusal = self._refusal
@@ -335,6 +339,21 @@ class OneRank(Stepping):
             "`if rank == 0`), make the same backwards and updates, and give the optimizers of all ranks the same "
             "settings; then start again from what was last saved",
         )
+
+    def refuse_outside(self, flow: Flow | None) -> None:
+        """Refuse to run a program whose forward would read other values than when it was made.
+
+        Args:
+            flow: None for one that is to be made: what was captured for training serves others in its modes.
+        """
+        if flow is None and self.modes != self._surface.modes:
+            return
+        if changed := self._outside[flow or self._flow].changed():
+            raise self._refused(
+                f"{changed}: the program has the value from before",
+                "pass it to forward, make it a buffer (register_buffer) and change its values, or call "
+                "weft.parallelize() again after the change",
+            )
 
     def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""

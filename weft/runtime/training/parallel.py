@@ -94,6 +94,7 @@ class Parallel(OneRank):
     def _run(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A program of one piece, on all of the batch."""
         inputs = flow.bind_whole(args, kwargs)
+        self.refuse_outside(flow)
         self.refuse_surroundings()
         flow.program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
@@ -119,6 +120,7 @@ class Parallel(OneRank):
 
     def _evaluate(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forwards of all micro-batches; no gradient."""
+        self.refuse_outside(flow)
         self.refuse_surroundings()
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
@@ -204,6 +206,7 @@ class Parallel(OneRank):
     def _made(self, batch: Arguments | None) -> Flow:
         assert self._make_flow is not None, "this module was made for training only"
         modes = self.modes
+        self.refuse_outside(None)
         flow = self._make_flow(batch, modes, self.wants_all)
         # pieces may hold a parameter in other layouts: what they read of training is looked up by layout (`lend`)
         wrong = [
@@ -213,7 +216,7 @@ class Parallel(OneRank):
             if name not in self.stored or (flow.is_whole and self.stored[name] != index)
         ]
         assert not wrong, f"another program would store {wrong[0]} elsewhere than training does"
-        self._tell_refusal(flow)
+        self._take_in(flow)
         if flow.is_whole:
             flow.program.after_backward = self.gradients_are_right
         self._others.append((modes, flow))
@@ -239,8 +242,9 @@ class Parallel(OneRank):
             return loss.detach()
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
-        self.refuse_surroundings()
         flow = self._flow
+        self.refuse_outside(flow)
+        self.refuse_surroundings()
         micros, rows = ([], 0) if batch is None else self.cut(flow, *self.arranged(*arguments_of(batch)))
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))

@@ -1,0 +1,48 @@
+"""Reads: what a forward reads besides its inputs, parameters and buffers, by name and with the line that does.
+
+In: names that capture noted. Out: a Reads, which travels with the program as JSON; values do not. Each rank looks up
+what the names stand for when it opens the program (`checks/outside.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Names that forward reads.
+
+    Args:
+        globals: a Python module, a name in it, and the first line that reads it.
+        names: of attributes, of whatever object, and the first line for each.
+        environ: environment variables, likewise.
+        gradients: the lines that ask whether a tensor requires a gradient, and the parameters that it depends on.
+        default_dtype: the first line that asks for torch's default dtype, or makes a tensor of it.
+    """
+
+    globals: tuple[tuple[str, str, str], ...] = ()
+    names: tuple[tuple[str, str], ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+    gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    default_dtype: str = ""
+
+    def only(self, globals: Collection[tuple[str, str]], names: Collection[str]) -> Reads:
+        """Without names that stand for nothing."""
+        return replace(
+            self,
+            globals=tuple(one for one in self.globals if one[:2] in globals),
+            names=tuple(one for one in self.names if one[0] in names),
+        )
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Reads:
+        return Reads(
+            tuple((module, name, place) for module, name, place in found["globals"]),
+            tuple((name, place) for name, place in found["names"]),
+            tuple((name, place) for name, place in found["environ"]),
+            tuple((place, tuple(names)) for place, names in found["gradients"]),
+            found["default_dtype"],
+        )
