@@ -57,8 +57,8 @@ class Surroundings:
         """The names of containers that hold something else than they did."""
         return {
             name
-            for label, _, _ in self._spaces
-            for name, (value, print_) in self._held[label].items()
+            for *_, held in self._spaces
+            for name, (value, print_) in held.items()
             if isinstance(value, CONTAINERS) and _print(value) != print_
         }
 
