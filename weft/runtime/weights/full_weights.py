@@ -145,7 +145,7 @@ class FullWeights:
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor lies: in which storage, and where in it. The storage itself may move."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
