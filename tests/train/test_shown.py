@@ -22,6 +22,16 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 Body = Callable[[Any], Any]
 
 
+class Extra:
+    """Stands behind nn.Module among the bases."""
+
+    plan: Any = None
+
+    @property
+    def options_again(self) -> Any:
+        return self.options  # type: ignore[attr-defined]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +63,9 @@ class Block(nn.Module):
         return torch.tanh(self.lin(x))
 
 
-class Net(nn.Module):
+class Net(nn.Module, Extra):
+    plan = Block
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
@@ -173,6 +185,7 @@ def test_methods_are_refused_and_named(plan: str) -> None:
 def test_properties_are_the_originals_or_refused(plan: str) -> None:
     def body(parallel: Any) -> None:
         assert parallel.blocks[0].wide == 6 and parallel.device == torch.device("cpu")
+        assert parallel.plan is Block and parallel.options_again == {"x": [1]}
 
     everywhere(net(), plan, body)
 

@@ -140,7 +140,7 @@ class Attributes(Answering, nn.Module):
                 "named_parameters() and named_buffers() of its module (with emulate=True of parallel.ranks[N])"
             )
         found = self._static(name)
-        if isinstance(found, staticmethod | classmethod | type):
+        if isinstance(found, staticmethod | classmethod):
             return getattr(node.kind, name)
         if isinstance(found, property | cached_property):
             return self._property(name, found.fget if isinstance(found, property) else found.func)
@@ -169,7 +169,7 @@ class Attributes(Answering, nn.Module):
             return found
         if self._shown_from is not None and not holds_tensors(found):
             original = getattr(self._shown_from().get_submodule(self._shown_path), name)
-            if type(original) is type(found) and bool(original == found):
+            if isinstance(found, type(original)) and bool(original == found):
                 return found
         raise self._refuse(
             f"{self._dotted(name)} is a property of {self.__class__.__name__}, and what this rank holds gives another "
@@ -245,8 +245,9 @@ class Shown(Attributes, Container):
         self.tell(node, refuse, path, surface.original)
         self.__dict__["_shown_change"] = change if surface.own_modes else None
         for name in OVERRIDES:
-            if isinstance(found := self._static(name), FunctionType):
-                self.__dict__[name] = self.uncallable(name, found)
+            method = getattr(node.kind, name, None)
+            if method is not getattr(nn.Module, name) and callable(method):
+                self.__dict__[name] = self.uncallable(name, method)
 
     def shows_name(self, name: str) -> bool:
         return name in self._shown_node.attributes or self._static(name) is not MISSING

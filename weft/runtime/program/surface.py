@@ -149,16 +149,18 @@ def set_modes(module: nn.Module, modes: Modes) -> None:
 
 
 def own_classes(kind: type[Any]) -> tuple[type[Any], ...]:
-    """A class of modules and its bases, down to what all modules are."""
-    return kind.__mro__[: kind.__mro__.index(nn.Module)]
+    """A class of modules and its bases without what all modules are."""
+    return tuple(one for one in kind.__mro__ if one not in nn.Module.__mro__)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Attributes of the module and of its classes; methods and properties are none."""
+    first: dict[str, Any] = {}
     for kind in reversed(own_classes(type(module))):
-        for name, value in vars(kind).items():
-            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__")):
-                yield name, value
+        first.update({name: value for name, value in vars(kind).items() if not name.startswith("__")})
+    for name, value in first.items():
+        if isinstance(value, type) or not (callable(value) or hasattr(value, "__get__")):
+            yield name, value
     for name, value in vars(module).items():
         if name not in STANDARD:
             yield name, HELD if holds_tensors(value) else value
