@@ -82,7 +82,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
 ) -> nn.Module:
     """Make the parallel module of a module, an example batch and a plan.
 
-    What is set on the original afterwards (attributes, modes, hooks) has no effect on it.
+    Modes and hooks that are set on the original afterwards have no effect on it; other values of what its forward reads
+    (attributes, globals, ...) are refused at the next call.
 
     Args:
         model: a module whose forward returns a scalar loss, or tensors (a part of an eager model that runs the same on

@@ -80,12 +80,12 @@ def instance_norm(it: OpView) -> Rule:
     return it.text(f"n c s*{'^' * own}, c, c, c, c -> n c s*", local=_on_batch(it, (), 1, own))
 
 
-def weight_norm(it: OpView) -> Rule | None:
-    """The kept dim is cut freely, the dims that lengths are taken over by the algorithm. None if no dim is kept."""
+def weight_norm(it: OpView) -> Rule:
+    """The kept dim is cut freely, the dims that lengths are taken over by the algorithm."""
     dims = numbered_dims(it.shape)
     at = int(it.args["dim"])
     if at < 0:
-        return None  # torch's word for one length of all elements
+        raise it.error("no rule for one length of all elements, which is what dim=-1 means to torch")
     names = names_of(one for i, one in enumerate(dims) if i != at)
     lengths = tuple(one if i == at else dim() for i, one in enumerate(dims))
     made = call("weft.weight_norm", it.args["v"], it.args["g"], dim=at)
