@@ -11,7 +11,7 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 119_040,
+    "runtime": 119_130,
     "ops": 45_511,
     "codegen": 35_480,
     "plan": 32_468,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_375,
 }
-ALL = 378_050
+ALL = 378_140
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
