@@ -79,6 +79,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def seconds(text: str) -> float:
+    """A time above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time")
+    return value
+
+
 POSITIVE = at_least(1)
 SOME_PLAN = "a recipe (dp=2,tp=2), a plan file, or path.py:function"
 
@@ -87,6 +95,9 @@ FILE = option(
 )
 PLAN = option("--plan", required=True, metavar="P", help=SOME_PLAN)
 DEVICES = option("--devices", type=POSITIVE, metavar="N", help="as many as the plan needs if not given")
+DEVICE = option("--device", metavar="D", help="cpu, cuda, ...: accelerators if each process has one, if not given")
+BACKEND = option("--backend", metavar="B", help="of torch.distributed: gloo, nccl; that of the device if not given")
+TIMEOUT = option("--timeout", type=seconds, metavar="S", help="that one collective may take (default 60)")
 LINKS = option("--links", metavar="FILE", help="what communication costs, as written by weft profile")
 PRECISION = option("--precision", metavar="D", help="compute in bf16 or fp16, with float32 masters of the weights")
 SEED = option("--seed", type=int, default=0, metavar="S", help="of the random stream (default 0)")
@@ -124,6 +135,9 @@ VERIFY = Command(
         ),
         DEVICES,
         flag("--processes", "on true processes instead of emulated devices"),
+        DEVICE,
+        BACKEND,
+        TIMEOUT,
         LINKS,
         PRECISION,
         SEED,
@@ -186,6 +200,9 @@ TRAIN = Command(
             metavar="N",
             help="processes; k times as many as the plan needs train k replicas",
         ),
+        DEVICE,
+        BACKEND,
+        TIMEOUT,
         option("--steps", type=POSITIVE, default=10, metavar="K", help="optimizer steps in all (default 10)"),
         option("--data", metavar="FILE", help="a text, or arrays (.npy, .npz, .safetensors)"),
         option("--lr", type=float, metavar="X", help="of AdamW, instead of the optimizer of the file"),

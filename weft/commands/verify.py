@@ -19,6 +19,8 @@ from weft.verify import Result, verify, verify_program
 from weft.verify.compare import Processes, shortened, show
 
 OK, DIFFERENT = 0, 1
+SHARED = ("devices", "seed", "processes", "device", "backend", "timeout", "precision")
+"""Options of both ways to verify."""
 MAX_LINES = 6
 """Of operators that run whole."""
 MAX_KINDS = 5
@@ -31,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.program is not None and options.links is not None:
         raise WeftError("--links says how to make a program, and --program DIR is made", remedy="leave out --links")
-    shared = {name: getattr(options, name) for name in ("devices", "seed", "processes", "precision")}
+    shared = {name: getattr(options, name) for name in SHARED}
     with user_output(options), Console(stderr=True).status("starting") as status:
         if options.program is None:
             result = verify(options.file, plan=options.plan, links=options.links, say=status.update, **shared)

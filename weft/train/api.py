@@ -22,8 +22,10 @@ the values that the module has, and ranks whose modules differ are refused.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +44,7 @@ from weft.plan.batch import BatchDims
 from weft.runtime.checks.batch_checksum import other_than
 from weft.runtime.checks.guards import mark_replaced
 from weft.runtime.jobs.connect import connect, is_launched
+from weft.runtime.jobs.devices import Device, choose, look, use_device
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
@@ -70,6 +73,9 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     *,
     emulate: bool = False,
     devices: int | None = None,
+    device: Device | None = None,
+    backend: str | None = None,
+    timeout: float | None = None,
     cache: str | Path | None = DEFAULT,
     seed: int = 0,
     weights: Weights | None = None,
@@ -95,6 +101,8 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         emulate: run all ranks as threads of this process.
         devices: how many the plan is for; as many as it needs if not given. A job of k times as many ranks trains k
             replicas, each on its own batches, with averaged gradients.
+        device, backend: where this rank computes, `cuda`, `cpu`, over `nccl`, `gloo`. If not given: on accelerators,
+            if every rank has one of its own, else on the CPU (docs/gpus.md). timeout: seconds for one collective (60).
         cache: where programs are kept, to be found again, read and edited; None keeps none.
         seed: of the random streams, and of the generator while `model()` is called, if it is a function.
         weights: where the values come from, if not from the module: a state dict, or files of one.
@@ -109,30 +117,35 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         memory_limit: `2GiB`: a plan that needs more for a rank's tensors, with AdamW, is refused before it starts.
         precision: "bf16", "fp16" or a `weft.Precision`: compute so, with float32 masters of weights (docs/state.md).
     """
-    wanted = _wanted_outputs(outputs)
+    wanted, reduced = _wanted_outputs(outputs), reduction_of(reduction)
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
-    reduced = reduction_of(reduction)
-
-    def original() -> nn.Module:
-        return model if isinstance(model, nn.Module) else begin(model, seed).module
-
+    original = partial(_original, model, seed)
     surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
-
-    def subject(module: nn.Module | None) -> Subject:
-        return about(original() if module is None else module)
-
+    subject = partial(_subject, about, original)
     programs = Programs(subject, plan, devices, cache=cache, outputs=wanted)
     trained = partial(_trained, programs, about(start.module), memory_limit)
-    made = _emulated(trained(), opened, programs) if emulate else _launched(trained, start, opened, programs)
+    asked: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
+    run = _emulated if emulate else _launched
+    made = run(trained, start, opened, programs, asked)
     if isinstance(model, nn.Module):
         mark_replaced(model.parameters(), refusal)
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _original(model: Model, seed: int) -> nn.Module:
+    return model if isinstance(model, nn.Module) else begin(model, seed).module
+
+
+def _subject(
+    about: Callable[[nn.Module], Subject], original: Callable[[], nn.Module], module: nn.Module | None
+) -> Subject:
+    return about(original() if module is None else module)
 
 
 def _opened(start: Start, own: Values, weights: Weights | None, chosen: Precision | None, **settings: Any) -> Opened:
@@ -175,24 +188,49 @@ def _trained(programs: Programs, subject: Subject, memory_limit: str | int | Non
     return files
 
 
-def _emulated(content: Content, opened: Opened, programs: Programs) -> nn.Module:
+def _emulated(
+    trained: Callable[[], Content], start: Start, opened: Opened, programs: Programs, asked: dict[str, Any]
+) -> nn.Module:
     """All ranks as threads of this process."""
-    files = files_of(content)
+    refuse_asked(asked)
+    files = files_of(trained())
     make = partial(opened, files, make_files=programs)
     return Emulated(make, files.devices, programs, opened.keywords["known"], opened.keywords["surface"])
 
 
-def _launched(trained: Callable[[], Content], start: Start, opened: Opened, programs: Programs) -> nn.Module:
+def _launched(
+    trained: Callable[[], Content],
+    start: Start,
+    opened: Opened,
+    programs: Programs,
+    asked: dict[str, Any],
+) -> nn.Module:
     """The rank that this process is."""
+    timeout = asked["timeout"]
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise RunError(f"timeout={timeout} is no time", remedy="seconds that one collective may take, such as 600")
     if not is_launched():
+        chosen = choose([replace(look(asked["device"], asked["backend"]), local=(0, 1))], 0)
         files = files_of(trained())
         refuse_processes(files.devices)
-        return opened(files, SingleRank(), make_files=programs)
-    job = connect()
+        if chosen.device.type != "cpu" or chosen.idle:
+            chosen.tell()
+        return opened(files, SingleRank(use_device(chosen.device)), make_files=programs)
+    job = connect(**asked)
     refuse_different(job.transport, start)
     files = files_of(shared(job, trained))
     refuse_size(files.devices, job.transport.num_ranks)
     return opened(files, job.transport, make_files=lambda wanted: shared(job, lambda: programs(wanted)))
+
+
+def refuse_asked(asked: Mapping[str, object]) -> None:
+    """Emulated ranks are threads on the CPU."""
+    for name, value in asked.items():
+        if value is not None and (name, str(value)) != ("device", "cpu"):
+            raise RunError(
+                f"{name}={value!r} is asked for, and emulate=True runs all ranks as threads on the CPU",
+                remedy=f"leave out {name}=, or start processes: torchrun --nproc-per-node N SCRIPT",
+            )
 
 
 def reduction_of(how: How) -> Reduction:

@@ -125,8 +125,11 @@ def train_file(
         say("compiling the evaluation")
         order = replace(order, eval_files=programs(Wanted()))
     _check_states(order, chosen, compiled, source)
-    say(f"starting {num_ranks} processes")
-    with Pool(num_ranks, preload=(__name__,)) if pool is None else nullcontext(pool) as workers:
+    asked = {name: getattr(settings, name) for name in ("device", "backend", "timeout")}
+    with Pool(num_ranks, **asked, preload=(__name__,)) if pool is None else nullcontext(pool) as workers:
+        where = workers.chosen[0]
+        tell(f"warning: {where.idle}" if where.idle else str(where))
+        say(f"starting {num_ranks} processes")
         found: list[Told] = told(lambda: workers.run(train_rank, order))
     replicas = num_ranks // compiled.devices
     unit, per_step = count_example(subject.example)

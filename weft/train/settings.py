@@ -23,6 +23,8 @@ class Settings:
     Args:
         steps: optimizer steps of the whole run, those before a resumed one's start counted too.
         devices: processes to start; as many as the plan needs if not given, and k times that for k replicas.
+        device, backend: where processes compute; as `parallelize` chooses if not given.
+        timeout: seconds that one collective may take.
         lr: of AdamW, instead of the optimizer of the file.
         schedule, warmup: how the learning rate changes over all steps.
         precision: to compute in, instead of the file's own.
@@ -41,6 +43,9 @@ class Settings:
 
     steps: int = 10
     devices: int | None = None
+    device: str | None = None
+    backend: str | None = None
+    timeout: float | None = None
     lr: float | None = None
     seed: int = 0
     schedule: str = "constant"

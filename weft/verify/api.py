@@ -8,7 +8,6 @@ model's own precision: that rounding is told, not judged.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
@@ -26,6 +25,7 @@ from weft.cost.links import load as load_links
 from weft.errors import WeftError
 from weft.lower.check import Report
 from weft.order import check_schedule
+from weft.runtime.jobs.devices import Device
 from weft.runtime.program.files import Source, files_of
 from weft.runtime.program.load import cut_parameters
 from weft.runtime.program.own_modes import modes_after
@@ -47,6 +47,9 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
     seed: int = 0,
     tolerance: float = 1e-9,
     processes: bool = False,
+    device: Device | None = None,
+    backend: str | None = None,
+    timeout: float | None = None,
     precision: Precision | str | None = None,
     say: Say = lambda text: None,
 ) -> Result:
@@ -61,6 +64,7 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
         seed: of the random stream that both sides draw from.
         tolerance: the largest difference that still counts as equal.
         processes: devices are processes of this machine, started for it; otherwise they are emulated.
+        device, backend, timeout: of processes, as of `parallelize`.
         precision: "bf16", or a `weft.Precision`: the plan is compared in it too, against one device by its definition.
         say: is told what is being done, for a progress display.
     """
@@ -83,7 +87,7 @@ def verify(  # noqa: PLR0913 - public: each argument is a choice of the user's
     except WeftError as error:
         told = f"evaluation is not compared, and eval() would fail: {error.message}"
         summary = {**summary, "warnings": [*summary.get("warnings", ()), told]}
-    with make_pool(compiled.devices) if processes else nullcontext() as pool:
+    with make_pool(compiled.devices, processes=processes, device=device, backend=backend, timeout=timeout) as pool:
         result = judge(
             files,
             compiled.graph,

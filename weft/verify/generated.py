@@ -30,7 +30,7 @@ from weft.ops.precision import Float64Mode, widen
 from weft.plan.plan import Plan
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.layout.execute import take
-from weft.runtime.links.processes import TIMEOUT, ProcessTransport
+from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import ProgramFiles, Source, files_of
@@ -98,7 +98,7 @@ def run_generated(  # noqa: PLR0913 - each is a fact about the run
     reference: Sample | None = None,
     evaluation: Source | None = None,
     pool: Pool | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> Sample:
     """Train through a program on the batches of `batches.py`: in the emulator, or on the processes of a pool.
 
@@ -365,7 +365,8 @@ class _Held:
     def silence(self, noise: Mapping[str, Noise]) -> None:
         for name, parameter in self._trained.items():
             if name in noise and parameter.grad is not None:
-                part = Noise(take(noise[name].where, self._stored[name]), noise[name].below)
+                where = take(noise[name].where, self._stored[name]).to(parameter.grad.device)
+                part = Noise(where, noise[name].below)
                 parameter.grad = part.silence(parameter.grad)
 
     def local(self, losses: Sequence[Tensor], gradients: Sequence[Tensors], outputs: Sequence[Tensor]) -> Local:

@@ -98,6 +98,6 @@ def run_both(run: Callable[..., Sample], *, say: Say, pool: Pool) -> tuple[Sampl
     """
     with one_thread():
         emulated = run()
-    say(f"training on {pool.num_ranks} processes, in float64")
+    say(f"training on {pool.num_ranks} processes ({pool.chosen[0].device.type}), in float64")
     ours = run(pool=pool)
-    return ours, compare_with_emulator(ours, emulated, pool.num_ranks)
+    return ours, compare_with_emulator(ours, emulated, pool.chosen[0].backend)

@@ -10,19 +10,29 @@ threads. NCCL adds in an order of its own: there the results agree to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from weft.errors import RunError
+from weft.runtime.jobs.devices import Device
 from weft.runtime.jobs.launch import Pool
-from weft.runtime.links.backend import choose_backend
+from weft.runtime.links.backend import BACKENDS
 from weft.verify.compare import Processes, Sample, compare
 from weft.verify.ranks import same_bits
 
 
-def make_pool(num_ranks: int) -> Pool:
-    """Processes for verification, starting."""
-    pool = Pool(num_ranks, preload=("weft.verify.generated",))
+def make_pool(
+    num_ranks: int, *, processes: bool, device: Device | None, backend: str | None, timeout: float | None
+) -> AbstractContextManager[Pool | None]:
+    """Processes for verification, starting; none if ranks are emulated."""
+    if not processes:
+        if (device, backend, timeout) != (None, None, None):
+            raise RunError(
+                "a device, a backend or a timeout is asked for, and devices are emulated", remedy="add --processes"
+            )
+        return nullcontext()
+    pool = Pool(num_ranks, device=device, backend=backend, timeout=timeout, preload=("weft.verify.generated",))
     pool.start()
     return pool
 
@@ -38,16 +48,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare_with_emulator(processes: Sample, emulated: Sample, num_ranks: int) -> Processes:
+def compare_with_emulator(processes: Sample, emulated: Sample, backend: str) -> Processes:
     """Are two runs of one Program equal bit for bit?"""
-    backend = choose_backend(num_ranks)
     worst = max(compare(processes, emulated), key=lambda found: found.value)
     if _same_samples(processes, emulated):
-        return Processes(backend.name, equal_bits=True)
+        return Processes(backend, equal_bits=True)
     why = "the operators' own arithmetic differs between a process and a thread; sums are added in the same order"
-    if backend.native_sums:
-        why = f"{backend.name} adds in an order of its own"
-    return Processes(backend.name, False, worst.value, worst.tensor, why)
+    if BACKENDS[backend].native_sums:
+        why = f"{backend} adds in an order of its own"
+    return Processes(backend, False, worst.value, worst.tensor, why)
 
 
 def _same_samples(a: Sample, b: Sample) -> bool:

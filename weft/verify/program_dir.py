@@ -13,7 +13,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from weft.errors import PlanError, RunError, WeftError
 from weft.ir.graph import Graph
 from weft.ir.schedule import Event, Pipeline, Schedule, Segment
 from weft.order import Span, check_schedule
+from weft.runtime.jobs.devices import Device
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.program.files import CONSTANTS, PARTS, PieceFiles
 from weft.runtime.program.load import cut_parameters, load_classes, load_constants, tupled
@@ -71,6 +72,9 @@ def verify_program(  # noqa: PLR0913 - public: each argument is a choice of the 
     seed: int = 0,
     tolerance: float = 1e-9,
     processes: bool = False,
+    device: Device | None = None,
+    backend: str | None = None,
+    timeout: float | None = None,
     precision: Precision | str | None = None,
     say: Say = lambda text: None,
     tell: Say = lambda text: None,
@@ -81,7 +85,7 @@ def verify_program(  # noqa: PLR0913 - public: each argument is a choice of the 
         program: the directory.
         devices: refused if the program is for another number.
         tell: is told, before anything runs, what became of the program since it was emitted.
-        model_or_file, example, seed, tolerance, processes, precision, say: as of `verify`.
+        model_or_file, example, seed, tolerance, processes, device, backend, timeout, precision, say: as of `verify`.
     """
     found = open_directory(program)
     files = found.files
@@ -102,7 +106,10 @@ def verify_program(  # noqa: PLR0913 - public: each argument is a choice of the 
         classes = load_classes(files)
     check_program_fits(found, classes, graph, subject)
     check_on_parts(subject, cut_parameters(files))
-    with own_lines(found), make_pool(files.devices) if processes else nullcontext() as pool:
+    with (
+        own_lines(found),
+        make_pool(files.devices, processes=processes, device=device, backend=backend, timeout=timeout) as pool,
+    ):
         result = judge(files, graph, subject, seed=seed, tolerance=tolerance, say=say, pool=pool)
         summary: dict[str, Any] = {"operators": len(graph.ops)}
         if not files.is_whole:

@@ -1,9 +1,9 @@
 """connect(): the transport of a process that torchrun (or any launcher that sets the same variables) has started.
 
-In: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and torch.distributed, which is initialised if the user has not done
-so. Out: a Job: a ProcessTransport over all ranks, on a store of its own, and what rank 0 shares. Promised: a rank whose
-script raises tells the others before it ends, and they end with one line each; a script that ends well leaves without
-waiting for the others.
+In: RANK, WORLD_SIZE, what the launcher tells of this host, and torch.distributed, which is initialised if the user has
+not done so. Out: a Job: a ProcessTransport over all ranks, on a store of its own, and what rank 0 shares. Promised: all
+ranks decide together where they compute, and rank 0 says so; a rank whose script raises tells the others before it
+ends, and they end with one line each; a script that ends well leaves without waiting for the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from weft.errors import RunError
+from weft.runtime.jobs.devices import Chosen, Device, Seen, choose, look, use_device
 from weft.runtime.jobs.heap import give_memory_back
-from weft.runtime.links.backend import PrefixStore, Store, choose_backend
+from weft.runtime.links.backend import BACKENDS, PrefixStore, Store
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import TIMEOUT, ProcessTransport
 from weft.runtime.links.transport import PeerFailed, Stopped
@@ -64,35 +67,58 @@ class Job:
         return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}
 
 
-def connect(*, timeout: float = TIMEOUT) -> Job:
+def connect(*, device: Device | None = None, backend: str | None = None, timeout: float | None = None) -> Job:
     """The job of this process. Every rank calls it, as often as the others.
 
     With `WEFT_CHECK=1`, on all ranks, members make sure in every step that they mean the same.
 
     Args:
+        device, backend: what every rank has if not given (`devices.py`). torch.distributed as the user has initialised
+            it stays as it is; a backend for one kind of device alone (gloo, nccl) is taken as asked for.
         timeout: seconds that one collective may take.
     """
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    backend = choose_backend(per_host)
-    if not dist.is_initialized():
-        dist.init_process_group(backend.name)
-    give_memory_back()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    whole = dist.distributed_c10d._get_default_store()
+    whole, rank, num_ranks = _meet()
+    if backend is None and device is None and dist.is_initialized() and dist.get_backend() in BACKENDS:
+        backend = dist.get_backend()
     # the number of this connection: the same on all ranks, since each makes the same ones in the same order
     number = whole.add(f"weft/connections of rank {rank}", 1)
     store = PrefixStore(f"weft/{number}", whole)
+    chosen = _decide(look(device, backend), PrefixStore("seen", store), rank, num_ranks)
+    if not rank:
+        chosen.tell()
+    if not dist.is_initialized():
+        dist.init_process_group(chosen.backend, store=whole, rank=rank, world_size=num_ranks)
+    give_memory_back()
     local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    groups = Groups(PrefixStore("groups", store), rank, backend, local=local)
+    groups = Groups(PrefixStore("groups", store), rank, BACKENDS[chosen.backend], local=local)
     transport = ProcessTransport(
-        store,
-        groups,
-        num_ranks,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        timeout=timeout,
+        store, groups, num_ranks, device=use_device(chosen.device), timeout=TIMEOUT if timeout is None else timeout
     )
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
+
+
+def _meet() -> tuple[Store, int, int]:
+    """Where all ranks leave words for each other, this one's number, and how many there are."""
+    if not dist.is_initialized():
+        found: tuple[Store, int, int] = next(rendezvous("env://"))
+        return found
+    try:
+        return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunError(
+            f"torch.distributed was initialised with {dist.get_backend()!r}, which has no store",
+            remedy="init_process_group('gloo') or ('nccl'), or leave it to parallelize()",
+        ) from error
+
+
+def _decide(mine: Seen, store: Store, rank: int, num_ranks: int) -> Chosen:
+    """Where this rank computes, from what all of them see."""
+    store.set(str(rank), mine.to_json())
+    keys = [str(one) for one in range(num_ranks)]
+    while not store.check(keys):
+        time.sleep(POLL)
+    return choose([Seen.from_json(one) for one in store.multi_get(keys)], rank)
 
 
 def _tell_the_end(transport: ProcessTransport) -> None:

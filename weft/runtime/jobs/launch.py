@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import connection, spawn
 from multiprocessing.connection import Connection
@@ -29,8 +30,9 @@ from unittest import mock
 
 import torch
 
+from weft.runtime.jobs.devices import Device, choose, look
 from weft.runtime.jobs.worker import Crew, Job, serve
-from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore, choose_backend
+from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore
 from weft.runtime.links.processes import TIMEOUT, ProcessTransport
 from weft.runtime.links.transport import CollectiveMismatch, Doing, RankFailed
 from weft.runtime.links.watch import GRACE, Failure, describe, failure_key, read_states
@@ -62,7 +64,8 @@ class Pool:
     """Processes that serve jobs until the pool is closed. After a failure new ones are started for the next job.
 
     Args:
-        backend: of torch.distributed; what this machine has if not given.
+        device, backend: what this machine has if not given (`devices.py`).
+        timeout: seconds that one collective may take.
         num_threads: of each process, within an operator.
         preload: modules that the processes need, loaded once for all of them where the system can fork.
         by_pipe: they may talk past the backend; False: as processes of different hosts do.
@@ -73,7 +76,9 @@ class Pool:
         self,
         num_ranks: int,
         *,
+        device: Device | None = None,
         backend: str | None = None,
+        timeout: float | None = None,
         num_threads: int = 1,
         preload: Sequence[str] = (),
         by_pipe: bool = True,
@@ -81,7 +86,12 @@ class Pool:
     ) -> None:
         assert num_ranks >= 1, f"{num_ranks} ranks"
         self.num_ranks = num_ranks
-        self._backend = choose_backend(num_ranks).name if backend is None else backend
+        seen = look(device, backend)
+        ranks = range(num_ranks)
+        everybody = [replace(seen, local=(rank, num_ranks)) for rank in ranks]
+        self.chosen = [choose(everybody, rank) for rank in ranks]
+        """Where each of them computes."""
+        self._timeout = timeout
         self._num_threads, self._by_pipe, self._gives_back = num_threads, by_pipe, gives_back
         self._context = _context(("weft.runtime.jobs.worker", *preload))
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -108,15 +118,16 @@ class Pool:
         *,
         each: Sequence[Any] | None = None,
         check: bool = True,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> list[Any]:
         """Call `entry(transport, payload)` on every rank and return the results in rank order.
 
         Args:
             each: a payload for each rank, instead of one for all.
             check: before every collective, members make sure that they mean the same.
-            timeout: seconds that one collective may take.
+            timeout: instead of the pool's.
         """
+        seconds = next((one for one in (timeout, self._timeout) if one is not None), TIMEOUT)
         name = entry_name(entry)
         assert each is None or len(each) == self.num_ranks, f"{len(each or ())} payloads for {self.num_ranks} ranks"
         self.start()
@@ -129,12 +140,14 @@ class Pool:
             unless_well.callback(self.close)
             for rank, (_, pipe) in enumerate(self._workers):
                 result = str(Path(folder) / f"result{rank}")
-                pipe.send(Job(job, name, str(files[rank]), result, check, timeout))
+                pipe.send(Job(job, name, str(files[rank]), result, check, seconds))
             failures = self._watch(PrefixStore(job, self._store))
             if failures:
                 raise _error(failures, describe(read_states(PrefixStore(job, self._store), self.num_ranks)))
             unless_well.pop_all()
-            return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(self.num_ranks)]
+            results = [f"{folder}/result{rank}" for rank in range(self.num_ranks)]
+            # the launcher has no part in the ranks' devices
+            return [torch.load(one, weights_only=False, map_location="cpu") for one in results]
 
     def close(self) -> None:
         """End all processes."""
@@ -161,7 +174,9 @@ class Pool:
             return
         self.close()
         self._store, port = _listen()
-        crew = Crew(self.num_ranks, port, self._backend, self._num_threads, self._by_pipe, self._gives_back)
+        devices = tuple(str(one.device) for one in self.chosen)
+        backend = self.chosen[0].backend
+        crew = Crew(self.num_ranks, port, backend, devices, self._num_threads, self._by_pipe, self._gives_back)
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from weft.runtime.jobs.devices import use_device
 from weft.runtime.jobs.heap import give_memory_back
-from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore, backend_named
+from weft.runtime.links.backend import BACKENDS, LOOPBACK, PrefixStore, Store, TCPStore
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import ProcessTransport
 
@@ -38,6 +39,8 @@ class Crew:
     num_ranks: int
     port: int
     backend: str
+    devices: tuple[str, ...]
+    """Of each rank."""
     num_threads: int
     by_pipe: bool = True
     """They may talk past the backend."""
@@ -67,7 +70,8 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
     if crew.gives_back:
         give_memory_back()
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
-    groups = Groups(PrefixStore("groups", store), rank, backend_named(crew.backend), local=True, by_pipe=crew.by_pipe)
+    use_device(torch.device(crew.devices[rank]))
+    groups = Groups(PrefixStore("groups", store), rank, BACKENDS[crew.backend], local=True, by_pipe=crew.by_pipe)
     while (job := _next(pipe)) is not None:
         run_job(job, crew, PrefixStore(job.name, store), groups, pipe)
 
@@ -88,9 +92,8 @@ def _tell(pipe: Connection, word: Any) -> None:
 
 def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection) -> None:
     """Run one job and tell the launcher."""
-    transport = ProcessTransport(
-        store, groups, crew.num_ranks, local_rank=groups.rank, check=job.check, timeout=job.timeout
-    )
+    device = torch.device(crew.devices[groups.rank])
+    transport = ProcessTransport(store, groups, crew.num_ranks, device=device, check=job.check, timeout=job.timeout)
     try:
         # written by the launcher, which is this program
         payload = torch.load(job.payload, weights_only=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.runtime.layout.cuts import Axes, Cut, as_axes
 from weft.runtime.layout.execute import execute_all
+from weft.runtime.layout.inputs import moved
 from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.moves import Move, all_reduce, chain, slice_to
 from weft.runtime.layout.reshard import Reshard, run_reshard
@@ -73,8 +74,8 @@ class Collectives:
         return self.reshard(x, [], [all_reduce(over)])
 
     def slice(self, x: Tensor, dim: int, over: Axes | Cut) -> Tensor:
-        """This rank's part of a dim of a tensor that needs no gradient."""
-        return self.reshard(x, [slice_to(dim, over)], None)
+        """This rank's part of a dim of a tensor that needs no gradient; on the rank's device, wherever that lies."""
+        return moved(self.reshard(x, [slice_to(dim, over)], None), self._transport.device)
 
     def reshard(self, x: Tensor, forward: Moves, backward: Moves | None) -> Tensor:
         """Forward and backward as told. `backward=None`: no gradient flows."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, ReduceOp, Store, TCPStore
 
 __all__ = [
+    "BACKENDS",
     "Backend",
     "GLOO",
     "NCCL",
@@ -35,8 +36,6 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
-    "backend_named",
-    "choose_backend",
     "own_connection",
     "peak_memory",
 ]
@@ -59,14 +58,6 @@ class Backend:
     device_type: str
     native_sums: Mapping[str, Any]
     host_waits: bool
-
-    def device(self, local_rank: int) -> torch.device:
-        """Where the tensors of the process with that number on its host live."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        device = torch.device(self.device_type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
-        return device
 
     def links(self, *, local: bool) -> Sequence[Any]:
         """What all groups of a process share: gloo's sockets and their thread. `local`: all ranks are on this host."""
@@ -118,26 +109,16 @@ NCCL = Backend(
 )
 
 
+BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (GLOO, NCCL)}
+"""By name."""
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes that this process has used at most: of the device's memory, or of the host's where that is the device."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
-
-
-def choose_backend(ranks_per_host: int) -> Backend:
-    """NCCL if there is a CUDA device for each process of this host, else gloo."""
-    there = torch.cuda.is_available() and dist.is_nccl_available()
-    return NCCL if there and torch.cuda.device_count() >= ranks_per_host else GLOO
-
-
-def backend_named(name: str) -> Backend:
-    """The backend of that name."""
-    known = {backend.name: backend for backend in (GLOO, NCCL)}
-    if name not in known:
-        raise ValueError(f"no backend {name!r}: there are {', '.join(known)}")
-    return known[name]
 
 
 def own_connection(store: Store) -> Store:

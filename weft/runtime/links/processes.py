@@ -81,7 +81,7 @@ class ProcessTransport(Transport):
     Args:
         store: of this job alone.
         num_ranks: how many processes the job has; `groups` knows this one's rank.
-        local_rank: number of the process on its host, which chooses its device.
+        device: where the rank's tensors live.
         check: members make sure, before every call, that they mean the same. It costs a small exchange. All ranks must
             switch it at the same place of their programs; a program whose first step was checked needs no more of it.
         timeout: seconds that one collective may take.
@@ -93,12 +93,12 @@ class ProcessTransport(Transport):
         groups: Groups,
         num_ranks: int,
         *,
-        local_rank: int,
+        device: torch.device,
         check: bool = True,
         timeout: float = TIMEOUT,
     ) -> None:
         self.rank, self.num_ranks = groups.rank, num_ranks
-        self.device, self.doing = groups.backend.device(local_rank), Doing()
+        self.device, self.doing = device, Doing()
         self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
         self._always_check = os.environ.get("WEFT_CHECK") == "1"

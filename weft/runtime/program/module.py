@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import Refuse
 from weft.runtime.layout.collectives import Collectives
 from weft.runtime.layout.cuts import Cuts, index_at, whole
+from weft.runtime.layout.inputs import brought
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.chunk_join import Given, take_part
@@ -171,11 +172,12 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.refresh(self._parts)
             reading = self.reading()
+        inputs = brought(args, self.device, type(self).forward)
         if self.inputs_from:
-            args = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(args))
+            inputs = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(inputs))
         try:
             with reading, self.grad_sync.watching():
-                return super().__call__(*args, **kwargs)
+                return super().__call__(*inputs, **kwargs)
         finally:
             tape.gathered.close()
 
