@@ -129,8 +129,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     programs = Programs(subject, plan, devices, cache=cache, outputs=wanted)
     trained = partial(_trained, programs, about(start.module), memory_limit)
     asked: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
-    run = _emulated if emulate else _launched
-    made = run(trained, start, opened, programs, asked)
+    made = (_emulated if emulate else _launched)(trained, start, opened, programs, asked)
     if isinstance(model, nn.Module):
         mark_replaced(model.parameters(), refusal)
     if generates(start.module):
