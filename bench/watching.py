@@ -3,10 +3,10 @@
     python bench/watching.py [--pairs 1000] [--out bench/results/watching.json]
 
 Watching is what a step does besides the step so that nothing goes wrong in silence: arguments are brought into the form
-of the example, modes of submodules, parameters, hooks and autocast are looked at, forwards and updates are counted, and
-gradients are remembered. In every other block of steps both processes leave all of that out. Told are the medians, and
-the median of the ratios of blocks that follow each other, with the interval that holds the true one with 95%. The
-thread that tells other processes what this one does runs in both.
+of the example, modes of submodules, parameters, hooks, autocast and what forward reads are looked at, forwards and
+updates are counted, and gradients are remembered. In every other block of steps both processes leave all of that out.
+Told are the medians, and the median of the ratios of blocks that follow each other, with the interval that holds the
+true one with 95%. The thread that tells other processes what this one does runs in both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def unwatched(parallel: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(Stepping, "modes", parallel.modes))
         for name, nothing in (
             ("refuse_surroundings", lambda: None),
-            ("begin_training", lambda: None),
+            ("refuse_outside", lambda flow: None),
+            ("begin_training", lambda *, compare: None),
             ("_remember", None),
             ("calling", None),
         ):

@@ -7,7 +7,6 @@ import argparse
 import copy
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -394,36 +393,6 @@ def test_what_forward_does_not_read_may_change() -> None:
         model(batch())
         torch.testing.assert_close(parallel(batch()), eager(batch()))
         SEEN.clear()
-
-
-def test_it_takes_no_time() -> None:
-    """Of a model of many layers; far more than it takes, for a busy machine."""
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(OfInstanceLayer() for _ in range(12)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x).square().mean()
-
-    _, parallel = made(Layers, "dp=1")
-    rank = parallel.ranks[0]
-    outside, times = rank._outside[rank._flow], []
-    for _ in range(50):
-        start = time.perf_counter()
-        assert not outside.changed()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 100e-6
-
-
-class OfInstanceLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.scale, self.drop = nn.Linear(4, 4, dtype=torch.float64), 2.0, nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.lin(x)) * self.scale * TEMPERATURE
 
 
 def test_a_model_that_reads_nothing_is_not_watched() -> None:
