@@ -54,7 +54,7 @@ def compare_with_emulator(processes: Sample, emulated: Sample, backend: str) -> 
     if _same_samples(processes, emulated):
         return Processes(backend, equal_bits=True)
     why = "the operators' own arithmetic differs between a process and a thread; sums are added in the same order"
-    if BACKENDS[backend].native_sums:
+    if not BACKENDS[backend].host_waits:
         why = f"{backend} adds in an order of its own"
     return Processes(backend, False, worst.value, worst.tensor, why)
 

@@ -1,7 +1,7 @@
 """connect(): the transport of a process that torchrun (or any launcher that sets the same variables) has started.
 
 In: RANK, WORLD_SIZE, what the launcher tells of this host, and torch.distributed, which is initialised if the user has
-not done so. Out: a Job: a ProcessTransport over all ranks, on a store of its own, and what rank 0 shares. Promised: all
+not done so. Out: a Job: a transport over all ranks, on a store of its own, and what rank 0 shares. Promised: all
 ranks decide together where they compute, and rank 0 says so; a rank whose script raises tells the others before it
 ends, and they end with one line each; a script that ends well leaves without waiting for the others.
 """
@@ -23,8 +23,9 @@ from weft.errors import RunError
 from weft.runtime.jobs.devices import Chosen, Device, Seen, choose, look, use_device
 from weft.runtime.jobs.heap import give_memory_back
 from weft.runtime.links.backend import BACKENDS, PrefixStore, Store
+from weft.runtime.links.device import open_transport
 from weft.runtime.links.groups import Groups
-from weft.runtime.links.processes import TIMEOUT, ProcessTransport
+from weft.runtime.links.processes import TIMEOUT, JobTransport
 from weft.runtime.links.transport import PeerFailed, Stopped
 from weft.runtime.links.watch import FIRST
 
@@ -40,7 +41,7 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 class Job:
     """A process's place in a job: the way to the other ranks, and what rank 0 shares with them."""
 
-    def __init__(self, transport: ProcessTransport, store: Store) -> None:
+    def __init__(self, transport: JobTransport, store: Store) -> None:
         self.transport = transport
         self._store, self._num_shared = store, 0
 
@@ -90,10 +91,9 @@ def connect(*, device: Device | None = None, backend: str | None = None, timeout
         dist.init_process_group(chosen.backend, store=whole, rank=rank, world_size=num_ranks)
     give_memory_back()
     local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    groups = Groups(PrefixStore("groups", store), rank, BACKENDS[chosen.backend], local=local)
-    transport = ProcessTransport(
-        store, groups, num_ranks, device=use_device(chosen.device), timeout=TIMEOUT if timeout is None else timeout
-    )
+    seconds, carrier = TIMEOUT if timeout is None else timeout, BACKENDS[chosen.backend]
+    groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=carrier.limit(seconds))
+    transport = open_transport(store, groups, num_ranks, device=use_device(chosen.device), timeout=seconds)
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
 
@@ -121,7 +121,7 @@ def _decide(mine: Seen, store: Store, rank: int, num_ranks: int) -> Chosen:
     return choose([Seen.from_json(one) for one in store.multi_get(keys)], rank)
 
 
-def _tell_the_end(transport: ProcessTransport) -> None:
+def _tell_the_end(transport: JobTransport) -> None:
     """However the script ends, the other ranks learn of it."""
     before = sys.excepthook
 

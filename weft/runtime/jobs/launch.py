@@ -33,11 +33,12 @@ import torch
 from weft.runtime.jobs.devices import Device, choose, look
 from weft.runtime.jobs.worker import Crew, Job, serve
 from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore
-from weft.runtime.links.processes import TIMEOUT, ProcessTransport
+from weft.runtime.links.processes import TIMEOUT
 from weft.runtime.links.transport import CollectiveMismatch, Doing, RankFailed
 from weft.runtime.links.watch import GRACE, Failure, describe, failure_key, read_states
 
-Entry = Callable[[ProcessTransport, Any], Any]
+Entry = Callable[[Any, Any], Any]
+"""Called with the transport of the rank, and the payload."""
 
 LAST_WORDS = GRACE + 1.0
 """Seconds after the first failure in which the other processes may end by themselves."""
@@ -91,7 +92,7 @@ class Pool:
         everybody = [replace(seen, local=(rank, num_ranks)) for rank in ranks]
         self.chosen = [choose(everybody, rank) for rank in ranks]
         """Where each of them computes."""
-        self._timeout = timeout
+        self._timeout = TIMEOUT if timeout is None else timeout
         self._num_threads, self._by_pipe, self._gives_back = num_threads, by_pipe, gives_back
         self._context = _context(("weft.runtime.jobs.worker", *preload))
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -127,7 +128,7 @@ class Pool:
             check: before every collective, members make sure that they mean the same.
             timeout: instead of the pool's.
         """
-        seconds = next((one for one in (timeout, self._timeout) if one is not None), TIMEOUT)
+        seconds = self._timeout if timeout is None else timeout
         name = entry_name(entry)
         assert each is None or len(each) == self.num_ranks, f"{len(each or ())} payloads for {self.num_ranks} ranks"
         self.start()
@@ -176,7 +177,9 @@ class Pool:
         self._store, port = _listen()
         devices = tuple(str(one.device) for one in self.chosen)
         backend = self.chosen[0].backend
-        crew = Crew(self.num_ranks, port, backend, devices, self._num_threads, self._by_pipe, self._gives_back)
+        crew = Crew(
+            self.num_ranks, port, backend, devices, self._num_threads, self._timeout, self._by_pipe, self._gives_back
+        )
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(

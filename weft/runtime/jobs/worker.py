@@ -23,8 +23,9 @@ import torch
 from weft.runtime.jobs.devices import use_device
 from weft.runtime.jobs.heap import give_memory_back
 from weft.runtime.links.backend import BACKENDS, LOOPBACK, PrefixStore, Store, TCPStore
+from weft.runtime.links.device import open_transport
 from weft.runtime.links.groups import Groups
-from weft.runtime.links.processes import ProcessTransport
+from weft.runtime.links.processes import JobTransport
 
 FAILED = 1
 """Exit code of a process whose rank failed."""
@@ -42,6 +43,8 @@ class Crew:
     devices: tuple[str, ...]
     """Of each rank."""
     num_threads: int
+    timeout: float
+    """Seconds that a call of the backend may take, where it keeps time itself."""
     by_pipe: bool = True
     """They may talk past the backend."""
     gives_back: bool = True
@@ -71,7 +74,15 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
         give_memory_back()
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
     use_device(torch.device(crew.devices[rank]))
-    groups = Groups(PrefixStore("groups", store), rank, BACKENDS[crew.backend], local=True, by_pipe=crew.by_pipe)
+    backend = BACKENDS[crew.backend]
+    groups = Groups(
+        PrefixStore("groups", store),
+        rank,
+        backend,
+        local=True,
+        by_pipe=crew.by_pipe,
+        timeout=backend.limit(crew.timeout),
+    )
     while (job := _next(pipe)) is not None:
         run_job(job, crew, PrefixStore(job.name, store), groups, pipe)
 
@@ -93,7 +104,7 @@ def _tell(pipe: Connection, word: Any) -> None:
 def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection) -> None:
     """Run one job and tell the launcher."""
     device = torch.device(crew.devices[groups.rank])
-    transport = ProcessTransport(store, groups, crew.num_ranks, device=device, check=job.check, timeout=job.timeout)
+    transport = open_transport(store, groups, crew.num_ranks, device=device, check=job.check, timeout=job.timeout)
     try:
         # written by the launcher, which is this program
         payload = torch.load(job.payload, weights_only=False)
@@ -105,7 +116,7 @@ def run_job(job: Job, crew: Crew, store: Store, groups: Groups, pipe: Connection
     _tell(pipe, "done")
 
 
-def resolve(entry: str) -> Callable[[ProcessTransport, Any], Any]:
+def resolve(entry: str) -> Callable[[JobTransport, Any], Any]:
     """The function that `module:function` names."""
     module, _, path = entry.partition(":")
     found: Any = importlib.import_module(module)
@@ -115,7 +126,7 @@ def resolve(entry: str) -> Callable[[ProcessTransport, Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def end_failed(transport: ProcessTransport, pipe: Connection, error: BaseException) -> None:
+def end_failed(transport: JobTransport, pipe: Connection, error: BaseException) -> None:
     """Whatever a rank raises is told to the others and to the launcher, and is the end of the process."""
     failure = transport.fail(error)
     _tell(pipe, failure.to_json())

@@ -7,7 +7,7 @@ In: tensors and the ranks of a group. Out: the members' tensors, or their sum. H
                     else each member gets its chunk of all tensors, adds it up in group order, and sends it to all;
                     large tensors in blocks, so that one is under way while another is added up (sums.py)
 
-So sums do not depend on the backend: they are the emulator's, bit for bit, unless the backend sums natively. Every wait
+So sums do not depend on the backend: they are the emulator's, bit for bit. Every wait
 ends: by the result, by time, because another rank failed, or because nothing can come any more. With `check` every call
 is preceded by a small exchange of fixed size in which members make sure that they mean the same.
 """
@@ -86,15 +86,10 @@ class Channel:
     @torch.no_grad()
     def reduce(self, tensor: Tensor, op: str, group: Group, *, in_place: bool = False) -> Tensor:
         """The sum of everybody's tensor. `in_place`: in the tensor itself, if it is contiguous."""
-        backend = self._groups.backend
         self._enter(f"all_reduce({op})", group, alike=tensor)
         source = tensor.detach().contiguous()
         total = source if in_place and source.data_ptr() == tensor.data_ptr() else torch.empty_like(source)
-        if backend.sums_natively(tensor.dtype, op):
-            total.copy_(source)
-            self.wait(backend.start_sum(self._groups.get(group, self._lane), total, op))
-        else:
-            add_up(self, source.view(-1), total.view(-1), group, op)
+        add_up(self, source.view(-1), total.view(-1), group, op)
         self._leave()
         return total
 
@@ -123,8 +118,9 @@ class Channel:
             num_ranks = self._watch.num_ranks
             pipes = self._groups.pipes(tuple(range(num_ranks)), MESSAGES, self._watch.check)
             if pipes is None:
-                heads, ways = self._groups.messages(num_ranks, MESSAGES)
-                self._mailbox = P2PMailbox(self.rank, heads, ways, self._device, self._look)
+                self._mailbox = P2PMailbox(
+                    self.rank, self._groups.messages(num_ranks, MESSAGES), self._device, self._look
+                )
             else:
                 from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415
@@ -250,9 +246,6 @@ class Channel:
 
     def wait(self, work: Any) -> None:
         """Wait for the backend, looking up now and then."""
-        if not self._groups.backend.host_waits:
-            work.wait()
-            return
         self._since = time.monotonic()
         while True:
             with suppress(RuntimeError):

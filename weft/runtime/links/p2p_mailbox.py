@@ -2,14 +2,9 @@
 
 In: tensors, a rank and a tag. Out: at that rank, when it asks for the tag, the tensors. A message is a head of fixed
 size, which tells its tag and its length, and a body. Messages of one rank for another travel in the order of posting;
-those that come before they are asked for are kept. Heads always travel by gloo: a thread for each rank that something
-is left for, and one for each that something was asked of, send and receive them (gloo's point to point can be waited
-for, but neither asked nor waited for with a limit: that would close all its connections). What depends on the backend:
-
-    gloo  the body follows its head, in the same threads.
-    nccl  the body is sent and received by the rank's own thread, on the stream of a communicator that serves this one
-          direction between two ranks: bodies are received in the order of their heads, so both ranks may send first.
-          Written after the documentation and never run, as in backend.py.
+those that come before they are asked for are kept. They travel by gloo: a thread for each rank that something is left
+for, and one for each that something was asked of, send and receive them (gloo's point to point can be waited for, but
+neither asked nor waited for with a limit: that would close all its connections).
 
 Promised: nobody waits to send; a rank that is gone ends the wait for its messages at once.
 """
@@ -20,9 +15,7 @@ import hashlib
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -43,38 +36,20 @@ HEADS, BODIES = 1, 2
 """Tags of gloo's."""
 
 
-@dataclass(eq=False)
-class _Post:
-    size: int
-    body: Tensor | None
-    """None: still under way."""
-
-
-@dataclass
-class _Sender:
-    """What is known of a rank that posts come from."""
-
-    under_way: deque[_Post] = field(default_factory=deque)
-    """Those whose bodies are, in order."""
-    lost: str | None = None
-
-
 class P2PMailbox:
     """The messages of one rank. Calls are for one thread at a time.
 
     Args:
         heads: a gloo group of all ranks, for these messages alone.
-        ways: for bodies; None if they follow their heads.
         look: called while waiting; raises if that is in vain.
     """
 
-    def __init__(
-        self, rank: int, heads: Any, ways: StreamPaths | None, device: torch.device, look: Callable[[], None]
-    ) -> None:
-        self._rank, self._heads, self._ways, self._device, self._look = rank, heads, ways, device, look
+    def __init__(self, rank: int, heads: Any, device: torch.device, look: Callable[[], None]) -> None:
+        self._rank, self._heads, self._device, self._look = rank, heads, device, look
         self._changed = threading.Condition()
-        self._inbox = Inbox[_Post]()
-        self._senders: dict[int, _Sender] = {}
+        self._inbox = Inbox[Tensor]()
+        self._lost: dict[int, str | None] = {}
+        """Of each rank that posts come from, why no more will come."""
         self._takers: dict[int, _Taker] = {}
 
     @torch.no_grad()
@@ -86,10 +61,7 @@ class P2PMailbox:
         digest = _digest(tag)
         if to not in self._takers:
             self._takers[to] = _Taker(self._heads, self._rank, to)
-        follows = self._ways is None
-        if self._ways is not None and body.numel():
-            self._ways.send(to, body)
-        self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body if follows else None)
+        self._takers[to].put(HEAD.pack(digest, body.numel(), 1), body)
 
     @torch.no_grad()
     def take(self, sender: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
@@ -122,28 +94,20 @@ class P2PMailbox:
         self._takers = {}
 
     def _wait(self, sender: int, digest: bytes) -> Tensor:
-        if sender not in self._senders:
-            self._senders[sender] = _Sender()
+        if sender not in self._lost:
+            self._lost[sender] = None
             name = f"rank {self._rank} receives from rank {sender}"
             threading.Thread(target=self._receive, args=(sender,), name=name, daemon=True).start()
         while True:
             with self._changed:
                 if self._inbox.has(sender, digest):
-                    post = self._inbox.pop(sender, digest)
-                    break
-                lost = self._senders[sender].lost
+                    return self._inbox.pop(sender, digest)
+                lost = self._lost[sender]
                 if lost is None and self._changed.wait(LOOK):
                     continue
             self._look()
             if lost is not None:
                 raise PeerLost(f"rank {sender}, from which a message was to come, has gone: {lost}")
-        under_way = self._senders[sender].under_way
-        while post.body is None:
-            # bodies come in the order of their heads
-            assert self._ways is not None
-            first = under_way.popleft()
-            first.body = self._ways.receive(sender, first.size)
-        return post.body
 
     def _receive(self, sender: int) -> None:
         """The life of a thread that receives from one rank."""
@@ -154,20 +118,17 @@ class P2PMailbox:
                 digest, size, more = HEAD.unpack(bytes(head.tolist()))
                 if not more:
                     break
-                follows = self._ways is None or not size
-                body = torch.empty(size, dtype=torch.uint8, device=self._device) if follows else None
-                if body is not None and size:
+                body = torch.empty(size, dtype=torch.uint8, device=self._device)
+                if size:
                     self._heads.recv([body], sender, BODIES).wait()
                 with self._changed:
-                    post = _Post(size, body)
-                    self._inbox.put(sender, digest, post)
-                    self._senders[sender].under_way.extend([post] if body is None else [])
+                    self._inbox.put(sender, digest, body)
                     self._changed.notify_all()
             reason = "it has ended"
         except RuntimeError as error:
             reason = _reason(error)
         with self._changed:
-            self._senders[sender].lost = reason
+            self._lost[sender] = reason
             self._changed.notify_all()
 
 
@@ -207,29 +168,6 @@ class _Taker:
                     self._heads.send([body], self._to, BODIES).wait()
         except RuntimeError as error:
             self._lost = _reason(error)
-
-
-class StreamPaths:
-    """Bodies on the streams of NCCL: a group of two for each direction between two ranks. For the rank's own thread.
-
-    Args:
-        outgoing, incoming: by the other rank; the sender is the first of the two.
-    """
-
-    def __init__(self, outgoing: Mapping[int, Any], incoming: Mapping[int, Any], device: torch.device) -> None:
-        self._outgoing, self._incoming, self._device = outgoing, incoming, device
-        self._under_way: list[tuple[Any, Tensor]] = []
-
-    def send(self, to: int, body: Tensor) -> None:
-        """Send to a rank what belongs to nobody else; does not wait."""
-        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
-        self._under_way.append((self._outgoing[to].send([body], 1, 0), body))
-
-    def receive(self, sender: int, size: int) -> Tensor:
-        """The next body from a rank, for whatever runs after this on the device."""
-        body = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._incoming[sender].recv([body], 0, 0).wait()
-        return body
 
 
 def _digest(tag: str) -> bytes:

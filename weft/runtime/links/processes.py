@@ -1,6 +1,6 @@
 """Processes: the Transport whose ranks are processes of a torch.distributed job.
 
-In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo or NCCL (backend.py).
+In: a store that all ranks reach, and this process's rank. Out: the emulator's interface over gloo.
 What is started goes on in a second lane, a thread of its own, while the rank computes. Where the members of a group are
 processes of one host they read each other's memory (`shm/`); `buffer` is memory that they see.
 Promised: results equal the emulator's bit for bit where sums are added locally (gloo); no wait outlives its reason: a
@@ -75,16 +75,76 @@ class Started(Generic[T]):
         return found
 
 
-class ProcessTransport(Transport):
-    """One process's way to the others.
+class JobTransport(Transport):
+    """One process's place in a job, whatever carries its messages: who failed, who waits, what step it is.
 
     Args:
         store: of this job alone.
         num_ranks: how many processes the job has; `groups` knows this one's rank.
         device: where the rank's tensors live.
+        timeout: seconds that one collective may take.
+    """
+
+    def __init__(self, store: Store, groups: Groups, num_ranks: int, *, device: torch.device, timeout: float) -> None:
+        self.rank, self.num_ranks = groups.rank, num_ranks
+        self.device, self.doing = device, Doing()
+        self.store, self._own_posts = store, OwnPosts()
+        self.step: int | None = None
+        self._groups = groups
+        self._watch = Watch(store, self.rank, num_ranks, self._busy)
+        self._timeout, self._num_raised = timeout, 0
+
+    @property
+    def backend(self) -> Backend:
+        return self._groups.backend
+
+    def memory(self) -> list[Tensor]:
+        """What is held for what travels."""
+        return []
+
+    def progress(self, reference: int) -> Began:
+        return self._watch.progress.of_module(reference)
+
+    def passed(self, update: int) -> None:
+        self._watch.update = update
+
+    def compared(self, update: int, mine: float, group: Group) -> dict[int, float | None]:
+        return self._watch.compared(update, mine, group, time.monotonic() + self._timeout)
+
+    # -- its end
+
+    def raised(self, error: Exception) -> None:
+        if isinstance(error, PeerFailed) or vars(error).get(TOLD):
+            return
+        vars(error)[TOLD] = True
+        self._num_raised += 1
+        fits = not isinstance(error, CollectiveMismatch | PeerLost)
+        words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> Failure:
+        """Tell all ranks that this one failed, and how."""
+        failure = failure_of(self.rank, error, *self._busy())
+        self._watch.tell()
+        if failure.sort != "stopped":
+            self._watch.fail(failure)
+        return failure
+
+    def close(self) -> None:
+        """This rank is done: it will enter no further call."""
+        self._watch.close()
+
+    def _busy(self) -> tuple[Doing, int | None]:
+        return self.doing, self.step
+
+
+class ProcessTransport(JobTransport):
+    """One process's way to the others, through the host's memory.
+
+    Args:
         check: members make sure, before every call, that they mean the same. It costs a small exchange. All ranks must
             switch it at the same place of their programs; a program whose first step was checked needs no more of it.
-        timeout: seconds that one collective may take.
     """
 
     def __init__(
@@ -97,14 +157,9 @@ class ProcessTransport(Transport):
         check: bool = True,
         timeout: float = TIMEOUT,
     ) -> None:
-        self.rank, self.num_ranks = groups.rank, num_ranks
-        self.device, self.doing = device, Doing()
-        self.store, self._own_posts = store, OwnPosts()
-        self.step: int | None = None
+        super().__init__(store, groups, num_ranks, device=device, timeout=timeout)
         self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
-        self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy)
         self._main, self._background = (
             Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
             for lane in (MAIN, BACKGROUND)
@@ -113,11 +168,6 @@ class ProcessTransport(Transport):
         self._worker: ThreadPoolExecutor | None = None
         self._opened: set[Group] = set()
         """Groups in which sums have been started."""
-        self._timeout, self._num_raised = timeout, 0
-
-    @property
-    def backend(self) -> Backend:
-        return self._groups.backend
 
     @property
     def check(self) -> bool:
@@ -257,45 +307,12 @@ class ProcessTransport(Transport):
         """What is held for what travels; gradients that are summed where they lie are among it."""
         return [*self._main.memory(), *self._background.memory()]
 
-    def progress(self, reference: int) -> Began:
-        return self._watch.progress.of_module(reference)
-
-    def passed(self, update: int) -> None:
-        self._watch.update = update
-
-    def compared(self, update: int, mine: float, group: Group) -> dict[int, float | None]:
-        return self._watch.compared(update, mine, group, time.monotonic() + self._timeout)
-
-    # -- its end
-
-    def raised(self, error: Exception) -> None:
-        if isinstance(error, PeerFailed) or vars(error).get(TOLD):
-            return
-        vars(error)[TOLD] = True
-        self._num_raised += 1
-        fits = not isinstance(error, CollectiveMismatch | PeerLost)
-        words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> Failure:
-        """Tell all ranks that this one failed, and how."""
-        failure = failure_of(self.rank, error, *self._busy())
-        self._watch.tell()
-        if failure.sort != "stopped":
-            self._watch.fail(failure)
-        return failure
-
     def close(self) -> None:
-        """This rank is done: it will enter no further call."""
         if self._worker is not None:
             self._worker.shutdown()
         self._main.close()
         self._background.close()
-        self._watch.close()
-
-    def _busy(self) -> tuple[Doing, int | None]:
-        return self.doing, self.step
+        super().close()
 
 
 def _flat(tensor: Tensor) -> Tensor:

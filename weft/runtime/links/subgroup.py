@@ -5,7 +5,7 @@ In: a transport and some of its ranks. Out: a transport that shows a rank only t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Subgroup(Transport):
 
     def open_mail(self) -> None:
         self.whole.open_mail()
+
+    def meet(self, pairs: Collection[tuple[int, int]]) -> None:
+        self.whole.meet([(self.ranks[sender], self.ranks[taker]) for sender, taker in pairs])
 
     def start_all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"

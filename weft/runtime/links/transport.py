@@ -14,7 +14,7 @@ reduce_scatter, all_to_all, exchange), so that a backend may carry it by the col
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -203,6 +203,11 @@ class Transport(ABC):
 
     def open_mail(self) -> None:
         """Make the ways of messages, which all ranks of the job do together, where some of them may have none."""
+        return
+
+    def meet(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Make the ways of messages between these ranks, from the first of a pair to the second, where each pair needs
+        one. All ranks that are named call this together, with the same pairs."""
         return
 
     # Several tensors at once, while the rank computes.

@@ -7,7 +7,7 @@ crossings and events. Needs no compiler.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.replicas import Replica
 from weft.runtime.links.subgroup import Subgroup
 from weft.runtime.program.files import ProgramFiles, Source, files_of
-from weft.runtime.program.load import load_class, load_piece, transfer_of
+from weft.runtime.program.load import SELF, load_class, load_piece, transfer_of
 from weft.runtime.program.stored import Part as Stored
 from weft.runtime.training.pipeline import Event, Piece, Rank, Returned, Share, Tie
 from weft.runtime.training.stage_io import Crossing
@@ -39,7 +39,16 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     loss, dtype = told["loss"], told["loss_dtype"] or "float32"
     makers = [one["devices"][0] for one in told["sizes"][0]["pieces"] if loss in dict(one["gives"])]
     # in evaluation there need not be a loss, and nobody tells it
-    return Rank(sizes, ties, events, transport, (loss or "", makers[0] if makers else -1), getattr(torch, dtype))
+    teller = makers[0] if makers else -1
+    pairs = pairs_of(move for one in told["ties"] for moves in one["moves"] for move in moves)
+    pairs |= {(teller, other) for other in range(transport.num_ranks) if teller not in (-1, other)}
+    return Rank(sizes, ties, events, transport, (loss or "", teller), getattr(torch, dtype), pairs)
+
+
+def pairs_of(moves: Iterable[Mapping[str, Any] | None]) -> frozenset[tuple[int, int]]:
+    """Who sends to whom, in transfers of all ranks."""
+    sent = ((int(rank), one["sends"]) for move in moves if move is not None for rank, one in move.items())
+    return frozenset((rank, piece[0]) for rank, sends in sent for piece in sends if piece[0] not in (SELF, rank))
 
 
 def load_sizes(source: Source, transport: Replica, known: Share | None = None) -> list[Share]:
@@ -89,7 +98,8 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
         Returned(one["tensor"], getattr(torch, one["dtype"]), _transfer(one["moves"], transport.rank))
         for one in told["returns"]
     ]
-    return Share(pieces, mine, returns)
+    ways = [*(one[way] for one in told["crossings"] for way in ("forward", "backward"))]
+    return Share(pieces, mine, returns, pairs_of([*ways, *(one["moves"] for one in told["returns"])]))
 
 
 def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]:

@@ -101,11 +101,12 @@ class _Saved:
 class Share:
     """What this rank runs of micro-batches of one size: its pieces, in the order of the pipeline, and what crosses.
 
-    `returns`: what evaluation gives back."""
+    `returns`: what evaluation gives back. `pairs`: who sends to whom, on all ranks."""
 
     pieces: Mapping[str, Piece]
     crossings: Sequence[Crossing]
     returns: Sequence[Returned] = ()
+    pairs: frozenset[tuple[int, int]] = frozenset()
 
     @cached_property
     def readers(self) -> Readers:
@@ -124,6 +125,7 @@ class Rank:
         sizes: a Share for each size of micro-batches; all hold the very same parameters. More may be added.
         transport: of all ranks of the replica.
         loss: the tensor that is the loss, and the rank that tells it.
+        pairs: who sends to whom, on all ranks, beside what the shares say.
     """
 
     sizes: list[Share]
@@ -134,6 +136,7 @@ class Rank:
     loss_dtype: torch.dtype = torch.float32
     is_left: bool = False
     """An error has left a step, or an evaluation, in the middle: what was sent for it may lie around still."""
+    pairs: frozenset[tuple[int, int]] = frozenset()
     _many: bool = False
     """Gradients of several micro-batches are added up."""
     _saved: dict[tuple[str, int], _Saved] = field(default_factory=dict)
@@ -213,7 +216,7 @@ class Rank:
             what the model returns of each micro-batch, whole.
         """
         self.is_left = True
-        self._mail.begin()
+        self._meet()
         for event, share, piece in self._running(size_of):
             piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
             self._forward(share, piece, event.micro, batches[event.micro])
@@ -232,7 +235,7 @@ class Rank:
         """A step begins; `starts`: sums of gradients may start when the last backward has brought its share."""
         self._saved, self._losses, self._queues = {}, {}, {}
         self._many = len(size_of) > 1
-        self._mail.begin()
+        self._meet()
         backwards = Counter((e.piece, size_of[e.micro]) for e in self._real(len(size_of)) if e.phase == B)
         for number, share in enumerate(self.sizes):
             for piece in share.pieces.values():
@@ -240,6 +243,11 @@ class Rank:
                 # a gradient is completed as the size of its micro-batch asks for
                 piece.module.of_others = len(self.sizes) > 1
                 piece.module.grad_sync.expect(backwards[piece.name, number] if starts else 0)
+
+    def _meet(self) -> None:
+        """Messages of a step begin."""
+        self.transport.meet(self.pairs.union(*(share.pairs for share in self.sizes)))
+        self._mail.begin()
 
     def _real(self, count: int) -> Iterator[Event]:
         """The events of the first so many micro-batches."""
