@@ -11,7 +11,7 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 122_010,
+    "runtime": 122_011,
     "ops": 45_511,
     "codegen": 35_399,
     "plan": 32_468,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 380_997
+ALL = 381_000
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
