@@ -34,7 +34,7 @@ from weft.errors import Refuse
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
 from weft.runtime.checks.scales import Scales, agreed
 from weft.runtime.checks.shard_rules import held_of
-from weft.runtime.checks.shard_tensor import make_plain, show_again
+from weft.runtime.checks.shard_tensor import make_plain, plainly, show_again
 from weft.runtime.checks.whole_state import PartOf, cut_state
 from weft.runtime.links.progress import Began
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
@@ -240,7 +240,12 @@ class Guard:
         self.began(self._forwards, self._updated)
         self._forwards += 1
 
+<<<<<<< HEAD
     def before(self) -> None:
+=======
+    @plainly
+    def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+>>>>>>> wt-A
         """A step is about to be made."""
         self._is_updated = True
         if self.num_ranks == 1:
@@ -268,6 +273,7 @@ class Guard:
                 stacklevel=2,
             )
 
+    @plainly
     def refuse_others(self, optimizers: Sequence[Any]) -> None:
         """Refuse optimizers that do not hold all parameters that are to be trained."""
         for one in optimizers:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import Refuse
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.layout.collectives import Collectives
 from weft.runtime.layout.cuts import Cuts, index_at, whole
 from weft.runtime.layout.inputs import brought
@@ -309,6 +310,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """True while gradients of several backwards are added up, some of which may be put off."""
         return self.rerun_mode is not None
 
+    @plainly
     def begin_backward(self, tape: Tape) -> None:
         """Called by the first node of backward: what is in `.grad` is set aside, a callback comes after the last."""
         if tape.spent:
@@ -366,6 +368,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self._backward is not None:
             self._end_backward()
 
+    @plainly
     def _end_backward(self) -> None:
         assert self._backward is not None
         backward, self._backward = self._backward, None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.checks.guards import Guard
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
 from weft.runtime.program.calling import Calling, sign
@@ -254,7 +255,7 @@ def step_of(
 ) -> Tensor:
     """Gradients, update; the loss before it. Gradients stay to be looked at until the next step."""
     for one in all_of(optimizer):
-        one.zero_grad(set_to_none=True)
+        plainly(one.zero_grad)(set_to_none=True)
     loss = forward_backward(batch, 1.0 if scaler is None else float(scaler.scale(torch.ones(()))))
     if scaler is not None:
         if isinstance(scaler, GradScaler):
