@@ -240,17 +240,11 @@ class Guard:
         self.began(self._forwards, self._updated)
         self._forwards += 1
 
-<<<<<<< HEAD
-    def before(self) -> None:
-=======
     @plainly
-    def before(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
->>>>>>> wt-A
+    def before(self) -> None:
         """A step is about to be made."""
         self._is_updated = True
-        if self.num_ranks == 1:
-            return
-        if not self.watches_scales:
+        if self.num_ranks == 1 or not self.watches_scales:
             return
         if len(self.ranks) < self.num_ranks and _under_plain_scaler():
             raise self.refuse(*SCALER)

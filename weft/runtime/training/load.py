@@ -42,7 +42,7 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     teller = makers[0] if makers else -1
     pairs = pairs_of(move for one in told["ties"] for moves in one["moves"] for move in moves)
     pairs |= {(teller, other) for other in range(transport.num_ranks) if teller not in (-1, other)}
-    return Rank(sizes, ties, events, transport, (loss or "", teller), getattr(torch, dtype), pairs)
+    return Rank(sizes, ties, events, transport, (loss or "", teller), getattr(torch, dtype), pairs=pairs)
 
 
 def pairs_of(moves: Iterable[Mapping[str, Any] | None]) -> frozenset[tuple[int, int]]:
