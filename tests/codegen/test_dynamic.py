@@ -19,13 +19,13 @@ from weft.compile.model_file import Subject
 from weft.errors import CaptureError, PlanError, WeftError
 from weft.ir.graph import Graph
 from weft.plan.plan import Plan
+from weft.runtime.jobs.launch import Pool
 from weft.runtime.program.batch import BatchMismatch, Form
 from weft.runtime.program.files import files_of
 from weft.runtime.program.sizes import evaluate
 from weft.verify import verify
 from weft.verify.compare import compare
 from weft.verify.generated import run_generated
-from weft.verify.processes import make_pool
 from weft.verify.reference import run_reference
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -110,7 +110,7 @@ def test_one_program_is_equal_to_one_device_at_other_sizes(
 
 
 def test_on_processes() -> None:
-    with make_pool(2) as pool:
+    with Pool(2, preload=("weft.verify.generated",)) as pool:
         assert apart(compiled("dp=2"), small(), batch(6, 9), pool) < 1e-12
 
 

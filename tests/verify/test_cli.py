@@ -143,7 +143,7 @@ def test_what_is_misspelt_or_missing(line: str, told: str, capsys: pytest.Captur
 
 def test_options_may_be_cut_short(answers, capsys: pytest.CaptureFixture[str]) -> None:
     answers(EQUAL)
-    assert main(["verify", "net.py", "--pl=dp=2", "--dev", "2", "--seed", "-1"]) == 0
+    assert main(["verify", "net.py", "--pl=dp=2", "--devices", "2", "--seed", "-1"]) == 0
 
 
 @pytest.mark.parametrize(("plan", "told"), [("pd=2", "'dp'"), ("t=2", "'tp'"), ("dp=2,zreo=1", "'zero'")])
