@@ -83,6 +83,37 @@ def test_ranks_that_drift_apart(plan: str, edit: Any, start: int) -> None:
         assert "has other values on rank" in told and int(told.split()[0]) in ((0, 1) if start == 0 else (8,)), told
 
 
+def decay(module: Any, optimizer: Any, rank: int) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * rank
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("edit", [rate, decay])
+def test_optimizers_that_are_set_otherwise(plan: str, edit: Any) -> None:
+    """Shards of one parameter would be updated each in its own way, and no two ranks hold the same."""
+
+    def body(module: Any) -> str:
+        # nothing is replicated but what is left out here
+        names = {
+            name for name, one in module.named_parameters() if one.shape != module.program.stored_parts()[name].shape
+        }
+        trained = [one for name, one in module.named_parameters() if name in names]
+        optimizer = torch.optim.SGD(trained, lr=1e-2)
+        for step in range(10):
+            if step == 3:
+                edit(module, optimizer, module._transport.rank)
+            optimizer.zero_grad()
+            try:
+                module(batch(step)).backward()
+                optimizer.step()
+            except WeftError as error:
+                return f"{step} {error}"
+        return "nothing"
+
+    for told in on_ranks(net(), (batch(),), plan, body):
+        assert "was set otherwise for" in told and int(told.split()[0]) <= 8, told
+
+
 def test_what_one_rank_holds_may_be_any_other() -> None:
     """Every parameter has one owner for each of its elements."""
 

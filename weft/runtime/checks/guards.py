@@ -31,8 +31,10 @@ from torch.optim.optimizer import (
 )
 
 from weft.errors import Refuse
+from weft.runtime.checks.closures import Given, run_closure
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
 from weft.runtime.checks.scales import Scales, agreed
+from weft.runtime.checks.settings import note_settings, noted
 from weft.runtime.checks.shard_rules import held_of
 from weft.runtime.checks.shard_tensor import make_plain, plainly, show_again
 from weft.runtime.checks.whole_state import PartOf, cut_state
@@ -66,11 +68,6 @@ SCALER = (
     "torch's GradScaler decides on each rank for itself whether gradients are finite: some ranks would update, others "
     "would not",
     "scaler = weft.GradScaler(...)",
-)
-CLOSURE = (
-    "{0} runs the model inside its update, where and as often as it likes: ranks would not do so together",
-    "one of torch.optim that runs it once, before the update: AdamW, SGD, ...; or, if it needs no closure, call "
-    "backward() before step()",
 )
 REPLACED = (
     "the optimizer holds parameters of the module that was given to parallelize(), which are not trained any more",
@@ -152,6 +149,8 @@ class Guard:
     _updated: int = 0
     _is_updated: bool = False
     """Since the last forward."""
+    optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+    """Those that update its parameters."""
 
     def __post_init__(self) -> None:
         self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
@@ -223,6 +222,10 @@ class Guard:
                 "a step would update it as often",
                 "put each parameter into one group of one optimizer",
             )
+
+    def settings(self) -> dict[int, int]:
+        """What optimizers were set to, by the identity of parameters."""
+        return noted(self.optimizers)
 
     @property
     def num_updates(self) -> int:
@@ -351,10 +354,6 @@ class _Watched:
     shards: tuple[nn.Parameter, ...]
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a step."""
-
-
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
     if isinstance(optimizer, CombinedOptimizer):
@@ -368,13 +367,15 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
             return None
         for guard in guards:
             guard.check(optimizer)
+            guard.optimizers.add(optimizer)
         shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
         watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts, shards)
         if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
             optimizer.register_load_state_dict_post_hook(_look_again)
     found = [guard for reference in watched.guards if (guard := reference()) is not None]
     several = next((guard for guard in found if guard.num_ranks > 1), None)
-    given = None if several is None else _run_closure(optimizer, args, kwargs, several.refuse)
+    given = None if several is None else run_closure(optimizer, args, kwargs, several.refuse)
+    note_settings(optimizer)
     for guard in found:
         guard.before()
     make_plain(watched.shards)
@@ -386,21 +387,6 @@ def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     watched = vars(optimizer).get(MARK)
     if isinstance(watched, _Watched):
         show_again(watched.shards)
-
-
-def _run_closure(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], refuse: Refuse
-) -> Given | None:
-    """What torch's own optimizers run first is run here: the gradients that it makes are looked at as any others."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    if type(optimizer).step.__module__.split(".")[:2] != ["torch", "optim"] or isinstance(optimizer, torch.optim.LBFGS):
-        what, instead = CLOSURE
-        raise refuse(what.format(type(optimizer).__name__), instead)
-    with torch.enable_grad():
-        loss = closure()
-    return args[:1], {**kwargs, "closure": lambda: loss}
 
 
 def _look_again(optimizer: torch.optim.Optimizer) -> None:

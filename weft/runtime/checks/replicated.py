@@ -3,7 +3,8 @@
 In: a rank's parameters and what each is of the original; a call of `wrong()` that all ranks of the job make at the same
 place. Out: nothing, or the parameter that differs and two ranks. Each rank updates what it holds by itself, with the
 same gradient: a rank that edits a weight, loads it alone, or has another learning rate drifts away from the others, and
-nothing else tells.
+nothing else tells. Of a parameter whose elements lie on several ranks the settings of optimizers are compared
+(`settings.py`).
 
 Two numbers per parameter are compared, a sum and a norm: the same bits on ranks of one kind, and on others the same but
 for what an optimizer may round otherwise. That takes two passes over the weights, so it is done in a few steps only:
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,25 @@ TOLERANCE = 1024
 """Units of rounding, relative to the norm."""
 WIDEST = 1e-2
 """The same where a unit is large."""
+SETTINGS = -1
+"""In place of what is held: what optimizers were set to."""
+
+
+class Drift(NamedTuple):
+    """A parameter, and two ranks that have it otherwise."""
+
+    name: str
+    one: int
+    other: int
+    of_settings: bool
+
+    def __str__(self) -> str:
+        if self.of_settings:
+            return (
+                f"the optimizer of rank {self.other} was set otherwise for {self.name} (learning rate, weight decay, "
+                f"...) than that of rank {self.one}"
+            )
+        return f"{self.name} has other values on rank {self.other} than on rank {self.one}, which hold the same of it"
 
 
 class Replicated:
@@ -37,12 +58,19 @@ class Replicated:
         held: name, what it is of the original, and the parameter.
         names: of all parameters of the model, those of other ranks too.
         transport: of all ranks of the job.
+        settings: gives what optimizers were set to, by the identity of parameters.
     """
 
     def __init__(
-        self, held: Sequence[tuple[str, Index, nn.Parameter]], names: Iterable[str], transport: Transport
+        self,
+        held: Sequence[tuple[str, Index, nn.Parameter]],
+        names: Iterable[str],
+        transport: Transport,
+        settings: Callable[[], Mapping[int, int]],
     ) -> None:
         self._held = [((_number(name), _number(str(index))), one) for name, index, one in held]
+        self._held += [((_number(name), SETTINGS), one) for name, _, one in held]
+        self._settings = settings
         self._names = {_number(name): name for name in names}
         self._everyone, self._transport = tuple(range(transport.num_ranks)), transport
         self._keys: list[list[tuple[int, int]]] | None = None
@@ -57,15 +85,15 @@ class Replicated:
         """
         return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
 
-    def wrong(self) -> tuple[str, int, int] | None:
-        """A parameter, and two ranks that hold it alike and have other values. All ranks of the job call this together;
-        all get the same answer."""
+    def wrong(self) -> Drift | None:
+        """A parameter, and two ranks that hold it alike and have other values, or update it otherwise. All ranks of the
+        job call this together; all get the same answer."""
         if self._keys is None and len(self._everyone) > 1:
             self._keys = self._shared()
         return self.wrong_among(self._everyone)
 
     @torch.no_grad()
-    def wrong_among(self, ranks: Group) -> tuple[str, int, int] | None:
+    def wrong_among(self, ranks: Group) -> Drift | None:
         """The same of some ranks, if all have compared before."""
         if self._keys is None or not any(self._keys[rank] for rank in ranks) or len(ranks) == 1:
             return None
@@ -77,7 +105,7 @@ class Replicated:
             for key, told in zip(self._keys[rank], numbers.tolist(), strict=True):
                 other, theirs = first.setdefault(key, (rank, told))
                 if not _same(theirs, told):
-                    return self._names[key[0]], other, rank
+                    return Drift(self._names[key[0]], other, rank, key[1] == SETTINGS)
         return None
 
     def _shared(self) -> list[list[tuple[int, int]]]:
@@ -94,11 +122,17 @@ class Replicated:
         return [[key for key in each if seen[key] > 1] for each in keys]
 
     def _numbers(self, keys: Sequence[tuple[int, int]]) -> Tensor:
-        """Sum, norm and tolerance of the rank's parameters of these keys."""
+        """A row for each key: of values sum, norm and tolerance, of settings their number."""
         held: Mapping[tuple[int, int], nn.Parameter] = dict(self._held)
-        values = [_as_float(held[key].detach()) for key in keys]
-        if not values:
-            return torch.zeros(0, 3, dtype=torch.float64, device=self._transport.device)
+        settings, found = self._settings(), torch.zeros(len(keys), 3, dtype=torch.float64)
+        found[:, 0] = torch.tensor([settings.get(id(held[key]), 0) for key in keys], dtype=torch.float64)
+        found, at = found.to(self._transport.device), [at for at, key in enumerate(keys) if key[1] != SETTINGS]
+        if at:
+            found[at] = self._of_values([held[keys[one]] for one in at])
+        return found
+
+    def _of_values(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        values = [_as_float(one.detach()) for one in parameters]
         sums = [one.sum(dtype=torch.float64) for one in values]
         norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in values]
         units = [min(TOLERANCE * torch.finfo(one.dtype).eps, WIDEST) for one in values]

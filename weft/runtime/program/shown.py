@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import container
 
-from weft.errors import Refuse
+from weft.errors import Refuse, RunError
 from weft.runtime.program.own_modes import Change
 from weft.runtime.program.read_only import holds_tensors, read_only
 from weft.runtime.program.stored import Container
@@ -35,6 +35,12 @@ ELSEWHERE = (
 )
 CALLED = "parallelize() that part by itself, or let forward of the model return what it gives"
 MISSING = object()
+
+
+class NotHeldError(RunError, AttributeError):
+    """A parameter or buffer of the model that this rank does not hold: there is no such attribute here."""
+
+
 ALIKE = (torch.device, torch.dtype, nn.Module, str, bool, type(None))
 """Kinds of values that are the same on every rank, whatever it holds."""
 READS = frozenset(
@@ -135,9 +141,10 @@ class Attributes(Answering, nn.Module):
                 )
             return node.attributes[name]
         if name in node.parameters or name in node.buffers:
-            raise AttributeError(
-                f"{self._dotted(name)} is not held here: other ranks hold it; what a rank holds is in "
-                "named_parameters() and named_buffers() of its module (with emulate=True of parallel.ranks[N])"
+            raise NotHeldError(
+                f"{self._dotted(name)} is not held here: other ranks hold it",
+                remedy="what a rank holds is in named_parameters() and named_buffers() of its module (with "
+                "emulate=True of parallel.ranks[N])",
             )
         found = self._static(name)
         if isinstance(found, staticmethod | classmethod):

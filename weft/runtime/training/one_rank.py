@@ -183,7 +183,7 @@ class OneRank(Stepping):
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
         held = [(name, self.stored[name], one) for name, one in self.named_parameters() if name in self.stored]
-        self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole)
+        self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole, guard.settings)
 
     def gradients_are_right(self) -> None:
         """They were scaled, on all ranks alike."""
@@ -327,14 +327,14 @@ class OneRank(Stepping):
             self._num_compared, wrong = self._num_trained, self._replicated.wrong()
         if wrong is None:
             return
-        name, one, other = wrong
         updates = 0 if self.guard is None else self.guard.num_updates
         made = dict(zip(ranks, tell_numbers(whole, [updates], ranks), strict=True))
         why = ""
-        if made[one] != made[other]:
-            why = f": rank {other} has made {made[other][0]:.0f} updates, rank {one} {made[one][0]:.0f}"
+        if made[wrong.one] != made[wrong.other]:
+            why = f": rank {wrong.other} has made {made[wrong.other][0]:.0f} updates, rank {wrong.one} "
+            why += f"{made[wrong.one][0]:.0f}"
         raise self._refused(
-            f"{name} has other values on rank {other} than on rank {one}, which hold the same of it{why}",
+            f"{wrong}{why}",
             "change, initialise and load parameters on all ranks alike (the same seed, the same file, no "
             "`if rank == 0`), make the same backwards and updates, and give the optimizers of all ranks the same "
             "settings; then start again from what was last saved",
