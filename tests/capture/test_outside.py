@@ -390,3 +390,31 @@ def test_containers_of_other_values_differ(before: Any, after: Any) -> None:
     assert fingerprint(before) != fingerprint(after)
     assert fingerprint(before) == fingerprint(copy.deepcopy(before))
     assert fingerprint([math.nan]) == fingerprint([math.nan])
+
+
+class Tasks(nn.Module):
+    """Takes turns in a way that no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(4, 4) for name in "uv"})
+        self.register_buffer("first", torch.zeros(4))
+        self.register_buffer("second", torch.ones(4))
+        self.tasks, self.shifts = itertools.cycle("uv"), itertools.cycle(["first", "second"])
+
+
+class OfWeights(Tasks):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[next(self.tasks)](x).square().mean()
+
+
+class OfBuffers(Tasks):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.heads["u"](x) + self.get_buffer(next(self.shifts))).square().mean()
+
+
+@pytest.mark.parametrize("kind", [OfWeights, OfBuffers])
+def test_a_second_forward_with_other_weights_is_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(CaptureError, match="a second forward does something else here") as told:
+        weft.capture(kind(), torch.ones(2, 4))
+    assert "test_outside.py" in told.value.place

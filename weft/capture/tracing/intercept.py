@@ -84,6 +84,8 @@ class Interception:
     """Names of containers that forward fills."""
     parameters: dict[int, str] = field(default_factory=dict)
     """The names of the module's, by identity."""
+    held: frozenset[int] = frozenset()
+    """The identities of its parameters and buffers."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""
@@ -102,7 +104,7 @@ class Interception:
     def repeat(self, run: Callable[[], Any]) -> None:
         """Run forward once more, untraced, and refuse what differs from the first time."""
         kept, mine = dict(vars(self)), vars(self)
-        mine.update(vars(Interception(outputs=self.outputs, repeats=True, grad=self.grad)))
+        mine.update(vars(Interception(outputs=self.outputs, repeats=True, grad=self.grad, held=self.held)))
         try:
             with disable_proxy_modes_tracing(), Listener(self, Comparer(kept["calls"])):
                 run()
@@ -201,7 +203,7 @@ class Listener(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self.hear(heard(func, args, kwargs), lambda: self.answer(func, args, kwargs))
+        return self.hear(heard(func, args, kwargs, self.found.held), lambda: self.answer(func, args, kwargs))
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, in our way where the trace needs another."""

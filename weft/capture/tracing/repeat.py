@@ -7,7 +7,7 @@ user's code alone: torch calls are compared, and answered with what they returne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,33 +29,44 @@ REMEDY = "pass it in as an input, or make it a buffer that forward updates (regi
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """A tensor that a call is given. The same one is equal to itself, though its shape was changed in place since."""
+    """A tensor that a call is given. The same one is equal to itself, though its shape was changed in place since. Of
+    two parameters or buffers each is another one; of other tensors those of one shape may stand for the same."""
 
     number: int
     shape: tuple[int | None, ...]
     dtype: torch.dtype
+    is_held: bool
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Operand):
             return False
-        return self.number == other.number or (self.shape, self.dtype) == (other.shape, other.dtype)
+        if self.number == other.number or (self.is_held and other.is_held):
+            return self.number == other.number
+        return (self.shape, self.dtype) == (other.shape, other.dtype)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def heard(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Heard:
-    """A call, in a form that compares. Sizes that depend on values have new names each time."""
+def heard(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, held: Container[int] = ()
+) -> Heard:
+    """A call, in a form that compares. Sizes that depend on values have new names each time.
+
+    Args:
+        held: the identities of the parameters and buffers of the module.
+    """
     leaves = pytree.tree_leaves((args, kwargs) if kwargs else args)
     # export's own modes would look at each question about a tensor
     with torch._C.DisableTorchFunction():
-        return func, *(_plain(leaf) for leaf in leaves)
+        return func, *(_plain(leaf, held) for leaf in leaves)
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: Any, held: Container[int]) -> Any:
     if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
         return TRANSFORMED
     if isinstance(leaf, torch.Tensor):
-        return Operand(id(leaf), tuple(size if type(size) is int else None for size in leaf.shape), leaf.dtype)
+        sizes = tuple(size if type(size) is int else None for size in leaf.shape)
+        return Operand(id(leaf), sizes, leaf.dtype, id(leaf) in held)
     return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf)
 
 

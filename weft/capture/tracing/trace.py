@@ -118,6 +118,7 @@ class Traced(nn.Module):
 
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         self.found.parameters = {id(one): name for name, one in self.module.named_parameters()}
+        self.found.held = frozenset(map(id, (*self.module.parameters(), *self.module.buffers())))
         try:
             # translated here already: torch prints the whole graph beside an error of its own
             with translating(self.module), Listener(self.found, self.found.calls):
