@@ -163,7 +163,11 @@ def _likes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[M
 
     # what holds more than settings (another optimizer, tensors) must not be shared with a twin
     base = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-    plain = all(_is_plain(value) for name, value in own.items() if name not in (*base, "step", "zero_grad", MARK))
+    plain = all(
+        _is_plain(value)
+        for name, value in own.items()
+        if name not in (*base, "step", "zero_grad") and not name.startswith("_weft")
+    )
     return [twin, again] if plain else [again]
 
 

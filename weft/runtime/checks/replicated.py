@@ -8,7 +8,7 @@ nothing else tells. Of a parameter whose elements lie on several ranks the setti
 
 Two numbers per parameter are compared, a sum and a norm: the same bits on ranks of one kind, and on others the same but
 for what an optimizer may round otherwise. That takes two passes over the weights, so it is done in a few steps only:
-densely at first, then in every 64th; in the first evaluation after a step; and, in a replica, where the model is saved.
+densely at first, then in every 128th; in the first evaluation after a step; and, in a replica, where it is saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Group, Transport
 
-EVERY = 64
+EVERY = 128
 """Steps between two looks; before that, at the powers of two."""
 TOLERANCE = 1024
 """Units of rounding, relative to the norm."""
@@ -71,23 +71,36 @@ class Replicated:
         self._held = [((_number(name), _number(str(index))), one) for name, index, one in held]
         self._held += [((_number(name), SETTINGS), one) for name, _, one in held]
         self._settings = settings
+        self._num_trained = self._num_compared = 0
         self._names = {_number(name): name for name in names}
         self._everyone, self._transport = tuple(range(transport.num_ranks)), transport
         self._keys: list[list[tuple[int, int]]] | None = None
         """Of each rank, what others hold too: found out in the first look."""
 
+    def begin(self, *, compare: bool) -> bool:
+        """A forward in training begins; True if ranks are to compare: in some steps, or if it is asked for."""
+        due = compare or self.is_due(self._num_trained)
+        self._num_trained += 1
+        return due
+
+    @property
+    def is_trained(self) -> bool:
+        """Since ranks have compared."""
+        return self._num_compared < self._num_trained
+
     @staticmethod
     def is_due(step: int) -> bool:
         """True in the steps in which ranks compare.
 
-        >>> [step for step in range(200) if Replicated.is_due(step)]
-        [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
+        >>> [step for step in range(400) if Replicated.is_due(step)]
+        [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
         """
         return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
 
     def wrong(self) -> Drift | None:
         """A parameter, and two ranks that hold it alike and have other values, or update it otherwise. All ranks of the
         job call this together; all get the same answer."""
+        self._num_compared = self._num_trained
         if self._keys is None and len(self._everyone) > 1:
             self._keys = self._shared()
         return self.wrong_among(self._everyone)

@@ -137,7 +137,8 @@ class Form:
 
 def _other_value(number: int, leaf: Any, text: str) -> str:
     """What is wrong with an argument that is no tensor."""
-    said = f"argument {number} of the batch is {leaf!r}, in the example it is {text}"
+    shown = f"a tensor {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    said = f"argument {number} of the batch is {shown}, in the example it is {text}"
     if isinstance(leaf, int | float) and not isinstance(leaf, bool):
         return f"{said}: a number is part of the program; pass one that changes as a tensor, torch.tensor({leaf!r})"
     return said

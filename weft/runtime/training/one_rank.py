@@ -106,7 +106,6 @@ class OneRank(Stepping):
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
-        self._num_trained = self._num_compared = 0
         """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         self._num_hooks: dict[str, int] = {}
         tree = self.show_surface(surface or Surface())
@@ -274,12 +273,14 @@ class OneRank(Stepping):
                 "give every rank of a replica the same whole batch; each takes its part itself",
             )
 
-    @torch.no_grad()
-    def _look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
+    def look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
         """Warn of replicas that are fed the same batches in their first steps, each is to have its own, and of those
         whose forward makes other buffers of its own batches."""
-        if self.num_replicas == 1 or self.step >= LOOKS:
-            return
+        if self.num_replicas > 1 and self.step < LOOKS:
+            self._compare_replicas(inputs)
+
+    @torch.no_grad()
+    def _compare_replicas(self, inputs: Sequence[Tensor]) -> None:
         buffers = [one for _, one in self.named_buffers()]
         batches, states = zip(*self._totals(float(batch_number(inputs)), float(batch_number(buffers))), strict=True)
         self._are_alike = self._are_alike and bool(inputs) and len(set(batches)) == 1
@@ -305,13 +306,12 @@ class OneRank(Stepping):
         steps, or if it is asked for, what they hold alike."""
         if self.guard is not None:
             self.guard.begin()
-        if compare or Replicated.is_due(self._num_trained):
+        if self._replicated is not None and self._replicated.begin(compare=compare):
             self.compare_ranks()
-        self._num_trained += 1
 
     def begin_evaluation(self) -> None:
         """A forward in evaluation begins: if the weights are others than in the one before, ranks compare them."""
-        if self._num_compared < self._num_trained:
+        if self._replicated is not None and self._replicated.is_trained:
             self.compare_ranks()
 
     def compare_ranks(self, *, of_replica: bool = False) -> None:
@@ -321,10 +321,7 @@ class OneRank(Stepping):
             return
         whole = self._transport.whole
         ranks = self._transport.ranks if of_replica else tuple(range(whole.num_ranks))
-        if of_replica:
-            wrong = self._replicated.wrong_among(ranks)
-        else:
-            self._num_compared, wrong = self._num_trained, self._replicated.wrong()
+        wrong = self._replicated.wrong_among(ranks) if of_replica else self._replicated.wrong()
         if wrong is None:
             return
         updates = 0 if self.guard is None else self.guard.num_updates
