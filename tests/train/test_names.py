@@ -63,6 +63,7 @@ def test_names_of_the_runtime() -> None:
         torch.testing.assert_close(module.state_dict()[name], value)
     assert [rank.step for rank in module.ranks] == [2, 2]
     module.load_state_dict(eager.state_dict())
-    with pytest.raises((RunError, TypeError), match=r"the buffer step is|cannot assign 'int' as parameter 'step'"):
+    # whichever of the three the model has under that name
+    with pytest.raises((RunError, TypeError), match="step"):
         module.ranks[0].step = 7
     assert module.ranks[0].step == 2

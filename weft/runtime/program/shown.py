@@ -35,12 +35,6 @@ ELSEWHERE = (
 )
 CALLED = "parallelize() that part by itself, or let forward of the model return what it gives"
 MISSING = object()
-
-
-class NotHeldError(RunError, AttributeError):
-    """A parameter or buffer of the model that this rank does not hold: there is no such attribute here."""
-
-
 ALIKE = (torch.device, torch.dtype, nn.Module, str, bool, type(None))
 """Kinds of values that are the same on every rank, whatever it holds."""
 READS = frozenset(
@@ -53,6 +47,10 @@ OVERRIDES = frozenset(
     | {"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"}
 )
 """Methods of all modules that a class may have as its own."""
+
+
+class NotHeldError(RunError, AttributeError):
+    """A parameter or buffer of the model that this rank does not hold: there is no such attribute here."""
 
 
 class Answering:
