@@ -366,20 +366,52 @@ def test_of_several_scalars_none_is_the_loss() -> None:
 
 
 ROWS = {number: [number, str(number)] for number in range(200)}
+NESTED: dict[str, Any] = {"a": ([1],), "count": itertools.count(3)}
 
 
-def test_what_lies_around_is_looked_at_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after the forward, and the second one: a process may hold much that no forward touches."""
+def test_what_is_not_touched_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may hold much that no forward touches: no fingerprints are taken of it."""
     seen = []
 
     def counting(value: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(type(value) is list and len(value) == 2 and value[1] == str(value[0]))
+        seen.append(value)
         return fingerprint(value, *args, **kwargs)
 
     monkeypatch.setattr(surroundings, "fingerprint", counting)
-    monkeypatch.setattr("weft.capture.tracing.fingerprint.fingerprint", counting)
     weft.capture(Base(), torch.ones(2, 4))
-    assert sum(seen) // len(ROWS) == 4
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: ROWS[3].append("4"),
+        lambda: ROWS.pop(3),
+        lambda: ROWS.update({3: [3, "4"]}),
+        lambda: NESTED["a"][0].append(2),
+        lambda: next(NESTED["count"]),
+    ],
+)
+def test_changes_inside_containers_are_seen_and_put_back(change: Callable[[], Any]) -> None:
+    before, around = copy.deepcopy((ROWS, NESTED)), surroundings.Surroundings(Base())
+    assert around.changed() is None and not around.filled()
+    change()
+    found, filled = around.changed(), around.filled()
+    assert found is not None and any(name in found[0] for name in ("ROWS", "NESTED"))
+    assert len(filled) == 1
+    around.restore()
+    count = NESTED["count"]
+    NESTED["count"] = before[1]["count"]  # which cannot be set back
+    assert (ROWS, repr(NESTED)) == (before[0], repr(before[1]))
+    assert around.again().changed() is None
+    NESTED["count"] = count
+
+
+def test_equal_values_in_place_of_others_are_no_change() -> None:
+    around = surroundings.Surroundings(Base())
+    ROWS[3] = list(ROWS[3])
+    NESTED["a"] = copy.deepcopy(NESTED["a"])
+    assert around.changed() is None and not around.filled()
 
 
 @pytest.mark.parametrize(

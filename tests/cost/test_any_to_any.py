@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,7 +23,13 @@ from weft.ir.routes import Routing
 
 LAYOUTS = everything()
 WHOLE = whole_tensor(SHAPE)
-PARTS = {found: make_parts(found, WHOLE) for found in LAYOUTS}
+
+
+@cache
+def parts_of(found: Layout) -> Parts:
+    return make_parts(found, WHOLE)
+
+
 CHUNKS = 16
 BYTES = (8, 1 << 22)
 """Per element: with few bytes latencies decide on the path, with many the bytes."""
@@ -55,7 +62,7 @@ def test_sampled_pairs(chunk: int) -> None:
     resharder, itemsize = Resharder(default_links("gloo" if chunk % 2 else "nccl")), BYTES[chunk // 2 % 2]
     for _ in range(2000 // CHUNKS):
         source, target = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
-        reached = carry_twice(resharder.path(source, target, itemsize), source, PARTS[source], WHOLE)
+        reached = carry_twice(resharder.path(source, target, itemsize), source, parts_of(source), WHOLE)
         assert same_parts(reached, target)
 
 
@@ -66,14 +73,14 @@ def test_every_pair(number: int) -> None:
     resharder, itemsize = Resharder(default_links("nccl" if number % 2 else "gloo")), BYTES[number // 2 % 2]
     source = LAYOUTS[number]
     for target in LAYOUTS:
-        reached, _ = carry(resharder.path(source, target, itemsize), source, PARTS[source], WHOLE)
+        reached, _ = carry(resharder.path(source, target, itemsize), source, parts_of(source), WHOLE)
         assert same_parts(reached, target)
 
 
 def test_the_parts_made_for_these_tests_are_themselves_right() -> None:
     for found in LAYOUTS:
         verify_layout(found)
-        check_parts(found, PARTS[found], WHOLE)
+        check_parts(found, parts_of(found), WHOLE)
 
 
 def test_layouts_on_a_common_grid_hold_the_same_parts() -> None:

@@ -2,15 +2,18 @@
 
 Enters: values that a forward may read or change. Leaves: fingerprints, equal exactly if the values are, as far as a
 forward could have changed them: numbers and words by value, containers by what they hold, generators and counters by
-their state, tensors, modules and functions by identity.
+their state, tensors, modules and functions by identity. Taking fingerprints of much takes time; whether containers
+hold the very objects that they held is known at once.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import operator
 import random
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,39 +23,53 @@ from torch.utils._python_dispatch import _disable_current_modes
 DEPTH = 5
 PLAIN = frozenset((int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex, float))
 CONTAINERS = (list, dict, set, deque)
+NESTING = (*CONTAINERS, tuple)
+"""What may hold containers; what a frozenset holds does not change."""
+CHANGING = (*NESTING, itertools.count)
 BY_IDENTITY = (torch.Tensor, nn.Module, type)
 
 
-def fingerprint(value: Any, depth: int = DEPTH, *, objects: bool = True) -> Any:
+Contents = Callable[[Any], Any]
+"""From a container or counter to one that holds, or counts, what is meant."""
+
+
+def _now(held: Any) -> Any:
+    return held
+
+
+def fingerprint(value: Any, depth: int = DEPTH, *, objects: bool = True, contents: Contents = _now) -> Any:
     """Something that compares equal exactly if the value is.
 
     Args:
         value: of any kind.
         depth: of containers that are looked into.
         objects: look at the attributes of other objects too.
+        contents: what containers and counters hold; what they hold now if not given.
     """
     kind = type(value)
     if kind is float or kind is itertools.count:
-        return kind, repr(value)
+        return kind, repr(contents(value))
     if kind in PLAIN:
         return kind, value
     if depth == 0 or isinstance(value, BY_IDENTITY) or callable(value):
         return kind, id(value)
+
+    def of_all(values: Collection[Any]) -> tuple[Any, ...]:
+        # plain values are taken all at once: a list of them may be long
+        kinds = tuple(map(type, values))
+        if not PLAIN.issuperset(kinds):
+            return tuple([fingerprint(one, depth - 1, objects=objects, contents=contents) for one in values])
+        return kinds, tuple(map(repr, values) if float in kinds else values)
+
     if isinstance(value, dict):
-        return kind, _of_all(value.keys(), depth - 1, objects), _of_all(value.values(), depth - 1, objects)
+        held = contents(value)
+        return kind, of_all(held.keys()), of_all(held.values())
     if isinstance(value, (list, tuple, deque)):
-        return kind, _of_all(value, depth - 1, objects)
+        return kind, of_all(contents(value))
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset([fingerprint(item, depth - 1, objects=objects) for item in value])
+        items = contents(value)
+        return kind, frozenset([fingerprint(one, depth - 1, objects=objects, contents=contents) for one in items])
     return (kind, id(value), object_state(value, depth)) if objects else (kind, id(value))
-
-
-def _of_all(values: Collection[Any], depth: int, objects: bool) -> tuple[Any, ...]:
-    """Of what a container holds, in order. Plain values are taken all at once: a list of them may be long."""
-    kinds = tuple(map(type, values))
-    if not PLAIN.issuperset(kinds):
-        return tuple([fingerprint(item, depth, objects=objects) for item in values])
-    return kinds, tuple(map(repr, values) if float in kinds else values)
 
 
 def object_state(value: Any, depth: int) -> Any:
@@ -69,23 +86,46 @@ def object_state(value: Any, depth: int) -> Any:
 
 
 class Containers:
-    """What lists, dicts and sets among some values hold now."""
+    """What lists, dicts, sets and counters hold now: those among some values, and in them.
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._held = {id(one): (one, one.copy()) for one in values if isinstance(one, CONTAINERS)}
+    Args:
+        depth: of containers that are looked into.
+    """
+
+    def __init__(self, values: Iterable[Any], depth: int = 1) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {}
+        for value in values:
+            self._keep(value, depth)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if isinstance(value, itertools.count):
+            self._held[id(value)] = value, copy.copy(value)
+        elif depth and isinstance(value, NESTING):
+            if isinstance(value, CONTAINERS):
+                self._held[id(value)] = value, value.copy()
+            items = value.values() if isinstance(value, dict) else value
+            for item in items:
+                # asked here: most containers of a process hold neither
+                if isinstance(item, CHANGING):
+                    self._keep(item, depth - 1)
 
     def before(self, held: Any) -> Any:
         """What a container held; itself if it is none of these."""
         return self._held.get(id(held), (held, held))[1]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Each, and what it held."""
         return iter(self._held.values())
+
+    def is_same(self) -> bool:
+        """True if each holds the very objects that it held."""
+        return all(_holds_same(held, before) for held, before in self)
 
     def restore(self) -> None:
         """Give each its old contents, if it has others: the very objects."""
-        for held, copy in self._held.values():
-            if _identity(held) != _identity(copy):
-                refill(held, copy)
+        for held, before in self:
+            if isinstance(held, CONTAINERS) and not _holds_same(held, before):
+                refill(held, before)
 
 
 def refill(container: Any, saved: Any) -> None:
@@ -94,6 +134,12 @@ def refill(container: Any, saved: Any) -> None:
     container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
 
 
-def _identity(held: Any) -> list[Any]:
-    """The objects in a container."""
-    return [(key, id(value)) for key, value in held.items()] if isinstance(held, dict) else [id(one) for one in held]
+def _holds_same(held: Any, before: Any) -> bool:
+    if isinstance(held, itertools.count):
+        return repr(held) == repr(before)
+    if len(held) != len(before):
+        return False
+    if isinstance(held, set):
+        return set(map(id, held)) == set(map(id, before))
+    is_same = all(map(operator.is_, held, before))
+    return is_same and (not isinstance(held, dict) or all(map(operator.is_, held.values(), before.values())))

@@ -36,7 +36,7 @@ class Surroundings:
         self._module = module
         self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module)]
         self._caches = [(one, one.cache_info().misses) for _, _, space, _ in self._spaces for one in _caches(space)]
-        self._containers = Containers(value for *_, held in self._spaces for value, _ in held.values())
+        self._containers = Containers((value for *_, held in self._spaces for value in held.values()), DEPTH)
 
     def again(self) -> Surroundings:
         """The state now."""
@@ -44,23 +44,29 @@ class Surroundings:
 
     def changed(self) -> tuple[str, Callable[[], Any]] | None:
         """The name of what is not as it was and holds no cache, and what gives its fingerprint; None if all is."""
-        for label, _, space, held in self._spaces:
-            for name, (value, print_) in held.items():
-                now = space.get(name, value)
-                if type(now) not in SEEN or _print(now) == print_:
-                    continue
-                if now is not value or not self._is_cache(value):
-                    return (f"{label}.{name}" if label else name), partial(_printed, space, name)
+        for label, _, space, name, value in self._changed():
+            now = space.get(name, value)
+            if type(now) in SEEN and (now is not value or not self._is_cache(value)):
+                return (f"{label}.{name}" if label else name), partial(_printed, space, name)
         return None
 
     def filled(self) -> set[str]:
         """The names of containers that hold something else than they did."""
-        return {
-            name
-            for *_, held in self._spaces
-            for name, (value, print_) in held.items()
-            if isinstance(value, CONTAINERS) and _print(value) != print_
-        }
+        return {name for *_, name, value in self._changed(rebound=False) if isinstance(value, CONTAINERS)}
+
+    def _changed(self, *, rebound: bool = True) -> Iterator[tuple[str, Any, Space, str, Any]]:
+        """Names, and where they are, of what has another value, or, unless `rebound`, holds something else."""
+        is_same = self._containers.is_same()
+        for label, owner, space, held in self._spaces:
+            for name, value in held.items():
+                now = space.get(name, value) if rebound else value
+                # the very objects in the very containers: what most processes are full of
+                if (now is not value or not (is_same or type(value) in PLAIN)) and _print(now) != self._before(value):
+                    yield label, owner, space, name, value
+
+    def _before(self, value: Any) -> Any:
+        """The fingerprint that a value had."""
+        return fingerprint(value, DEPTH, objects=False, contents=self._containers.before)
 
     def clear_caches(self) -> None:
         """Take out what was put into caches; functions cache nothing of what they cached meanwhile."""
@@ -76,22 +82,21 @@ class Surroundings:
 
     def restore(self) -> None:
         """Give plain values and containers back what they held."""
-        for _, owner, space, held in self._spaces:
-            for name, (value, print_) in held.items():
-                if owner is not None and type(value) in PLAIN and _print(space.get(name, value)) != print_:
-                    setattr(owner, name, value)
+        for _, owner, _, name, value in self._changed():
+            if owner is not None and type(value) in PLAIN:
+                setattr(owner, name, value)
         self._containers.restore()
         self.clear_caches()
 
     def _is_cache(self, held: Any) -> bool:
-        """True for a dict whose old entries are as they were, and for a set that only grew."""
-        copy = self._containers.before(held)
+        """True for a dict whose old entries are as they were, or caches, and for a set that only grew."""
+        before = self._containers.before(held)
         if isinstance(held, dict):
-            return all(
-                key in held and (held[key] is value or _print(held[key]) == _print(value))
-                for key, value in copy.items()
-            )
-        return isinstance(held, set) and copy <= held
+            return all(key in held and self._is_kept(held[key], value) for key, value in before.items())
+        return isinstance(held, set) and before <= held
+
+    def _is_kept(self, now: Any, value: Any) -> bool:
+        return _print(now) == self._before(value) or (now is value and self._is_cache(now))
 
 
 Space = Mapping[str, Any]
@@ -183,8 +188,8 @@ def _is_full(cell: Any) -> bool:
     return True
 
 
-def _seen(space: Space) -> dict[str, tuple[Any, Any]]:
-    return {name: (value, _print(value)) for name, value in space.items() if _is_seen(name, value)}
+def _seen(space: Space) -> dict[str, Any]:
+    return {name: value for name, value in space.items() if _is_seen(name, value)}
 
 
 def _is_seen(name: str, value: Any) -> bool:
