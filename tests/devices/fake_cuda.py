@@ -1,8 +1,10 @@
-"""A training step of one rank on fake CUDA tensors, over torch's fake process group: a script of its own process.
+"""Training steps of one rank on fake CUDA tensors, over torch's fake process group: a script of its own process.
 
-In: the library that `fake_cuda.cpp` makes, a plan. Out: as JSON, the calls of the backend in the second step by kind,
-those of other threads than the caller's and autograd's, and where parameters and gradients lie. Nothing is computed and
-nothing is sent: what is seen is which calls are made, with which shapes, and that no operator mixes devices.
+In: the library that `fake_cuda.cpp` makes, and cases, `FILE PLAN` each. Out: a line of JSON for each: the calls of the
+backend in the steps by kind and their bytes, the threads that made them, where parameters and gradients lie, and
+operators of the second step that touch the host. Nothing is computed and nothing is
+sent: what is seen is which calls are made, with which shapes, and that no operator mixes devices. A number that the
+host would have to wait for (`.item()`, boolean indexing) is an error here: a fake tensor has none.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import os
 import sys
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 CALLS = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send", "recv")
+ROOT = Path(__file__).parents[2]
 
 
 def load(library: str) -> None:
@@ -29,11 +33,26 @@ def load(library: str) -> None:
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
+@dataclass
+class Seen:
+    """What a backend was asked for."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    threads: set[str] = field(default_factory=set)
+
+    def take(self) -> dict[str, list[int]]:
+        """Calls and bytes by kind; counting begins anew."""
+        found = {kind: [number, self.bytes[kind]] for kind, number in sorted(self.calls.items())}
+        self.calls.clear(), self.bytes.clear()
+        return found
+
+
 class Counted:
     """A group whose calls are counted."""
 
-    def __init__(self, group: Any, calls: Counter[str], threads: set[str]) -> None:
-        self._group, self._calls, self._threads = group, calls, threads
+    def __init__(self, group: Any, seen: Seen) -> None:
+        self._group, self._seen = group, seen
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
@@ -41,21 +60,27 @@ class Counted:
             return found
 
         def call(*args: Any) -> Any:
-            self._calls[name] += 1
-            self._threads.add(threading.current_thread().name)
-            return found(*args)
+            # the larger side: what each member ends up with, or begins with
+            sides = [args[0]] if isinstance(args[0], list) else [[one] for one in args[:2] if hasattr(one, "nbytes")]
+            self._seen.calls[name] += 1
+            self._seen.bytes[name] += max(sum(one.nbytes for one in side) for side in sides)
+            self._seen.threads.add(threading.current_thread().name)
+            # the fake group takes an exchange for a mistake in which this rank only receives
+            return found(*args) if name != "alltoall_base" or args[1].numel() else self._group.allreduce([args[0]])
 
         return call
 
 
-def main(library: str, plan: str) -> None:
-    load(library)
+def run_case(file: str, plan: str) -> dict[str, Any]:
     import torch
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
     from torch._subclasses import FakeTensorMode
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from tests.models import GPT, GPTConfig
-    from weft.compile import compile_program
+    from weft.capture.example import split_example
+    from weft.compile import compile_subject
+    from weft.compile.model_file import load_model_file
     from weft.runtime.links.backend import Backend
     from weft.runtime.links.device import DeviceTransport
     from weft.runtime.links.groups import Groups
@@ -63,36 +88,77 @@ def main(library: str, plan: str) -> None:
     from weft.runtime.program.files import files_of
     from weft.runtime.training.flow import open_trained
 
-    calls, threads = Counter[str](), set[str]()
+    seen = Seen()
 
     @dataclass(frozen=True)
     class Fake(Backend):
         def make_group(self, store: Any, position: int, size: int, links: Any, **settings: Any) -> Any:
-            return Counted(FakeProcessGroup._create_internal(position, size), calls, threads)
+            return Counted(FakeProcessGroup._create_internal(position, size), seen)
 
-    # fake tensors have no pinned memory
-    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign, assignment]
-    ids = torch.zeros(4, 8, dtype=torch.int64)
-    files = files_of(compile_program(GPT(GPTConfig(dropout=0.0, tied=False)), (ids, ids), plan).files)
-    backend = Fake("fake", "cuda", host_waits=False)
-    groups = Groups(HashStore(), 0, backend, local=True)
+    class OnHost(TorchDispatchMode):
+        """Operators that read or make tensors of the host."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            leaves = pytree.tree_leaves((args, kwargs, out))
+            if any(isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel() for one in leaves):
+                self.found[str(func)] += 1
+            return out
+
+    subject = load_model_file(ROOT / file)
+    files = files_of(compile_subject(subject, plan).files)
+    groups = Groups(HashStore(), 0, Fake("fake", "cuda", host_waits=False), local=True)
     transport = DeviceTransport(HashStore(), groups, files.devices, device=torch.device("cuda:0"))
-    steps = list[dict[str, int]]()
+    steps = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         flow, pieces, _ = open_trained(files, Replica(transport, files.devices), None)
         held = [parameter for module in pieces.modules for _, parameter in module.trained()]
-        optimizer = torch.optim.AdamW(held, lr=1e-3)
-        for _ in range(2):
-            calls.clear()
+        optimizer = torch.optim.AdamW(held, lr=1e-3, foreach=True)
+
+        def step(batch: Any, mode: Any) -> torch.Tensor:
+            args, kwargs = split_example(batch)
             optimizer.zero_grad()
-            loss = flow.program(ids, ids)
-            loss.backward()
+            with mode:
+                loss: torch.Tensor = flow.program(*args, **kwargs)
+                loss.backward()
+            # torch's optimizers count their steps on the host
             optimizer.step()
-            steps.append(dict(calls))
+            steps.append(seen.take())
+            return loss
+
+        # how batches get there is shown by test_inputs.py
+        batch = pytree.tree_map_only(torch.Tensor, lambda one: one.to("cuda:0"), subject.example)
+        loss, on_host = step(batch, nullcontext()), OnHost()
+        step(batch, on_host)
         where = sorted({str(one.device) for part in held for one in (part, part.grad, loss) if one is not None})
-    found = {"calls": steps, "where": where, "threads": sorted(threads)}
-    print(json.dumps({**found, "missing": sum(one.grad is None for one in held)}))
-    sys.stdout.flush()
+    return {
+        "case": [file, plan],
+        "calls": steps,
+        "where": where,
+        "threads": sorted(seen.threads),
+        "missing": sum(one.grad is None for one in held),
+        "on host": dict(on_host.found),
+    }
+
+
+def main(library: str, *cases: str) -> None:
+    load(library)
+    import torch
+
+    from weft.runtime.program import load as loading
+
+    # fake tensors have no pinned memory, and no values could be moved to a device that is not there
+    torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign, assignment]
+    real = loading.load_constants
+    loading.load_constants = lambda piece, device: {
+        name: torch.empty_like(one, device=device) for name, one in real(piece, "cpu").items()
+    }
+    for file, plan in zip(cases[::2], cases[1::2], strict=True):
+        print(json.dumps(run_case(file, plan)), flush=True)
     # autograd's threads of devices that are not there cannot be joined
     os._exit(0)
 

@@ -33,7 +33,8 @@ NOWHERE = torch.iinfo(torch.int64).max
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, positions: Tensor, here: Tensor, counted: Tensor, by_count: bool) -> Tensor:
-        ctx.save_for_backward(positions, counted)
+        # what does not count goes to a row behind the last, which is left out: the host need not know how many count
+        ctx.save_for_backward(torch.where(counted, positions, len(weight)))
         ctx.rows, ctx.by_count = len(weight), by_count
         if len(weight) == 0:
             return weight.new_zeros(*positions.shape, *weight.shape[1:])
@@ -42,13 +43,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        positions, counted = ctx.saved_tensors
-        rows = positions[counted]
-        addends = grad[counted]
-        if ctx.by_count:
-            addends = addends / torch.bincount(rows, minlength=ctx.rows)[rows].unsqueeze(-1)
-        out = grad.new_zeros(ctx.rows, grad.shape[-1])
-        return out.index_add_(0, rows, addends), None, None, None, None
+        (rows,) = ctx.saved_tensors
+        out = torch.ops.aten.embedding_dense_backward(grad, rows, ctx.rows + 1, ctx.rows, ctx.by_count)
+        return out[: ctx.rows], None, None, None, None
 
 
 def _check_ids(ids: Tensor, num_rows: int) -> None:

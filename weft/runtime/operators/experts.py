@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from weft.runtime.layout.indices import Intervals, indices
 
-FUSED = (torch.float32, torch.bfloat16, torch.float16)
-"""What torch's own kernel multiplies."""
+FUSED = {"cpu": (torch.float32, torch.bfloat16, torch.float16)}
+"""What torch's own kernel multiplies; on devices it is certain of one dtype only."""
 ALIGNMENT = 16
 """In bytes, of what that kernel reads."""
 
@@ -76,7 +76,10 @@ def _bounds(ends: Tensor, groups: list[int] | None) -> list[tuple[int, int]]:
 
 def _is_fused(*matrices: Tensor) -> bool:
     """Whether torch's own kernel takes these: a dtype of its own, rows or columns side by side, all aligned."""
-    return all(one.dtype in FUSED and one.numel() and _is_aligned(one) for one in matrices)
+    return all(
+        one.dtype in FUSED.get(one.device.type, (torch.bfloat16,)) and one.numel() and _is_aligned(one)
+        for one in matrices
+    )
 
 
 def _is_aligned(matrix: Tensor) -> bool:

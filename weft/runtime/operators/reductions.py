@@ -61,7 +61,7 @@ def variance(
     values = wide(x)
     mean = sum_to_copy(values.sum(dims, keepdim=True), comms) / count
     # no elements to spare: torch divides by zero, and so do we
-    freedom = torch.tensor(max(0.0, count - correction), dtype=values.dtype, device=x.device)
+    freedom = values.new_full((), max(0.0, count - correction))
     out: Tensor = _Variance.apply(values, mean.detach(), dims, freedom, root, comms)
     return kept(out.to(x.dtype), dims, keepdim), kept(mean.to(x.dtype), dims, keepdim)
 
