@@ -450,3 +450,24 @@ def test_a_second_forward_with_other_weights_is_refused(kind: type[nn.Module]) -
     with pytest.raises(CaptureError, match="a second forward does something else here") as told:
         weft.capture(kind(), torch.ones(2, 4))
     assert "test_outside.py" in told.value.place
+
+
+WEIGHTS = torch.zeros(2, requires_grad=True)
+
+
+class Weighed(nn.Module):
+    """Uses a tensor that the loop trains, and that is no parameter; or its value alone."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.layer, self.detached = nn.Linear(4, 4), detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = WEIGHTS.detach() if self.detached else WEIGHTS
+        return self.layer(x).square().mean() * weights.exp().sum()
+
+
+def test_tensors_that_the_loop_trains_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"requires a gradient and is no parameter(.|\n)*weights.exp"):
+        weft.capture(Weighed(False), torch.ones(2, 4))
+    assert weft.verify(Weighed(True), (torch.ones(2, 4),), plan="dp=2").equal

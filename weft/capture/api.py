@@ -123,7 +123,21 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     asks = tuple(Ask.of(kind, place, flat.values, grad=flat.grad) for kind, place in traced.found.asks.items())
     reads = traced.found.reader.found(module, traced.found.changed)
     graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks, reads=reads)
+    refuse_trained_constants(graph)
     return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
+
+
+def refuse_trained_constants(graph: Graph) -> None:
+    """A tensor that a gradient flows to and that is no parameter: a program would keep its value and its gradient."""
+    trained = {name for name in graph.constants if graph.tensors[name].needs_grad}
+    for op in graph.ops:
+        if trained.intersection(op.inputs) and any(graph.tensors[name].needs_grad for name in op.outputs):
+            raise CaptureError(
+                "forward uses a tensor that requires a gradient and is no parameter of the module: it would not be "
+                "trained",
+                place=str(op.source),
+                remedy="make it an nn.Parameter of the module, pass it in as an input, or detach() it",
+            )
 
 
 def ambient_autocast() -> Autocast | None:
