@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Containers:
     """What lists, dicts and sets among some values hold now."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._held = {id(one): (one, one.copy()) for one in values if isinstance(one, CONTAINERS)}
+        self._held = {id(one): (one, one.copy()) for one in _containers(values, DEPTH)}
 
     def before(self, held: Any) -> Any:
         """What a container held; itself if it is none of these."""
@@ -84,8 +84,17 @@ class Containers:
     def restore(self) -> None:
         """Give each its old contents, if it has others: the very objects."""
         for held, copy in self._held.values():
-            if _identity(held) != _identity(copy):
+            if identities(held) != identities(copy):
                 refill(held, copy)
+
+
+def _containers(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Those among some values, and in them."""
+    for one in values if depth else ():
+        if isinstance(one, CONTAINERS):
+            yield one
+        if isinstance(one, (*CONTAINERS, tuple)):
+            yield from _containers(one.values() if isinstance(one, dict) else one, depth - 1)
 
 
 def refill(container: Any, saved: Any) -> None:
@@ -94,6 +103,6 @@ def refill(container: Any, saved: Any) -> None:
     container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
 
 
-def _identity(held: Any) -> list[Any]:
+def identities(held: Any) -> list[Any]:
     """The objects in a container."""
     return [(key, id(value)) for key, value in held.items()] if isinstance(held, dict) else [id(one) for one in held]
