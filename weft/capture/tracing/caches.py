@@ -2,9 +2,9 @@
 
 Enters: a forward that ran on fake tensors, what it kept, and how it runs in other sizes and in the other mode. Leaves:
 nothing, or a `CaptureError`. A cache is a pure function of sizes and constants. So what it holds can be computed here
-(`Constants`): from no input, parameter or draw, and from no buffer that forward changes. And forward with a full
-cache is forward with an empty one (`Filled`): it makes the same calls on the same tensors, constants compared by value,
-and keeps the same. So it is where one forward filled the cache and another, in other sizes or in the other mode, reads it.
+(`Constants`): from no input, parameter or draw, and from no buffer that forward changes. And forward with a full cache
+is forward with an empty one (`Reading`): it makes the same calls on the same tensors, constants compared by value, and
+keeps the same; also where one forward fills the cache, and another, in other sizes or in the other mode, reads it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Constants:
         return UNKNOWN if is_unknown else leaf
 
     def run(self, call: Call) -> Any:
-        """What a call gives; UNKNOWN if it depends on more than constants, or changes a tensor that was there before."""
+        """What a call gives; UNKNOWN if it depends on more than constants, or changes what was there before."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             given = list(map(self.value, call.leaves))
             if (at := FORMS.get(call.func, len(given))) < len(given) and given[at] is UNKNOWN:
@@ -199,9 +199,7 @@ class Caches:
                 break
             buffers = steady
         state, around = self.watch.changes(), self.around.kept()
-        kept = [
-            replace(one, value=pytree.tree_map(constants.value, one.value)) for one in state
-        ]
+        kept = [replace(one, value=pytree.tree_map(constants.value, one.value)) for one in state]
         for one in (*kept, *(Change(f"the cache {name}", {}, "", constants.value(held)) for name, held in around)):
             if any(leaf is UNKNOWN for leaf in pytree.tree_leaves(one.value)):
                 raise self._refusal(one, run, MADE)
@@ -221,7 +219,7 @@ class Caches:
             recorder = Recorder()
             try:
                 second = self.filled(recorder, self.found.repeat(other, recorder), other)
-            except Exception:  # noqa: S112, BLE001 - forward does not run so
+            except Exception:  # noqa: BLE001 - forward does not run so
                 continue
             with suppress(MisfitError):
                 self._compare(filled, second, other, told, strict or told == MODE)

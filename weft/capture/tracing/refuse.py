@@ -42,7 +42,7 @@ LOOP_REMEDY = (
 )
 FIXED_REMEDY = "leave that dim unmarked (weft.dynamic), mark all inputs that share it, or let forward not depend on it"
 KEY_REMEDY = (
-    "leave that dim unmarked (weft.dynamic); or keep one tensor that is built anew when it is too short, and a slice of it"
+    "leave that dim unmarked (weft.dynamic), or keep one table, built anew when it is too short, and a slice of it"
 )
 READS = (
     torch.Tensor.item,

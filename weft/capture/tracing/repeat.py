@@ -24,7 +24,10 @@ from weft.errors import CaptureError
 Heard = tuple[Any, ...]
 """A torch call: the function, and what it was given that is no tensor."""
 TRANSFORMED = "transformed"
-WRITES = frozenset(f"__{name}__" for name in "set setitem iadd isub imul itruediv ipow iand ior ixor".split())
+WRITES = frozenset(
+    ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
+)
+"""Functions that change their first argument and whose names do not end in one underscore."""
 REMEDY = "pass it in as an input, or make it a buffer that forward updates (register_buffer)"
 
 

@@ -123,9 +123,14 @@ class Traced(nn.Module):
 
     def run_otherwise(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The user's forward in the other mode."""
-        for sub in self.module.modules():
-            sub.training = not self.training
-        return self.run(tensors)
+        modes = [(sub, sub.training) for sub in self.module.modules()]
+        try:
+            for sub, _ in modes:
+                sub.training = not self.training
+            return self.run(tensors)
+        finally:
+            for sub, mode in modes:
+                sub.training = mode
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run = partial(self.run, tensors)
@@ -182,7 +187,7 @@ class Traced(nn.Module):
         values = {id(held[name]): one for name, one in self.real.items() if id(held.get(name)) in self.found.held}
         return {key: one for key, one in values.items() if one.device.type != "meta" and not is_fake(one)}
 
-    def others(self, tensors: Sequence[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    def others(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], Any]]:
         """The user's forward in the other mode, and in other sizes: of dims that vary, or with other rows."""
         rows = [{0} if one.shape[:1] == tensors[0].shape[:1] else () for one in tensors]
         varying = self.varying if any(self.varying) else rows

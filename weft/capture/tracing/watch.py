@@ -27,7 +27,16 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.example import forward_file, forward_place
 from weft.capture.source import is_users, package_of, place_of
-from weft.capture.tracing.fingerprint import BY_IDENTITY, CONTAINERS, DEPTH, PLAIN, Containers, fingerprint, identities, refill
+from weft.capture.tracing.fingerprint import (
+    BY_IDENTITY,
+    CONTAINERS,
+    DEPTH,
+    PLAIN,
+    Containers,
+    fingerprint,
+    identities,
+    refill,
+)
 from weft.capture.tracing.modules import computed_attributes
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
@@ -229,7 +238,7 @@ class Change:
     """What forward kept: how it is told, the dict that holds it, its name there, and the value."""
 
     label: str
-    space: dict[str, Any]
+    space: Any
     name: str
     value: Any
 
@@ -242,7 +251,9 @@ def is_made(leaf: Any) -> bool:
 def is_cache(value: Any) -> bool:
     """Whether a value holds what forward made, and else nothing that could hold such."""
     leaves = pytree.tree_leaves(value)
-    return any(map(is_made, leaves)) and all(is_made(one) or isinstance(one, (*PLAIN, *BY_IDENTITY)) for one in leaves)
+    return any(map(is_made, leaves)) and all(
+        is_made(one) or is_plain(one) or isinstance(one, BY_IDENTITY) for one in leaves
+    )
 
 
 def plain_objects(values: Iterable[Any], depth: int) -> Iterator[Any]:
