@@ -95,6 +95,9 @@ def settled(module: nn.Module, flat: Example, dynamic: Mapping[str, tuple[int, .
     """The Graph of every forward, also after the first one has changed what settles (`watch.py`)."""
     traced = trace(module, flat, dynamic, tolerant=True, asked=asked)
     graph = convert(module, flat, traced)
+    if traced.kept and dynamic:
+        # what is kept has values in fixed sizes only
+        trace(module, flat, {}, tolerant=True, asked=asked, varying=dynamic)
     if traced.settling:
         second = convert(module, flat, trace(module, flat, dynamic, asked=asked))
         refuse_unsettled(graph, second)

@@ -92,7 +92,7 @@ class Containers:
         depth: of containers that are looked into.
     """
 
-    def __init__(self, values: Iterable[Any], depth: int = 1) -> None:
+    def __init__(self, values: Iterable[Any], depth: int = DEPTH) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}
         for value in values:
             self._keep(value, depth)
@@ -119,12 +119,12 @@ class Containers:
 
     def is_same(self) -> bool:
         """True if each holds the very objects that it held."""
-        return all(_holds_same(held, before) for held, before in self)
+        return all(holds_same(held, before) for held, before in self)
 
     def restore(self) -> None:
         """Give each its old contents, if it has others: the very objects."""
         for held, before in self:
-            if isinstance(held, CONTAINERS) and not _holds_same(held, before):
+            if isinstance(held, CONTAINERS) and not holds_same(held, before):
                 refill(held, before)
 
 
@@ -134,7 +134,8 @@ def refill(container: Any, saved: Any) -> None:
     container.extend(saved) if isinstance(container, list | deque) else container.update(saved)
 
 
-def _holds_same(held: Any, before: Any) -> bool:
+def holds_same(held: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that another does, and a counter counts from the same number."""
     if isinstance(held, itertools.count):
         return repr(held) == repr(before)
     if len(held) != len(before):

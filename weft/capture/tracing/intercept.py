@@ -42,7 +42,7 @@ from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
 from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
-from weft.capture.tracing.repeat import Comparer, Hear, Recorder, heard
+from weft.capture.tracing.repeat import Call, Hear, Recorder
 from weft.capture.tracing.stable import stable_form
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
@@ -101,13 +101,13 @@ class Interception:
         if self.parameters and caller_is_users() and (names := parameters_behind(tensor, self.parameters)):
             self.reader.note_gradients(names)
 
-    def repeat(self, run: Callable[[], Any]) -> None:
-        """Run forward once more, untraced, and refuse what differs from the first time."""
+    def repeat(self, run: Callable[[], Any], hear: Hear) -> Any:
+        """Run forward once more, untraced; `hear` answers its calls."""
         kept, mine = dict(vars(self)), vars(self)
         mine.update(vars(Interception(outputs=self.outputs, repeats=True, grad=self.grad, held=self.held)))
         try:
-            with disable_proxy_modes_tracing(), Listener(self, Comparer(kept["calls"])):
-                run()
+            with disable_proxy_modes_tracing(), Listener(self, hear):
+                return run()
         finally:
             mine.update(kept)
 
@@ -203,7 +203,8 @@ class Listener(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self.hear(heard(func, args, kwargs, self.found.held), lambda: self.answer(func, args, kwargs))
+        call = Call.of(func, args, kwargs)
+        return self.hear(call, call.heard(self.found.held), lambda: self.answer(func, args, kwargs))
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, in our way where the trace needs another."""

@@ -41,6 +41,9 @@ LOOP_REMEDY = (
     'model.set_experts_implementation("grouped_mm")'
 )
 FIXED_REMEDY = "leave that dim unmarked (weft.dynamic), mark all inputs that share it, or let forward not depend on it"
+KEY_REMEDY = (
+    "leave that dim unmarked (weft.dynamic), or keep one table, built anew when it is too short, and a slice of it"
+)
 READS = (
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -105,6 +108,10 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
             "forward calls torch.cond or another operator that takes functions: only the one that runs is known",
             place=place,
             remedy=BRANCH_REMEDY,
+        )
+    if isinstance(error, TypeError) and "unhashable" in first and "SymInt" in first:
+        return CaptureError(
+            "a size that is marked dynamic is looked up in a dict or an lru_cache", place=place, remedy=KEY_REMEDY
         )
     if isinstance(error, TypeError) and any(word in first for word in ("SymFloat", "SymInt", "SymBool")):
         return CaptureError(NUMBER, place=place, remedy=NUMBER_REMEDY)

@@ -7,7 +7,7 @@ user's code alone: torch calls are compared, and answered with what they returne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,10 @@ from weft.errors import CaptureError
 Heard = tuple[Any, ...]
 """A torch call: the function, and what it was given that is no tensor."""
 TRANSFORMED = "transformed"
+WRITES = frozenset(
+    ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
+)
+"""Functions that change their first argument and whose names do not end in one underscore."""
 REMEDY = "pass it in as an input, or make it a buffer that forward updates (register_buffer)"
 
 
@@ -47,30 +51,55 @@ class Operand:
     __hash__ = None  # type: ignore[assignment]
 
 
-def heard(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, held: Container[int] = ()
-) -> Heard:
-    """A call, in a form that compares. Sizes that depend on values have new names each time.
+@dataclass(frozen=True)
+class Call:
+    """A torch call: the function, and its arguments, flat. Lists that it was given may change later."""
 
-    Args:
-        held: the identities of the parameters and buffers of the module.
-    """
-    leaves = pytree.tree_leaves((args, kwargs) if kwargs else args)
-    # export's own modes would look at each question about a tensor
-    with torch._C.DisableTorchFunction():
-        return func, *(_plain(leaf, held) for leaf in leaves)
+    func: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return Call(func, tuple(leaves), spec, tuple(kwargs))
+
+    def written(self, given: Sequence[Any] = ()) -> list[torch.Tensor]:
+        """The tensors that it changes: the first that it is given, or (at most) all where it is told to write into one.
+
+        Args:
+            given: values in the place of its arguments.
+        """
+        name, code = getattr(self.func, "__name__", ""), getattr(self.func, "__code__", None)
+        is_inplace = name.endswith("_") and (not name.endswith("__") or name in WRITES)
+        if not is_inplace and "inplace" in getattr(code, "co_varnames", ()):
+            is_inplace = any(leaf is True for leaf in self.leaves)
+        tensors = [one for one in given or self.leaves if isinstance(one, torch.Tensor)]
+        return tensors if "out" in self.names else tensors[:is_inplace]
+
+    def heard(self, held: Container[int] = ()) -> Heard:
+        """The call in a form that compares. Sizes that depend on values have new names each time.
+
+        Args:
+            held: the identities of the parameters and buffers of the module.
+        """
+        # export's own modes would look at each question about a tensor
+        with torch._C.DisableTorchFunction():
+            return self.func, *(plain(leaf, held) for leaf in self.leaves)
 
 
-def _plain(leaf: Any, held: Container[int]) -> Any:
+def plain(leaf: Any, held: Container[int] = ()) -> Any:
+    """An argument in a form that compares."""
     if isinstance(leaf, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
         return TRANSFORMED
     if isinstance(leaf, torch.Tensor):
         sizes = tuple(size if type(size) is int else None for size in leaf.shape)
         return Operand(id(leaf), sizes, leaf.dtype, id(leaf) in held)
-    return repr(leaf) if isinstance(leaf, int | float | complex | str) else type(leaf)
+    return repr(leaf) if isinstance(leaf, int | float | complex | str | torch.dtype) else type(leaf)
 
 
-Hear = Callable[[Heard, Callable[[], Any]], Any]
+Hear = Callable[[Call, Heard, Callable[[], Any]], Any]
 """Answers a call, which it may run."""
 
 
@@ -79,14 +108,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Heard] = []
+        self.made: list[Call] = []
         self.results: dict[int, Any] = {}
 
-    def __call__(self, call: Heard, run: Callable[[], Any]) -> Any:
+    def __call__(self, call: Call, heard: Heard, run: Callable[[], Any]) -> Any:
         number = len(self.calls)
-        self.calls.append(call)
+        self.calls.append(heard)
+        self.made.append(call)
         result = run()
-        if any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)) or Operand in map(type, call):
-            self.results[number] = _own(result)
+        if any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)) or Operand in map(type, heard):
+            self.results[number] = own(result)
         return result
 
     @property
@@ -101,9 +132,9 @@ class Comparer:
     def __init__(self, first: Recorder) -> None:
         self._first, self._number = first, -1
 
-    def __call__(self, call: Heard, run: Callable[[], Any]) -> Any:
+    def __call__(self, call: Call, heard: Heard, run: Callable[[], Any]) -> Any:
         self._number += 1
-        if self._number >= len(self._first.calls) or call != self._first.calls[self._number]:
+        if self._number >= len(self._first.calls) or heard != self._first.calls[self._number]:
             raise CaptureError(
                 "a second forward does something else here than the first: what changes between them (a clock, a "
                 "counter, a draw outside torch) would be frozen into the program",
@@ -111,10 +142,10 @@ class Comparer:
                 remedy=REMEDY,
             )
         # what has no tensor acts on torch itself (a grad mode): it runs again, and so does a call that failed
-        return _own(self._first.results[self._number]) if self._number in self._first.results else run()
+        return own(self._first.results[self._number]) if self._number in self._first.results else run()
 
 
-def _own(result: Any) -> Any:
+def own(result: Any) -> Any:
     """A list that the caller may change."""
     return list(result) if type(result) is list else result
 

@@ -9,6 +9,7 @@ again, so that the next forward fills the cache anew.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from weft.capture.source import is_users, package_of
@@ -35,7 +37,7 @@ class Surroundings:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module)]
-        self._caches = [(one, one.cache_info().misses) for _, _, space, _ in self._spaces for one in _caches(space)]
+        self._caches = [(one, _misses(one)) for _, _, space, _ in self._spaces for one in _caches(space)]
         self._containers = Containers((value for *_, held in self._spaces for value in held.values()), DEPTH)
 
     def again(self) -> Surroundings:
@@ -68,17 +70,38 @@ class Surroundings:
         """The fingerprint that a value had."""
         return fingerprint(value, DEPTH, objects=False, contents=self._containers.before)
 
+    def kept(self) -> list[tuple[str, torch.Tensor]]:
+        """Fake tensors that were put into caches, each with the name of the cache."""
+        values = [(name, value) for *_, held in self._spaces for name, value in held.items()]
+        dicts = [(name, list(self._new_within(value))) for name, value in values if isinstance(value, dict)]
+        functions = [(one.__name__, gc.get_referents(one)) for one, misses in self._caches if _misses(one) != misses]
+        leaves = ((name, leaf) for name, held in (*dicts, *functions) for leaf in pytree.tree_leaves(held))
+        return [(name, leaf) for name, leaf in leaves if isinstance(leaf, FakeTensor)]
+
     def clear_caches(self) -> None:
         """Take out what was put into caches; functions cache nothing of what they cached meanwhile."""
-        for held, copy in self._containers:
-            new = held.keys() - copy.keys() if isinstance(held, dict) else ()
-            tensors = [key for key in new if _holds_tensor(held[key])]
+        for held, _ in self._containers:
+            tensors = [key for key, one in self._new(held).items() if _holds_tensor(one)]
             if tensors and self._is_cache(held):
                 for key in tensors:
                     del held[key]
-        for one, before in self._caches:
-            if one.cache_info().misses != before:
+        for at, (one, before) in enumerate(self._caches):
+            if _misses(one) != before:
                 one.cache_clear()
+                # it counts anew
+                self._caches[at] = one, 0
+
+    def _new(self, held: Any) -> dict[Any, Any]:
+        """What was put into a dict."""
+        before = self._containers.before(held)
+        return {key: held[key] for key in held.keys() - before.keys()} if isinstance(held, dict) else {}
+
+    def _new_within(self, held: Any) -> Iterator[Any]:
+        """The same, and what was put into dicts in it."""
+        if isinstance(held, dict) and held is not (before := self._containers.before(held)):
+            yield from self._new(held).values()
+            for one in before.values():
+                yield from self._new_within(one)
 
     def restore(self) -> None:
         """Give plain values and containers back what they held."""
@@ -198,6 +221,10 @@ def _is_seen(name: str, value: Any) -> bool:
 
 def _caches(space: Space) -> Iterator[Any]:
     return (value for value in list(space.values()) if isinstance(value, _lru_cache_wrapper))
+
+
+def _misses(cache: Any) -> int:
+    return int(cache.cache_info().misses)
 
 
 def _printed(space: Space, name: str) -> Any:

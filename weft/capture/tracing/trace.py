@@ -21,9 +21,10 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.distributions.gamma import Gamma
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.proxy import TracerBase
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,10 +32,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
 from weft.capture.source import caller_is_users, is_users, keep_users_frame, place_here
+from weft.capture.tracing.caches import MODE, SIZE, Caches
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
 from weft.capture.tracing.refuse import translating
-from weft.capture.tracing.repeat import unchanged
+from weft.capture.tracing.repeat import Comparer, unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm, not_causal, rsample_of_gamma
 from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.watch import Watch
@@ -78,6 +80,8 @@ class Trace:
     output: Output
     settling: bool
     """Forward changed a plain object or value; see `watch.py`."""
+    kept: bool
+    """Forward kept tensors or sizes for its next call; see `caches.py`."""
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -97,25 +101,39 @@ class Traced(nn.Module):
         module: nn.Module,
         example: Example,
         found: Interception,
-        seen: Callable[[tuple[Output, Watch]], None],
+        seen: Callable[[tuple[Output, Watch, bool]], None],
         shapes: Sequence[Mapping[int, Any] | None],
         *,
         tolerant: bool,
+        varying: Sequence[Mapping[int, Any] | None],
     ) -> None:
         super().__init__()
+        self.real = dict(module.named_buffers())
         self.module = module
         self.training = module.training
         self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
-        self.shapes = shapes
+        self.shapes, self.varying = shapes, varying
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The user's forward."""
         precision = self.example.precision
         args, kwargs = self.example.arguments(tensors if precision is None else precision.inputs(tensors))
+        with nullcontext() if precision is None else Rules(precision):
+            return self.module(*args, **kwargs)
 
-        def run() -> Any:
-            with nullcontext() if precision is None else Rules(precision):
-                return self.module(*args, **kwargs)
+    def run_otherwise(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The user's forward in the other mode."""
+        modes = [(sub, sub.training) for sub in self.module.modules()]
+        try:
+            for sub, _ in modes:
+                sub.training = not self.training
+            return self.run(tensors)
+        finally:
+            for sub, mode in modes:
+                sub.training = mode
 
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        run = partial(self.run, tensors)
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         self.found.parameters = {id(one): name for name, one in self.module.named_parameters()}
         self.found.held = frozenset(map(id, (*self.module.parameters(), *self.module.buffers())))
@@ -126,17 +144,30 @@ class Traced(nn.Module):
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             self.found.changed.update(surroundings.filled())
             watch.refuse_changes(run)
+            if watch.settling and any(self.varying):
+                watch.kept, watch.settling = True, False
+            self.found.changed.update(one.name for one in watch.changes() if watch.kept)
+            caches = Caches(watch, surroundings, self.found, self.steady())
+            is_kept = watch.kept or bool(surroundings.kept())
+            filled = caches.filled(self.found.calls, result, run) if is_kept and not any(self.shapes) else None
             if not watch.settling and not self.found.calls.transformed:
                 after = Watch(self.module)
                 watch.restore()
+                if watch.kept:
+                    watch.restore_objects()
                 surroundings.clear_caches()
-                repeat = partial(self.found.repeat, run)
+
+                def repeat() -> None:
+                    self.found.repeat(run, Comparer(self.found.calls))
+
                 with (
                     translating(self.module),
                     unchanged(surroundings.again(), watch, repeat),
                     self.found.reader.reading(),
                 ):
                     repeat()
+                if filled is not None and watch.kept:
+                    caches.judge(filled, run, self.others(tensors), strict=any(self.varying))
                 after.restore()
             for old, new in watch.updates():
                 with torch.no_grad():
@@ -144,9 +175,28 @@ class Traced(nn.Module):
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
+            if watch.kept:
+                watch.restore_objects()
             surroundings.restore()
-        self.seen((output, watch))
+        self.seen((output, watch, is_kept))
         return tuple(leaves)
+
+    def steady(self) -> dict[int, torch.Tensor]:
+        """The values of buffers that forward did not replace, by the tensors that stand for them."""
+        held = dict(self.module.named_buffers())
+        values = {id(held[name]): one for name, one in self.real.items() if id(held.get(name)) in self.found.held}
+        return {key: one for key, one in values.items() if one.device.type != "meta" and not is_fake(one)}
+
+    def others(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], Any]]:
+        """The user's forward in the other mode, and in other sizes: of dims that vary, or with other rows."""
+        rows = [{0} if one.shape[:1] == tensors[0].shape[:1] else () for one in tensors]
+        varying = self.varying if any(self.varying) else rows
+        with disable_proxy_modes_tracing():
+            larger = [
+                one.new_empty([size * 2 if dim in (dims or ()) else size for dim, size in enumerate(one.shape)])
+                for one, dims in zip(tensors, varying, strict=True)
+            ]
+        return {MODE: partial(self.run_otherwise, tensors), SIZE: partial(self.run, tuple(larger))}
 
 
 def trace(
@@ -156,6 +206,7 @@ def trace(
     *,
     tolerant: bool = False,
     asked: list[str] | None = None,
+    varying: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Trace:
     """Export the module on fake tensors.
 
@@ -163,14 +214,16 @@ def trace(
         tolerant: plain objects and values that forward changes stay changed.
         asked: forward, if it asks whether it is being compiled, is told no, and the files that asked are added here;
             if this is None it is told yes.
+        varying: dims whose size may vary though this trace is of one size.
     """
-    outputs: list[tuple[Output, Watch]] = []
+    outputs: list[tuple[Output, Watch, bool]] = []
     shapes = tuple(dynamic_shapes(example, dynamic))
     states = torch.get_rng_state()
     with ExitStack() as stack:
         stack.enter_context(without_computed(module))
         found = stack.enter_context(intercept(grad=example.grad))
-        traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant)
+        others = dynamic_shapes(example, varying or {})
+        traced = Traced(module, example, found, outputs.append, shapes, tolerant=tolerant, varying=others)
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(quiet_torch())
         stack.enter_context(torch.enable_grad())
@@ -193,11 +246,11 @@ def trace(
                 stack.enter_context(mock.patch.object(torch.compiler, name, answer))
         stack.enter_context(translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
-    output, watch = outputs[-1]
+    output, watch, is_kept = outputs[-1]
     for (path, name), value in watch.values.items():
         # export puts attributes back by itself
         module.get_submodule(path).__dict__[name] = value
-    return Trace(program, found, output, watch.settling)
+    return Trace(program, found, output, watch.settling, is_kept)
 
 
 def noting_grad_mode(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:

@@ -14,16 +14,29 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from weft.capture.example import forward_file, forward_place
 from weft.capture.source import is_users, package_of, place_of
-from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint, refill
+from weft.capture.tracing.fingerprint import (
+    BY_IDENTITY,
+    CONTAINERS,
+    DEPTH,
+    PLAIN,
+    Containers,
+    fingerprint,
+    holds_same,
+    refill,
+)
 from weft.capture.tracing.modules import computed_attributes
 from weft.capture.tracing.refuse import NUMBER_REMEDY
 from weft.errors import CaptureError
@@ -44,10 +57,12 @@ class Watch:
     def __init__(self, module: nn.Module, *, tolerant: bool = False) -> None:
         self.module, self.tolerant, self.settling = module, tolerant, False
         self.values: dict[Key, Any] = {}
+        self.kept = False
         self.attributes = dict(attributes_of(module))
         self.prints = {key: fingerprint(value) for key, value in self.attributes.items()}
         self.containers = Containers(self.attributes.values())
-        self.objects = {id(v): (v, dict(vars(v))) for v in self.attributes.values() if is_plain_object(v)}
+        self.objects = {id(v): (v, dict(vars(v))) for v in plain_objects(self.attributes.values(), DEPTH)}
+        self.inner = Containers(one for _, held in self.objects.values() for one in held.values())
         self.hooks = dict(hooks_of(module))
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
@@ -69,6 +84,7 @@ class Watch:
         for kind, saved in (("_buffers", self.buffers), ("_parameters", self.parameters)):
             for path, name in set(dict(tensors_of(self.module, kind))) - set(saved):
                 del modules[path].__dict__[kind][name]
+                modules[path]._non_persistent_buffers_set.discard(name)
             for (path, name), tensor in saved.items():
                 modules[path].__dict__[kind][name] = tensor
         restore_random(self.random)
@@ -76,8 +92,9 @@ class Watch:
     def restore_objects(self) -> None:
         """Give plain objects their old attributes, attributes their old plain values; take hooks away again."""
         for value, saved in self.objects.values():
-            vars(value).clear()
-            vars(value).update(saved)
+            if not holds_same(vars(value), saved):
+                refill(vars(value), saved)
+        self.inner.restore()
         for path, name in filter(self.is_set, dict(attributes_of(self.module))):
             if (path, name) in self.attributes:
                 self.module.get_submodule(path).__dict__[name] = self.attributes[path, name]
@@ -111,12 +128,18 @@ class Watch:
             if not is_new or is_torchs(self.module.get_submodule(key[0]), key[1]):
                 continue
             same_object = id(value) in self.objects and self.attributes.get(key) is value
-            if self.tolerant and (same_object or self.is_set(key)):
+            within = [one.value for one in self.changes_within()] if same_object else value
+            if self.tolerant and is_cache(within):
+                self.kept = True
+            elif self.tolerant and (same_object or self.is_set(key)):
                 self.settling = True
                 if not same_object:
                     self.values[key] = value
             else:
                 self.refuse_attribute(key, rerun)
+        self.kept = self.kept or (self.tolerant and bool(self.cached_buffers()))
+        if self.kept:
+            self.settling, self.values = False, {}
         gone = set(self.attributes) - set(dict(attributes_of(self.module)))
         if gone:
             self.refuse_attribute(min(gone), rerun)
@@ -128,6 +151,40 @@ class Watch:
                 place=forward_place(self.module),
                 remedy="do it before training, outside forward",
             )
+
+    def changes(self) -> list[Change]:
+        """What is another one than before, or holds something else."""
+        modules, found = dict(self.module.named_modules()), list[Change]()
+        for (path, name), value in attributes_of(self.module):
+            if (path, name) not in self.prints or fingerprint(value) != self.prints[path, name]:
+                dotted = ".".join(filter(None, (path, name)))
+                found.append(Change(f"the attribute {dotted}", vars(modules[path]), name, value))
+        for path, name in self.cached_buffers():
+            held = vars(modules[path])["_buffers"]
+            found.append(Change(f"the buffer {'.'.join(filter(None, (path, name)))}", held, name, held[name]))
+        return [*found, *self.changes_within()]
+
+    def changes_within(self) -> list[Change]:
+        """The same of plain objects."""
+        return [
+            Change(f"the attribute {name} of a {type(owner).__name__}", vars(owner), name, value)
+            for owner, saved in self.objects.values()
+            for name, value in vars(owner).items()
+            if fingerprint(self.inner.before(saved.get(name)), objects=False) != fingerprint(value, objects=False)
+        ]
+
+    def cached_buffers(self) -> list[Key]:
+        """Buffers that forward made, and those that it made anew with another shape or dtype and that no state dict
+        holds."""
+        modules, found = dict(self.module.named_modules()), []
+        for (path, name), new in tensors_of(self.module, "_buffers"):
+            old = self.buffers.get((path, name))
+            if new is None or new is old:
+                continue
+            is_other = old is None or (old.shape, old.dtype) != (new.shape, new.dtype)
+            if is_other and (old is None or name in modules[path]._non_persistent_buffers_set):
+                found.append((path, name))
+        return found
 
     def refuse_attribute(self, key: Key, rerun: Callable[[], Any]) -> None:
         path, name = key
@@ -158,22 +215,55 @@ class Watch:
     def updates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back."""
         modules = dict(self.module.named_modules())
-        after = dict(tensors_of(self.module, "_buffers"))
+        after, cached = dict(tensors_of(self.module, "_buffers")), self.cached_buffers() if self.tolerant else ()
         found = []
         for key in {**self.buffers, **after}:
             old, new = self.buffers.get(key), after.get(key)
-            if new is old:
+            if new is old or key in cached:
                 continue
             dotted = ".".join(filter(None, key))
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
                 raise CaptureError(
                     f"forward changes the shape, dtype or existence of the buffer {dotted}",
                     place=forward_place(modules[key[0]]),
-                    remedy="register it in __init__ with its final shape and dtype",
+                    remedy="register it in __init__ with its final shape and dtype, or with persistent=False",
                 )
             modules[key[0]]._buffers[key[1]] = old
             found.append((old, new))
         return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """What forward kept: how it is told, the dict that holds it, its name there, and the value."""
+
+    label: str
+    space: Any
+    name: str
+    value: Any
+
+
+def is_made(leaf: Any) -> bool:
+    """Whether a value stands for what a forward computes: a tensor, or a size."""
+    return isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.SymInt) and not free_unbacked_symbols(leaf))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value holds what forward made, and else nothing that could hold such."""
+    leaves = pytree.tree_leaves(value)
+    return any(map(is_made, leaves)) and all(
+        is_made(one) or is_plain(one) or isinstance(one, BY_IDENTITY) for one in leaves
+    )
+
+
+def plain_objects(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Those among some values, in containers there, and in such objects."""
+    for one in values if depth else ():
+        if is_plain_object(one):
+            yield one
+            yield from plain_objects(vars(one).values(), depth - 1)
+        elif isinstance(one, (*CONTAINERS, tuple)):
+            yield from plain_objects(one.values() if isinstance(one, dict) else one, depth - 1)
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[Key, Any]]:
@@ -251,8 +341,9 @@ def blame(run: Callable[[], Any], state: Callable[[], Any], packages: set[str]) 
         if lines and state() != before:
             found.append(lines[-1])
             return None
-        if event == "line":
-            lines[:] = [place_of(FrameSummary(frame.f_code.co_filename, frame.f_lineno, ""))]
+        if event == "line" or (event == "return" and is_users(frame.f_back.f_code.co_filename)):
+            shown = frame if event == "line" else frame.f_back
+            lines[:] = [place_of(FrameSummary(shown.f_code.co_filename, shown.f_lineno, ""))]
         return on_line
 
     def on_call(frame: Any, _event: str, _arg: Any) -> Any:
