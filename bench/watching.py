@@ -37,15 +37,15 @@ def unwatched(parallel: Any) -> Iterator[None]:
     from weft.runtime.checks import guards  # noqa: PLC0415 - a rank's
     from weft.runtime.training.step import Stepping  # noqa: PLC0415
 
-    hooks = guards._global_optimizer_pre_hooks
-    key = next(key for key, hook in hooks.items() if hook is guards.before_step)
     with ExitStack() as stack:
-        stack.callback(hooks.__setitem__, key, hooks.pop(key))
+        for hooks in (guards._global_optimizer_pre_hooks, guards._global_optimizer_post_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (guards.before_step, guards.after_step)]:
+                stack.callback(hooks.__setitem__, key, hooks.pop(key))
         stack.enter_context(mock.patch.object(Stepping, "modes", parallel.modes))
         for name, nothing in (
             ("refuse_surroundings", lambda: None),
             ("refuse_outside", lambda flow: None),
-            ("begin_training", lambda *, compare: None),
+            ("begin_training", lambda inputs, *, compare: None),
             ("_remember", None),
             ("calling", None),
         ):

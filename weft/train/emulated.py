@@ -75,8 +75,7 @@ class Emulated(Stepping):
             # the ranks hold what is saved and loaded under these names
             self.hold_apart(name, cast(nn.Module, child))
         for rank in self._crew.modules:
-            for path, module in rank.shown().items():
-                module.share_mode(self.shown()[path])
+            rank.share_modes(self)
         tree.assign_by({name: partial(self._set_buffer, name) for name in surface.buffers() if name in self._shapes})
         self.__dict__["_assigned"] = tree._assigned
 

@@ -20,11 +20,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,8 +36,8 @@ from torch.optim.optimizer import (
 from weft.errors import Refuse
 from weft.runtime.checks.closures import Given, run_closure
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
-from weft.runtime.checks.scales import Scales, agreed
-from weft.runtime.checks.settings import note_settings, noted
+from weft.runtime.checks.scales import Scales, agreed, under_plain_scaler
+from weft.runtime.checks.settings import Settings, noted, settings_for
 from weft.runtime.checks.shard_rules import held_of
 from weft.runtime.checks.shard_tensor import make_plain, plainly, show_again
 from weft.runtime.checks.whole_state import PartOf, cut_state
@@ -137,7 +140,7 @@ class Guard:
     compare: Compare
     holders: tuple[int, ...]
     passed: Passed = lambda update: None
-    began: Began = lambda number, updates: None
+    began: Began = lambda made: None
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     module: weakref.ref[nn.Module] | None = None
@@ -152,7 +155,11 @@ class Guard:
     optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     """Those that update its parameters."""
 
+    watches_scales: bool = field(init=False)
+    """A rank that scales its gradients by itself does wrong."""
+
     def __post_init__(self) -> None:
+        self.watches_scales = len(self.holders) > 1 and not self.alike
         self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
         self._cut = {id(one): name for rank in self.ranks for name, one in rank.trained if name in rank.cut}
         for rank in self.ranks:
@@ -164,10 +171,9 @@ class Guard:
         """From now on optimizers over it are looked at."""
         vars(parameter)[NAME] = Mark(weakref.ref(self), self.refuse)
 
-    @property
-    def watches_scales(self) -> bool:
-        """True if a rank that scales its gradients by itself does wrong."""
-        return len(self.holders) > 1 and not self.alike
+    @cached_property
+    def _shards(self) -> tuple[nn.Parameter, ...]:
+        return tuple(one for rank in self.ranks for _, one in rank.trained if held_of(one) is not None)
 
     def remember(self, rank: int | None = None) -> None:
         """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
@@ -235,21 +241,23 @@ class Guard:
     def begin(self) -> None:
         """A forward in training begins."""
         # several optimizers may update what a rank holds, and one what another does
-        self._updated += self._is_updated
         if self._is_updated:
+            self._updated, self._is_updated = self._updated + 1, False
             # a step that raised has left them ordinary ones
-            show_again(one for rank in self.ranks for _, one in rank.trained)
-        self._is_updated = False
-        self.began(self._forwards, self._updated)
+            if self._shards:
+                show_again(self._shards)
+        self.began((self._forwards, self._updated))
         self._forwards += 1
 
-    @plainly
     def before(self) -> None:
         """A step is about to be made."""
         self._is_updated = True
-        if self.num_ranks == 1 or not self.watches_scales:
-            return
-        if len(self.ranks) < self.num_ranks and _under_plain_scaler():
+        if self.watches_scales:
+            self._look_at_scales()
+
+    @plainly
+    def _look_at_scales(self) -> None:
+        if len(self.ranks) < self.num_ranks and under_plain_scaler():
             raise self.refuse(*SCALER)
         self._update += 1
         if any(one.written for one in self.scales):
@@ -347,45 +355,68 @@ class _Watched:
 
     Args:
         shards: its parameters that are held in part: ordinary ones while it steps.
+        settings: of its steps.
     """
 
     guards: tuple[weakref.ref[Guard], ...]
-    counts: tuple[int, ...]
+    counts: list[int]
     shards: tuple[nn.Parameter, ...]
+    settings: Settings
+
+
+PARAMS = itemgetter("params")
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
+    watched: _Watched | None = vars(optimizer).get(MARK)
+    if watched is None or list(map(len, map(PARAMS, optimizer.param_groups))) != watched.counts:
+        watched = _look_at(optimizer)
+        if watched is None:
+            return None
+    given = _run_closure(watched, optimizer, args, kwargs) if kwargs or len(args) > 1 else None
+    watched.settings.note(optimizer.param_groups)
+    for reference in watched.guards:
+        if (guard := reference()) is not None:
+            guard.before()
+    if watched.shards:
+        make_plain(watched.shards)
+    return given
+
+
+def _run_closure(
+    watched: _Watched, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Given | None:
+    several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
+    return run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
+
+
+def _look_at(optimizer: torch.optim.Optimizer) -> _Watched | None:
+    """Find out all about an optimizer; None if it is none of ours."""
     if isinstance(optimizer, CombinedOptimizer):
         return None  # each of them has its own
-    counts = tuple(len(group["params"]) for group in optimizer.param_groups)
-    watched = vars(optimizer).get(MARK)
-    if not isinstance(watched, _Watched) or watched.counts != counts:
-        guards = list({id(guard): guard for one in _all(optimizer) if (guard := guard_of(one)) is not None}.values())
-        _refuse_replaced(optimizer)
-        if not guards:
-            return None
-        for guard in guards:
-            guard.check(optimizer)
-            guard.optimizers.add(optimizer)
-        shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
-        watched = vars(optimizer)[MARK] = _Watched(tuple(map(weakref.ref, guards)), counts, shards)
-        if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
-            optimizer.register_load_state_dict_post_hook(_look_again)
-    found = [guard for reference in watched.guards if (guard := reference()) is not None]
-    several = next((guard for guard in found if guard.num_ranks > 1), None)
-    given = None if several is None else run_closure(optimizer, args, kwargs, several.refuse)
-    note_settings(optimizer)
-    for guard in found:
-        guard.before()
-    make_plain(watched.shards)
-    return given
+    guards = list({id(guard): guard for one in _all(optimizer) if (guard := guard_of(one)) is not None}.values())
+    _refuse_replaced(optimizer)
+    if not guards:
+        return None
+    for guard in guards:
+        guard.check(optimizer)
+        guard.optimizers.add(optimizer)
+    if _look_again not in optimizer._optimizer_load_state_dict_post_hooks.values():
+        optimizer.register_load_state_dict_post_hook(_look_again)
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
+    if shards and after_step not in _global_optimizer_post_hooks.values():
+        register_optimizer_step_post_hook(after_step)
+    found = _Watched(tuple(map(weakref.ref, guards)), counts, shards, settings_for(optimizer))
+    vars(optimizer)[MARK] = found
+    return found
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The hook after it."""
-    watched = vars(optimizer).get(MARK)
-    if isinstance(watched, _Watched):
+    watched: _Watched | None = vars(optimizer).get(MARK)
+    if watched is not None:
         show_again(watched.shards)
 
 
@@ -397,7 +428,6 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 def _register() -> None:
     if before_step not in _global_optimizer_pre_hooks.values():
         register_optimizer_step_pre_hook(before_step)
-        register_optimizer_step_post_hook(after_step)
 
 
 def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -414,20 +444,3 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     gone = [one for one in _all(optimizer) if _is_replaced(one)]
     if gone and all(one.grad is None for one in gone):
         raise vars(gone[0])[NAME].refuse(*REPLACED)
-
-
-def _under_plain_scaler() -> bool:
-    """True inside the step() of a GradScaler that knows nothing of other ranks."""
-    plain, frame = torch.amp.GradScaler.step.__code__, sys._getframe(1)
-    for _ in range(DEPTH):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_code is plain:
-            scaler = frame.f_locals["self"]
-            return bool(scaler._enabled) and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_
-    return False
-
-
-DEPTH = 12
-"""Frames between a hook and who called step()."""

@@ -8,6 +8,7 @@ zero, or if no single factor explains the change, as of one that clamps each ele
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 NUM_TENSORS, NUM_ELEMENTS = 4, 32
 """How much is remembered: elements of so many gradients."""
+DEPTH = 12
+"""Frames between a hook and who called step()."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ def agreed(factors: Sequence[float], tolerance: float) -> bool:
     if not known:
         return True
     return max(known) - min(known) <= tolerance * max(map(abs, known))
+
+
+def under_plain_scaler() -> bool:
+    """True inside the step() of a GradScaler that knows nothing of other ranks."""
+    plain, frame = torch.amp.GradScaler.step.__code__, sys._getframe(1)
+    for _ in range(DEPTH):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is plain:
+            scaler = frame.f_locals["self"]
+            return bool(scaler._enabled) and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_
+    return False
 
 
 def _state(gradient: Tensor) -> tuple[int, int]:

@@ -8,7 +8,7 @@ optimizers were set alike in every step (learning rate, weight decay, betas, ...
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,44 +19,58 @@ NAME = "_weft_settings"
 PLAIN = (bool, int, float, complex, str, tuple, type(None))
 
 
-def note_settings(optimizer: torch.optim.Optimizer) -> None:
-    """A step is about to be made with the settings that are there now."""
-    known = vars(optimizer).setdefault(NAME, [])
-    known.extend(_Group() for _ in optimizer.param_groups[len(known) :])
-    for one, group in zip(known, optimizer.param_groups, strict=False):
-        one.note(group)
+def settings_for(optimizer: torch.optim.Optimizer) -> Settings:
+    """What is known of an optimizer's."""
+    found: Settings = vars(optimizer).setdefault(NAME, Settings())
+    return found
 
 
 def noted(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     """The number of each parameter that is updated, by its identity."""
     found: dict[int, int] = {}
     for optimizer in optimizers:
-        for known, group in zip(vars(optimizer).get(NAME, ()), optimizer.param_groups, strict=False):
+        for number, group in zip(settings_for(optimizer).numbers, optimizer.param_groups, strict=False):
             for one in group["params"]:
-                found[id(one)] = found.get(id(one), 0) + known.number
+                found[id(one)] = found.get(id(one), 0) + number
     return found
 
 
-class _Group:
-    """What a group of parameters was set to: `number` is of all settings, and of the steps in which they changed."""
+class Settings:
+    """What the groups of an optimizer were set to: `numbers` are, for each, of all settings and of the steps in which
+    they changed."""
 
     def __init__(self) -> None:
-        self.number = self._num_steps = 0
-        self._last: tuple[Any, ...] = ()
-        self._has_tensors = False
+        self.numbers: list[int] = []
+        self._num_steps = 0
+        self._texts: list[str] = []
+        self._last: list[tuple[Any, ...]] = []
 
-    def note(self, group: Mapping[str, Any]) -> None:
+    def note(self, groups: Sequence[dict[str, Any]]) -> None:
+        """A step is about to be made with the settings that are there now."""
         self._num_steps += 1
-        now = tuple(group.values())
-        # hardly ever others than in the step before; a tensor may be the same one, with another value
-        if self._has_tensors or now != self._last:
-            self._last, self._has_tensors = now, any(isinstance(value, Tensor) for value in now)
-            told = [(name, _told(value)) for name, value in group.items() if name != "params"]
-            self.number = zlib.crc32(repr((self._num_steps, told)).encode(), self.number)
+        now = list(map(tuple, map(dict.values, groups)))
+        try:
+            is_same = now == self._last
+        except (RuntimeError, ValueError):
+            is_same = False  # of other tensors, which are compared element by element
+        if not is_same:
+            # a tensor may be the same one, with another value
+            self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
+            self._change(groups)
 
-    def __reduce__(self) -> tuple[type[_Group], tuple[()]]:
+    def _change(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        more = len(groups) - len(self.numbers)
+        self.numbers += [0] * more
+        self._texts += [""] * more
+        for at, group in enumerate(groups):
+            text = repr([(name, _told(value)) for name, value in group.items() if name != "params"])
+            if text != self._texts[at]:
+                self._texts[at] = text
+                self.numbers[at] = zlib.crc32(f"{self._num_steps} {text}".encode(), self.numbers[at])
+
+    def __reduce__(self) -> tuple[type[Settings], tuple[()]]:
         # saved or copied with its optimizer it says nothing
-        return _Group, ()
+        return Settings, ()
 
 
 def _told(value: Any) -> Any:

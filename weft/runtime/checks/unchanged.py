@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,9 @@ UNCALLED = (
     "a model in pieces has a hook, which would not be called in training: it has no forward of its own there",
     "do before and after train_step() what the hook does; in evaluation hooks are called",
 )
+NEEDS_GRADIENT = attrgetter("requires_grad")
+FACTS = attrgetter("dtype", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""What is looked at of every parameter, beside where it stands and lies."""
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -109,19 +115,51 @@ class Unchanged:
             for name, holder, key, parameter in _places(tree)
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
+        self._held = [one.parameter for one in self._shown]
+        self._frozen = [one.parameter for one in self._shown if not one.trained]
+        self._holders, self._keys = [one.holder for one in self._shown], [one.key for one in self._shown]
+        self._seen: list[Any] = []
+        """All that was looked at when nothing was wrong."""
+        self._laid: list[_Shown] = []
+        """Those that lay where a program had laid them."""
         self._num_looks = LOOKS
         self._inside = [(path, module) for path, module in tree.named_modules() if path]
         self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
 
+    def is_same(self, *, training: bool) -> bool:
+        """True if all is as it was when nothing was wrong. Asked in every step, so all parameters are asked at once."""
+        return (
+            self._now(training) == self._seen
+            and not any(self._hooks)
+            and not (self._laid and any(map(_Shown.is_swapped, self._laid)))
+        )
+
+    def note(self, *, training: bool) -> None:
+        """Nothing is wrong."""
+        if self._num_looks:
+            return
+        # hooks are added to the very dict that a parameter has
+        self._seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
+        self._laid = [one for one in self._shown if LIES in vars(one.parameter)]
+
+    def _now(self, training: bool) -> list[Any]:
+        return [
+            training,
+            *map(id, map(dict.get, self._holders, self._keys)),
+            *map(Tensor.data_ptr, self._held),
+            *map(NEEDS_GRADIENT, self._frozen),
+            *chain.from_iterable(map(FACTS, self._held)),
+        ]
+
     def left(self) -> str | None:
-        """A parameter that was laid elsewhere while something looks at where it lay. Asked in every step: in the first
-        ones, in which that happens, it is looked for, and told once."""
+        """A parameter that was laid elsewhere while something looks at where it lay. Looked for in the first steps, in
+        which that happens, and told once."""
         found = next((one.name for one in self._shown if one.left_something()), None) if self._num_looks else None
         self._num_looks = 0 if found is not None else max(0, self._num_looks - 1)
         return found
 
     def wrong(self, *, training: bool) -> Wrong | None:
-        """What has become of them that a program cannot follow. Asked in every step: it takes no time."""
+        """What has become of them that a program cannot follow."""
         for one in self._shown:
             held = one.parameter
             thawed = training and not one.trained and held.requires_grad

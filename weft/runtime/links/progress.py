@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-Began = Callable[[int, int], None]
+Began = Callable[[tuple[int, int]], None]
 """Is told the number of a forward and that of the updates before it."""
 RECENT = 32
-"""Forwards that are remembered."""
+"""Forwards that are told."""
 EVERY = 16
 """Of these further back, every so many-th: ranks need not be at the same one."""
 
@@ -22,35 +22,30 @@ class Progress:
     """What a rank has done, module by module in the order in which they are made, which is the same on all ranks."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[int, tuple[deque[tuple[int, int]], ...]]] = []
+        self._made: list[tuple[int, deque[tuple[int, int]]]] = []
 
     def of_module(self, reference: int) -> Began:
         """A further module; the reference is the rank that others are compared with."""
-        recent, further = made = (deque[tuple[int, int]](maxlen=RECENT), deque[tuple[int, int]](maxlen=RECENT))
+        made = deque[tuple[int, int]](maxlen=RECENT * EVERY)
         self._made.append((reference, made))
-
-        def began(number: int, updates: int) -> None:
-            recent.append((number, updates))
-            if number % EVERY == 0:
-                further.append((number, updates))
-
-        return began
+        return made.append
 
     def told(self) -> list[list[tuple[int, int]]]:
         """By module: numbers of forwards, each with the updates before it."""
         # copied as a whole: the rank goes on meanwhile
-        return [[one for each in made for one in list(each)] for _, made in self._made]
+        copied = [list(made) for _, made in self._made]
+        return [[*made[-RECENT:], *(one for one in made[:-RECENT] if one[0] % EVERY == 0)] for made in copied]
 
     def references(self) -> set[int]:
         """The ranks that this one is compared with."""
-        return {reference for reference, made in self._made if made[0]}
+        return {reference for reference, made in self._made if made}
 
     def difference(self, rank: int, theirs: Sequence[Sequence[Sequence[int]]]) -> tuple[int, int, int] | None:
         """A forward, and the updates before it here and on that rank, if they are not as many.
 
         >>> here = Progress()
         >>> began = here.of_module(0)
-        >>> began(0, 0), began(1, 0), here.difference(0, [[(0, 0), (1, 1)]])
+        >>> began((0, 0)), began((1, 0)), here.difference(0, [[(0, 0), (1, 1)]])
         (None, None, (1, 0, 1))
         """
         for (reference, _), mine, other in zip(self._made, self.told(), theirs, strict=False):

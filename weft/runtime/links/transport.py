@@ -295,7 +295,7 @@ class Transport(ABC):
 
     def progress(self, reference: int) -> Began:
         """Of a further module: what is to be told of its training, and is compared with what that rank tells."""
-        return lambda number, updates: None
+        return lambda made: None
 
     def passed(self, update: int) -> None:
         """The rank makes its so many-th update, and has nothing to say that others are to compare."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -37,9 +36,6 @@ class Calling:
         """The arguments in the form of the example, if they are the same ones. An argument that the example leaves
         out may be given as its default."""
         given = tuple(args), dict(kwargs)
-        # every call comes by here, and hardly any is of another form
-        if len(args) == self.num_args and kwargs.keys() == self._names:
-            return given
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:
@@ -57,10 +53,6 @@ class Calling:
         if any(not self._is_default(name, found[name]) for name in found if name not in wanted):
             return given
         return tuple(found[name] for name in names), {name: found[name] for name in self.keywords}
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.keywords)
 
     def _is_default(self, name: str, value: Any) -> bool:
         if name not in self.signature.parameters or isinstance(value, Tensor):

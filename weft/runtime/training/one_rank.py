@@ -103,11 +103,11 @@ class OneRank(Stepping):
         self._empty: list[nn.Parameter] | None = None
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
+        self._device_kind = pieces.transport.device.type
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
         """Forwards in training, and how many of them there were when ranks last compared what they hold."""
-        self._num_hooks: dict[str, int] = {}
         tree = self.show_surface(surface or Surface())
         hold_all(self.masters, tree)
         self._mark_parameters(tree)
@@ -178,7 +178,8 @@ class OneRank(Stepping):
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
         """What optimizers do to its parameters is watched; when gradients are complete they are remembered."""
-        self.guard, self._remember, guard.module = guard, remember, weakref.ref(self)
+        self.guard, guard.module = guard, weakref.ref(self)
+        self._remember = remember if guard.watches_scales else None
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
         held = [(name, self.stored[name], one) for name, one in self.named_parameters() if name in self.stored]
@@ -273,14 +274,12 @@ class OneRank(Stepping):
                 "give every rank of a replica the same whole batch; each takes its part itself",
             )
 
-    def look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
+    @torch.no_grad()
+    def _look_at_replicas(self, inputs: Sequence[Tensor]) -> None:
         """Warn of replicas that are fed the same batches in their first steps, each is to have its own, and of those
         whose forward makes other buffers of its own batches."""
-        if self.num_replicas > 1 and self.step < LOOKS:
-            self._compare_replicas(inputs)
-
-    @torch.no_grad()
-    def _compare_replicas(self, inputs: Sequence[Tensor]) -> None:
+        if self.num_replicas == 1:
+            return
         buffers = [one for _, one in self.named_buffers()]
         batches, states = zip(*self._totals(float(batch_number(inputs)), float(batch_number(buffers))), strict=True)
         self._are_alike = self._are_alike and bool(inputs) and len(set(batches)) == 1
@@ -301,9 +300,11 @@ class OneRank(Stepping):
                 stacklevel=2,
             )
 
-    def begin_training(self, *, compare: bool) -> None:
+    def begin_training(self, inputs: Sequence[Tensor], *, compare: bool) -> None:
         """A forward in training begins: how many updates there were before is compared between ranks, and in some
-        steps, or if it is asked for, what they hold alike."""
+        steps, or if it is asked for, what they hold alike; in the first ones what replicas are fed."""
+        if self.step < LOOKS:
+            self._look_at_replicas(inputs)
         if self.guard is not None:
             self.guard.begin()
         if self._replicated is not None and self._replicated.begin(compare=compare):
@@ -354,34 +355,40 @@ class OneRank(Stepping):
 
     def refuse_surroundings(self) -> None:
         """Refuse a forward under what its program knows nothing of."""
-        if torch.is_autocast_enabled(self._transport.device.type) and not self.in_autocast:
+        if not self.in_autocast and torch.is_autocast_enabled(self._device_kind):
             raise self._refused(
                 "a parallel module is called under autocast, and was made without",
                 "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
             )
-        if self.training and not self.has_forward and (other := self.modes ^ self._surface.modes):
+        training, unchanged = self.training, self._unchanged
+        if training and not self._flow.is_whole:
+            self._refuse_in_pieces()
+        if unchanged is not None and not unchanged.is_same(training=training):
+            self._refuse_changed(unchanged)
+
+    def _refuse_in_pieces(self) -> None:
+        if other := self.modes ^ self._surface.modes:
             raise self._refused(
                 f"{min(other) or 'the module'} is in another mode (train or eval) than when the pipeline was made",
                 "a pipeline trains in the modes that its model was in; set them before parallelize()",
             )
-        unchanged = self._unchanged
-        if unchanged is None:
-            return
+        if any(hooks_of(self)):
+            raise self._refused(*UNCALLED)
+
+    def _refuse_changed(self, unchanged: Unchanged) -> None:
         wrong = unchanged.wrong(training=self.training)
         if wrong is not None:
             raise self._refused(*wrong)
         left = unchanged.left()
         if left is not None:
-            warnings.warn(left_behind(left), stacklevel=2)
+            warnings.warn(left_behind(left), stacklevel=3)
         if self.training:
             self._refuse_hooks(unchanged)
-            if not self.has_forward and any(hooks_of(self)):
-                raise self._refused(*UNCALLED)
+        unchanged.note(training=self.training)
 
     def _refuse_hooks(self, unchanged: Unchanged) -> None:
         plain = self.masters is self.program
         several = self._transport.whole.num_ranks > 1 or not plain
-        known = self._num_hooks
         for name, parameter in unchanged.trained:
             if several and parameter._backward_hooks:
                 raise self._refused(
@@ -389,17 +396,13 @@ class OneRank(Stepping):
                     "change gradients when they are complete: between backward() and optimizer.step(), or "
                     "train_step(..., prepare=FUNCTION)",
                 )
-            after = parameter._post_accumulate_grad_hooks
-            # those of programs stay: as many as there were are the same
-            if after and len(after) != known.get(name):
-                if has_hook_after(parameter) and (plain or parameter is self.program.part(name)):
-                    raise self._refused(
-                        f"{name} has a hook for when its gradient was accumulated (register_post_accumulate_grad_hook),"
-                        " which would be called before the gradient is complete, or never",
-                        "update after backward(): optimizer.step(), or train_step(batch, optimizer); `zero=2` and "
-                        "`zero=3` store gradients in parts, if it is for memory",
-                    )
-                known[name] = len(after)
+            if has_hook_after(parameter) and (plain or parameter is self.program.part(name)):
+                raise self._refused(
+                    f"{name} has a hook for when its gradient was accumulated (register_post_accumulate_grad_hook),"
+                    " which would be called before the gradient is complete, or never",
+                    "update after backward(): optimizer.step(), or train_step(batch, optimizer); `zero=2` and "
+                    "`zero=3` store gradients in parts, if it is for memory",
+                )
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """What this rank holds, under the original names.

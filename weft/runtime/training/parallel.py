@@ -105,8 +105,7 @@ class Parallel(OneRank):
         if self._is_checked:
             self._refuse_other_batches(inputs)
         if self.training or flow is self._flow:
-            self.look_at_replicas(inputs)
-            self.begin_training(compare=self._is_checked)
+            self.begin_training(inputs, compare=self._is_checked)
             self.step += 1
         else:
             self.begin_evaluation()
@@ -249,8 +248,7 @@ class Parallel(OneRank):
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
-        self.look_at_replicas([tensor for one in inputs for tensor in one])
-        self.begin_training(compare=self._is_checked)
+        self.begin_training([tensor for one in inputs for tensor in one], compare=self._is_checked)
         counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1

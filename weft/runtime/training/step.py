@@ -51,7 +51,9 @@ class Stepping(Own):
         self.guard: Guard | None = None
         """What watches over its parameters."""
         self._surface, self._paths = Surface(), dict[str, Shown]()
-        self._flags, self._modes = list[bool](), Modes()
+        self._flags, self._modes = list[Any](), Modes()
+        self._cells: list[list[bool]] = []
+        """The modes of what is shown."""
         self.calling: Calling | None = None
         """How the original is called."""
         self.loss_alone = False
@@ -67,6 +69,7 @@ class Stepping(Own):
         self._surface, self.calling = surface, surface.calling
         sign(self, surface.calling)
         self._paths = {path: cast(Shown, one) for path, one in tree.named_modules(remove_duplicate=False) if path}
+        self._cells = [vars(one)["_shown_mode"] for one in self._paths.values()]
         self.training = "" in surface.modes
         return tree
 
@@ -77,11 +80,10 @@ class Stepping(Own):
     @property
     def modes(self) -> Modes:
         """What is in training mode."""
-        flags = [self.training, *[module.training for module in self._paths.values()]]
         # asked for in every step, and hardly ever another
-        if flags != self._flags:
-            self._flags = flags
-            self._modes = frozenset(path for path, flag in zip(("", *self._paths), flags, strict=True) if flag)
+        if [self.training, *self._cells] != self._flags:
+            self._flags = [self.training, *map(list, self._cells)]
+            self._modes = frozenset(path for path, one in {"": self, **self._paths}.items() if one.training)
         return self._modes
 
     @modes.setter
@@ -89,6 +91,12 @@ class Stepping(Own):
         self.training = "" in modes
         for path, module in self._paths.items():
             module.training = path in modes
+
+    def share_modes(self, other: Stepping) -> None:
+        """What is shown is in the modes of what another shows from now on."""
+        for path, module in self._paths.items():
+            module.share_mode(other._paths[path])
+        self._cells = other._cells
 
     @abstractmethod
     def follow(self, modes: Modes) -> None:
@@ -145,7 +153,11 @@ class Stepping(Own):
 
     def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as the original takes them, in the form of the example."""
-        return (args, kwargs) if self.calling is None else self.calling.arranged(args, kwargs)
+        calling = self.calling
+        # every call comes by here, and hardly any is of another form
+        if calling is None or (tuple(kwargs) == calling.keywords and len(args) == calling.num_args):
+            return args, kwargs
+        return calling.arranged(args, kwargs)
 
     @contextmanager
     def giving_loss(self) -> Iterator[None]:
