@@ -62,7 +62,7 @@ class Emulated(Stepping):
         self._crew = Crew(num_ranks, make)
         self.__dict__["ranks"] = nn.ModuleList(self._crew.modules)
         self.hold_apart("ranks", self.ranks)
-        self._stored = [module.stored for module in self._crew.modules]
+        self._stored = [module.program.stored for module in self._crew.modules]
         originals = [shapes_of(module.program) for module in self._crew.modules]
         shapes = {name: found.shape for one in originals for name, found in one.items()}
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
@@ -259,7 +259,8 @@ class Emulated(Stepping):
         """The original module's: whole tensors, put together from the ranks' parts."""
         parts = [rank.local_state_dict() for rank in self._crew.modules]
         for name in (name for name in self._shapes if any(name in part for part in parts)):
-            pieces = [(rank, self._stored[rank][name], part[name]) for rank, part in enumerate(parts) if name in part]
+            held = ((rank, self._stored[rank].get(name), part) for rank, part in enumerate(parts))
+            pieces = [(rank, index, part[name]) for rank, index, part in held if index is not None and name in part]
             destination[prefix + name], faults = join(self._shapes[name], pieces)
             if faults:
                 raise RunError(f"{name}: {'; '.join(faults)}", remedy="give the ranks one elementwise optimizer")

@@ -213,12 +213,12 @@ class Parallel(OneRank):
             name
             for module in flow.modules
             for name, index in module.stored.items()
-            if name not in self.stored or (flow.is_whole and self.stored[name] != index)
+            if name not in self.program.stored or (flow.is_whole and self.stored[name] != index)
         ]
         assert not wrong, f"another program would store {wrong[0]} elsewhere than training does"
         self._take_in(flow)
         if flow.is_whole:
-            flow.program.after_backward = self.gradients_are_right
+            flow.program.after_backward = self.gradients_came
         self._others.append((modes, flow))
         return flow
 
@@ -317,8 +317,8 @@ class Parallel(OneRank):
         for parameter in held:
             parameter.grad = None
         losses: Sequence[Tensor] = ()
-        rank = self._flow.rank
-        if inputs or settings["completes"]:
+        rank, runs = self._flow.rank, bool(inputs or settings["completes"])
+        if runs:
             first = self.replica * self._flow.count
             try:
                 losses = rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
@@ -334,7 +334,7 @@ class Parallel(OneRank):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
-        self.gradients_are_right()
+        self.gradients_came(self.program.trainable if runs else ())
         return losses
 
     # What it holds, by the original names.
@@ -342,7 +342,8 @@ class Parallel(OneRank):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the rank holds, once each; a copy in another layout (of a further stage) stands under NAME@2."""
+        """All of the original's, once each, those of which the rank holds nothing as empty ones; a copy in another
+        layout (of a further stage) stands under NAME@2."""
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
         yield from ((f"{start}{name}", copy.other) for name, copy in self.masters.apart.items())
