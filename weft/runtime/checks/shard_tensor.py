@@ -42,6 +42,7 @@ from weft.runtime.checks.shard_rules import (
     unsqueezed,
     whole_of,
 )
+from weft.runtime.layout.index import size
 
 OURS = ("weft.", "weft_program_", "torch.testing.")
 """Modules that see ordinary tensors: of the runtime, generated ones, and what compares tensors in tests."""
@@ -317,10 +318,11 @@ def _refused(func: Any, operands: Iterable[Any]) -> Exception:
             f"{name} of tensors that do not belong together, {shapes}: this rank holds of {shard.name} {shard}",
             "weft.shard_like(values, parameter) is the part of a full tensor that belongs to a parameter here; " + FULL,
         )
+    has_all = size(shard.mine) == shard.shape
+    held_here = "other ranks hold" if has_all else f"this rank holds, {shard}"
     remedy = NORM if _called_in(CLIP) else RANDOM if plain in FILLS else FULL
     return shard.refuse(
-        f"{name} needs more of {shard.name} than this rank holds, {shard}: it would give other numbers than on one "
-        "device",
+        f"{name} needs more of {shard.name} than {held_here}: it would give other numbers than on one device",
         remedy,
     )
 

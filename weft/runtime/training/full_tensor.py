@@ -1,7 +1,8 @@
 """Full tensors of shards: `weft.full_tensor` and `weft.shard_like`.
 
 In: a parameter of which this rank holds a part, its gradient, or what was computed of them element by element
-(`checks/shard_tensor.py`). Out: all of it, on every rank; all ranks call it at the same place. And back: what belongs to a parameter on this rank of a full tensor.
+(`checks/shard_tensor.py`). Out: all of it, on every rank; all ranks call it at the same place. And back: what belongs
+to a parameter on this rank of a full tensor.
 
     full = weft.full_tensor(parameter.grad)
     parameter.grad.mul_(torch.clamp(1.0 / full.norm(), max=1.0))

@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -106,13 +106,9 @@ class OneRank(Stepping):
         """Ranks make sure of everything in this step."""
         """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         self._num_hooks: dict[str, int] = {}
-        surface = surface or Surface()
-        self._empty = self.masters.empty(surface.marks.keys() | pieces.trainable.keys())
+        tree = self.show_surface(surface or Surface())
+        self._empty = self.masters.empty(self._surface.marks.keys() | pieces.trainable.keys())
         """What stands for parameters of which the rank holds nothing: every rank lists all of the original's."""
-        lacks = [(name, pieces.parts[name]) for name in self._empty]
-        self._stored = {each: nothing(part.shape) for name, part in lacks for each in (name, *part.tied)}
-        self._stored.update(pieces.stored)
-        tree = self.show_surface(surface)
         hold_all(self.masters, self._empty, tree)
         self._mark_parameters(tree)
         self._setters = self._buffer_setters()
@@ -210,10 +206,12 @@ class OneRank(Stepping):
         guard = self.guard
         return guard.refuse(*CLIP) if guard is not None and guard.watches_scales else None
 
-    @property
+    @cached_property
     def stored(self) -> Mapping[str, Index]:
-        """What this rank holds of each parameter and buffer of the original; of some buffers it says nothing."""
-        return self._stored
+        """What this rank holds of each parameter of the original, and of the buffers that it holds."""
+        lacks = [(name, self.program.parts[name]) for name in self._empty]
+        empty = {each: nothing(part.shape) for name, part in lacks for each in (name, *part.tied)}
+        return {**empty, **self.program.stored}
 
     @property
     def replica(self) -> int:
