@@ -17,12 +17,12 @@ DECAY = 0.9
 
 
 class Net(nn.Module):
-    """A frozen layer, a number, and a bias that is smaller than a job."""
+    """A frozen layer, a number, a bias that is smaller than a job, a parameter without use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.fixed, self.head = nn.Linear(6, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1)
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(3))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def optimizers(module: Any) -> list[torch.optim.Optimizer]:
     """By submodule, by name and by number of dims."""
     rest = [(name, one) for name, one in module.named_parameters() if not name.startswith("head")]
     groups = [
-        {"params": [one for name, one in rest if "bias" in name or name == "scale"], "weight_decay": 0.0},
+        {"params": [one for name, one in rest if "weight" not in name], "weight_decay": 0.0},
         {"params": [one for _, one in rest if one.ndim == 2]},
     ]
     return [torch.optim.SGD(module.head.parameters(), lr=0.1), torch.optim.AdamW(groups, lr=0.01)]
@@ -85,7 +85,8 @@ def trained_eagerly() -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor
 
 def opened(transport: ProcessTransport, files: Any, model: nn.Module) -> Any:
     surface = surface_of(model, lambda: model, split_example(batch()))
-    return open_rank(files, transport, model, surface=surface)
+    order = {name: at for at, name in enumerate(model.state_dict())}
+    return open_rank(files, transport, model, surface=surface, known=order)
 
 
 def trains(transport: ProcessTransport, given: tuple[Any, nn.Module]) -> tuple[Any, ...]:
@@ -97,9 +98,8 @@ def trains(transport: ProcessTransport, given: tuple[Any, nn.Module]) -> tuple[A
         parallel.train_step(batch(step), ours, prepare=lambda: norms.append(prepare(parallel)))
         follow(mean, parallel)
     named = dict(parallel.named_parameters())
-    assert all((one.grad is None) == (not one.requires_grad) for one in named.values())
     full = {name: weft.full_tensor(one) for name, one in named.items()}
-    gradients = {name: weft.full_tensor(one.grad) for name, one in named.items() if one.requires_grad}
+    gradients = {name: weft.full_tensor(one.grad) for name, one in named.items() if one.grad is not None}
     with torch.no_grad():
         for name, one in named.items():
             one.copy_(weft.shard_like(full[name], one))

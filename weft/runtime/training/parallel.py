@@ -23,7 +23,7 @@ other arguments than the example's (one without labels).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from weft.runtime.training.full_state import full_state
 from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.reduction import reduced
+from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import arguments_of, loss_of
 
 NO_FORWARD = (
@@ -67,6 +68,9 @@ FORM = "give batches in the form of the example"
 
 class Parallel(OneRank):
     """One rank of a parallel model, as it is called."""
+
+    _unused: Collection[str] | None = None
+    """Trained parameters of a pipeline that no gradient comes to, on whatever rank."""
 
     @property
     def returns_loss(self) -> bool:
@@ -326,6 +330,7 @@ class Parallel(OneRank):
                 if rank.is_left:
                     for parameter, earlier in zip(held, before, strict=True):
                         parameter.grad = earlier
+            self._note_unused()
         for copy in self.program.copies:
             if copy.alike:
                 copy.other.grad = None  # the first copy has the sum of all
@@ -334,8 +339,15 @@ class Parallel(OneRank):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
-        self.gradients_came(self.program.trainable if runs else ())
+        self.gradients_came(self.program.trainable.keys() - (self._unused or ()) if runs else ())
         return losses
+
+    def _note_unused(self) -> None:
+        """In the first step of a pipeline: tell all ranks which parameters have got no gradient."""
+        if self._unused is None and self.guard is not None:
+            named = [one for module in self.program.modules for one in module.trained()]
+            mine = [name for name, one in named if one.requires_grad and one.grad is None]
+            self._unused = {name for told in tell_all(self._transport, mine) for name in told}
 
     # What it holds, by the original names.
 
