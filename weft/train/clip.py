@@ -28,7 +28,7 @@ MIXED = (
 )
 EMPTY = (
     "clip_grad_norm_ was given no parameters",
-    "give parameters that every rank has; or clip all of them: weft.clip_grad_norm_(parallel, max_norm)",
+    "give some of parallel.parameters(); or clip all of them: weft.clip_grad_norm_(parallel, max_norm)",
 )
 
 

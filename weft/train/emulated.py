@@ -62,7 +62,6 @@ class Emulated(Stepping):
         self._crew = Crew(num_ranks, make)
         self.__dict__["ranks"] = nn.ModuleList(self._crew.modules)
         self.hold_apart("ranks", self.ranks)
-        self._stored = [module.stored for module in self._crew.modules]
         originals = [shapes_of(module.program) for module in self._crew.modules]
         shapes = {name: found.shape for one in originals for name, found in one.items()}
         self._shapes = {name: shapes[name] for name in sorted(shapes, key=lambda name: order.get(name, len(order)))}
@@ -144,8 +143,9 @@ class Emulated(Stepping):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of all ranks."""
-        found = list(super().parameters(recurse))
-        return handed_out(found, lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None)
+        return handed_out(
+            list(super().parameters(recurse)), lambda: refusal(*CLIP) if len(self._crew.modules) > 1 else None
+        )
 
     @Signed
     @on_all_ranks
@@ -256,9 +256,9 @@ class Emulated(Stepping):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The original module's: whole tensors, put together from the ranks' parts."""
-        parts = [rank.local_state_dict() for rank in self._crew.modules]
-        for name in (name for name in self._shapes if any(name in part for part in parts)):
-            pieces = [(rank, self._stored[rank][name], part[name]) for rank, part in enumerate(parts) if name in part]
+        ranks = [(rank.local_state_dict(), rank.program.stored) for rank in self._crew.modules]
+        for name in (name for name in self._shapes if name in self._saved):
+            pieces = [(rank, held[name], part[name]) for rank, (part, held) in enumerate(ranks) if name in held]
             destination[prefix + name], faults = join(self._shapes[name], pieces)
             if faults:
                 raise RunError(f"{name}: {'; '.join(faults)}", remedy="give the ranks one elementwise optimizer")
@@ -289,9 +289,10 @@ class Emulated(Stepping):
         unexpected_keys += [prefix + name for name in given if strict and name not in saved]
         wrong = [found for name, whole in given.items() if (found := self._wrong(name, whole)) is not None]
         error_msgs += wrong
-        for rank, stored in zip(self.ranks, self._stored, strict=True):
+        for rank in self._crew.modules:
+            stored = rank.program.stored
             mine = {name: take(whole, stored[name]) for name, whole in given.items() if name in stored and not wrong}
-            copies = {} if wrong else cast(Parallel, rank).masters.apart
+            copies = {} if wrong else rank.masters.apart
             mine |= {name: take(given[copy.name], copy.index) for name, copy in copies.items() if copy.name in given}
             rank.load_state_dict(mine, strict=False)
 

@@ -28,11 +28,11 @@ def held_by(module: OneRank) -> RankParameters:
         for name, one in module.named_parameters()
         if name in parts or (name in copies and copies[name].name in parts)
     )
-    held = {name: stored[name] for name, _ in trained if name in stored}
-    held |= {name: copy.index for name, copy in copies.items()}
+    held = {**stored, **{name: copy.index for name, copy in copies.items()}}
     shapes = {name: parts[copies[name].name if name in copies else name].shape for name, _ in trained}
-    cut = {name: PartOf(shape, held[name]) for name, shape in shapes.items() if size(held[name]) != shape}
-    return RankParameters(trained, cut, not cut and all(name in stored for name in parts))
+    # of a number there are no parts
+    cut = {name: PartOf(shape, held[name]) for name, shape in shapes.items() if shape and size(held[name]) != shape}
+    return RankParameters(trained, cut, not cut and all(name in module.program.stored for name in parts))
 
 
 def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
@@ -43,10 +43,11 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
         everyone = tuple(range(transport.num_ranks))
         return [number for one in tell_numbers(transport, mine, everyone) for number in one]
 
-    known = tell([float(held.complete), float(held.holds)])
-    if not all(known[::2]):
+    told = tell([float(held.complete), float(held.holds), float(module.holds_all)])
+    complete, holds, holds_all = told[::3], told[1::3], told[2::3]
+    if not all(holds_all):
         show_shards(module, exchange(module.masters), refuse)
-    holders = tuple(rank for rank, holds in enumerate(known[1::2]) if holds)
+    holders = tuple(rank for rank, one in enumerate(holds) if one)
     job = transport.job
 
     def compare(update: int, mine: list[float]) -> list[float]:
@@ -59,7 +60,7 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
             raise error
         return [one for one in found.values() if one is not None]
 
-    guard = Guard((held,), transport.num_ranks, all(known[::2]), refuse, tell, compare, holders, job.passed)
+    guard = Guard((held,), transport.num_ranks, all(complete), refuse, tell, compare, holders, job.passed)
     began = job.progress(min(holders, default=0))
     if held.holds:
         guard.began = began

@@ -103,7 +103,7 @@ class RankParameters:
     """What one rank holds.
 
     Args:
-        trained: its trained parameters, by name.
+        trained: the trained parameters by name, empty ones of those of which it holds nothing.
         cut: those of them that are a part only, and which.
         complete: it holds every trained parameter of the model, whole.
     """
@@ -161,7 +161,9 @@ class Guard:
     def __post_init__(self) -> None:
         self.watches_scales = len(self.holders) > 1 and not self.alike
         self.scales = tuple(Scales([one for _, one in rank.trained]) for rank in self.ranks)
-        self._cut = {id(one): name for rank in self.ranks for name, one in rank.trained if name in rank.cut}
+        # of what it has no element of, others may have all
+        held = [(name, one, rank.cut) for rank in self.ranks for name, one in rank.trained if one.numel()]
+        self._cut = {id(one): name for name, one, cut in held if name in cut}
         for rank in self.ranks:
             for _, parameter in rank.trained:
                 self.mark(parameter)

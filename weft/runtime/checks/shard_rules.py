@@ -33,20 +33,21 @@ class Shard:
     Args:
         shape: of all of it.
         mine: what this rank holds.
-        ranks: what each rank of the replica holds; None: nothing, and it does not know the parameter.
-        gather: all of a tensor that is held so, on all ranks that know the parameter.
+        ranks: what each rank of the replica holds.
+        gather: all of a tensor that is held so, on all ranks.
     """
 
     name: str
     shape: Shape
     mine: Index
-    ranks: tuple[Index | None, ...]
+    ranks: tuple[Index, ...]
     refuse: Refuse
     gather: Callable[[Tensor, Held], Tensor]
 
     def is_cut(self, dim: int) -> bool:
-        """True if some rank holds a part along a dim."""
-        return any(index is not None and size(index)[dim] != self.shape[dim] for index in self.ranks)
+        """True if some rank holds a part along a dim; nothing of a number has one dim."""
+        own = slice(dim, dim + 1)
+        return any(size(index)[own] != self.shape[own] for index in self.ranks)
 
     def __str__(self) -> str:
         part = ", ".join("+".join(f"{start}:{stop}" for start, stop in runs) or "nothing" for runs in self.mine)
@@ -79,13 +80,13 @@ class Held:
             return mine == its
         pairs = zip(self.shard.ranks, other.shard.ranks, strict=False)
         return len(self.shard.ranks) == len(other.shard.ranks) and all(
-            (a is None) == (b is None) and (a is None or b is None or a[mine] == b[its]) for a, b in pairs
+            a[mine : mine + 1] == b[its : its + 1] for a, b in pairs
         )
 
 
 def whole_of(shard: Shard) -> Held:
     """A tensor that is cut as the parameter is."""
-    return Held(shard, tuple(dim if shard.is_cut(dim) else None for dim in range(len(shard.shape))))
+    return Held(shard, tuple(dim if shard.is_cut(dim) else None for dim in range(len(shard.mine))))
 
 
 def held_of(value: Any) -> Held | None:

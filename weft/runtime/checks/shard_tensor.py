@@ -42,9 +42,12 @@ from weft.runtime.checks.shard_rules import (
     unsqueezed,
     whole_of,
 )
+from weft.runtime.layout.index import size
 
 OURS = ("weft.", "weft_program_", "torch.testing.")
 """Modules that see ordinary tensors: of the runtime, generated ones, and what compares tensors in tests."""
+ASIDE = "_weft_aside"
+"""The attribute of parameters without elements that has their gradient while an optimizer steps."""
 CLIP = torch.nn.utils.clip_grad.__name__
 FULL = (
     "weft.full_tensor(x), on all ranks, is all of it as an ordinary tensor; parameter.copy_(weft.shard_like(full, "
@@ -124,16 +127,21 @@ def show_again(parameters: Iterable[nn.Parameter]) -> None:
     """Parameters that were made ordinary ones are shards again."""
     for one in parameters:
         if type(one) is nn.Parameter and HELD in vars(one):
+            if ASIDE in vars(one):
+                one.grad = vars(one).pop(ASIDE)
             one.__class__ = ShardParameter
 
 
 def make_plain(parameters: Iterable[nn.Parameter]) -> None:
-    """Let parameters and their gradients be ordinary ones."""
+    """Let parameters and their gradients be ordinary ones. Those without elements have no gradient meanwhile: to update
+    nothing takes time, and what some optimizers compute of it is an error."""
     for one in parameters:
         if type(one) is ShardParameter:
             cast(Any, one).__class__ = nn.Parameter
         if type(one.grad) is ShardTensor:
             cast(Any, one.grad).__class__ = Tensor
+        if not one.numel():
+            vars(one)[ASIDE], one.grad = one.grad, None
 
 
 def plainly(function: Function) -> Function:
@@ -310,10 +318,11 @@ def _refused(func: Any, operands: Iterable[Any]) -> Exception:
             f"{name} of tensors that do not belong together, {shapes}: this rank holds of {shard.name} {shard}",
             "weft.shard_like(values, parameter) is the part of a full tensor that belongs to a parameter here; " + FULL,
         )
+    has_all = size(shard.mine) == shard.shape
+    held_here = "other ranks hold" if has_all else f"this rank holds, {shard}"
     remedy = NORM if _called_in(CLIP) else RANDOM if plain in FILLS else FULL
     return shard.refuse(
-        f"{name} needs more of {shard.name} than this rank holds, {shard}: it would give other numbers than on one "
-        "device",
+        f"{name} needs more of {shard.name} than {held_here}: it would give other numbers than on one device",
         remedy,
     )
 

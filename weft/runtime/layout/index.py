@@ -60,6 +60,15 @@ def size(index: Index) -> Shape:
     return tuple(map(extent, index))
 
 
+def nothing(shape: Shape) -> Index:
+    """The index that takes nothing of a tensor, along its first dim. Of a number, which has none, it has one dim.
+
+    >>> size(nothing((4, 8))), size(nothing(()))
+    ((0, 8), (0,))
+    """
+    return ((), *(((0, length),) if length else () for length in shape[1:]))
+
+
 def covers(index: Index, shape: Shape) -> bool:
     """True if the index is all of a tensor of that shape, in order."""
     return all(intervals == (((0, length),) if length else ()) for intervals, length in zip(index, shape, strict=True))

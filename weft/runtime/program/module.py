@@ -11,7 +11,7 @@ order of use, by `grad_sync`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -101,8 +101,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refuse = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
         """Makes the error for a wrong call."""
-        self.after_backward: Callable[[], None] | None = None
-        """Is called when gradients are complete."""
+        self.after_backward: Callable[[Iterable[str]], None] | None = None
+        """Is called when gradients are complete, with the names of those that came to other ranks only."""
         self.trace: Callable[[str, int, int, Tensor], None] = lambda op, output, slot, tensor: None
         """Is told what every op makes (name, output, slot, tensor), by programs that were generated to tell it."""
         self.rerun_mode: AbstractContextManager[Any] | None = None
@@ -398,7 +398,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self.masters is not None and self.masters.at_once:
             self.masters.collect()
         if self.after_backward is not None:
-            self.after_backward()
+            missing = ((name, part) for name, part in self._stored.items() if name not in self._parts)
+            self.after_backward([name for name, part in missing if part.trained and backward.reaches(part)])
 
 
 @dataclass

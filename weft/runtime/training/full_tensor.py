@@ -1,8 +1,8 @@
 """Full tensors of shards: `weft.full_tensor` and `weft.shard_like`.
 
 In: a parameter of which this rank holds a part, its gradient, or what was computed of them element by element
-(`checks/shard_tensor.py`). Out: all of it, on every rank that holds a part; all of these call it at the same place. And
-back: what belongs to a parameter on this rank of a full tensor.
+(`checks/shard_tensor.py`). Out: all of it, on every rank; all ranks call it at the same place. And back: what belongs
+to a parameter on this rank of a full tensor.
 
     full = weft.full_tensor(parameter.grad)
     parameter.grad.mul_(torch.clamp(1.0 / full.norm(), max=1.0))
@@ -15,7 +15,7 @@ that a loop is the same under every plan.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import Refuse, WeftError
-from weft.runtime.checks.shard_rules import Held, Shard, held_of, whole_of
+from weft.runtime.checks.shard_rules import Held, Shard, held_of
 from weft.runtime.checks.shard_tensor import like, plainly, show_as_shard
 from weft.runtime.layout.execute import put, size, take, together
-from weft.runtime.layout.index import Shape
+from weft.runtime.layout.index import Shape, nothing
 from weft.runtime.layout.transfer import Index
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.training.one_rank import OneRank
@@ -46,8 +46,8 @@ HERE = (
 @plainly
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a parameter, a gradient, or what was computed of them element by element: a new tensor, on every rank that
-    holds a part. These all call it at the same place."""
+    """All of a parameter, a gradient, or what was computed of them element by element: a new tensor, on every rank.
+    All ranks call it at the same place."""
     held = held_of(tensor)
     if held is None:
         return tensor.detach().clone()
@@ -70,6 +70,8 @@ def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
         raise refuse(f"shard_like was given shape {list(full.shape)}, and {what} has {list(shape)}", "a full tensor")
     if held is None:
         return full.detach().clone()
+    if not parameter.numel():
+        return like(full.new_empty(parameter.shape), parameter)
     return like(take(full.detach(), _index(held, held.shard.mine, parameter)).clone(), parameter)
 
 
@@ -80,13 +82,16 @@ def _plain_error(message: str, remedy: str) -> Exception:
 def _shape(held: Held, part: Tensor) -> Shape:
     """Of all of what a tensor is a part of."""
     own = zip(held.dims, part.shape, strict=True)
-    return tuple(length if dim is None else held.shard.shape[dim] for dim, length in own)
+    # of a number an empty part has one dim, and all of it none
+    found = ((length,) if dim is None else held.shard.shape[dim : dim + 1] for dim, length in own)
+    return tuple(length for one in found for length in one)
 
 
 def _index(held: Held, rank: Index, part: Tensor) -> Index:
     """What a rank that holds `rank` of the parameter has of a tensor that is held so."""
     own = zip(held.dims, part.shape, strict=True)
-    return tuple(((0, length),) if dim is None else rank[dim] for dim, length in own)
+    found = ((((0, length),),) if dim is None else rank[dim : dim + 1] for dim, length in own)
+    return tuple(runs for one in found for runs in one)
 
 
 def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, here: Here | None = None) -> None:
@@ -102,19 +107,20 @@ def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, here: Here
         original = originals[name if copy is None else copy.name]
         mine = module.stored[name] if copy is None else copy.index
         # another layout of what stands under its own name, which is to be asked
-        everybody = tuple(one.get(original.names[0]) for one in owners.ranks) if copy is None else (mine,)
+        none = nothing(original.shape)
+        everybody = (mine,) if copy else tuple(one.get(original.names[0], none) for one in owners.ranks)
         shard = Shard(name, original.shape, mine, everybody, refuse, here or partial(_sent, weakref.ref(module)))
-        if any(dim is not None for dim in whole_of(shard).dims):
+        if any(size(index) != original.shape for index in everybody):
             show_as_shard(parameter, shard)
 
 
 def _sent(module: weakref.ref[OneRank], part: Tensor, held: Held) -> Tensor:
-    """Each rank that knows the parameter is sent what it lacks."""
+    """Each rank is sent what it lacks."""
     shard, transport = held.shard, _alive(module, held).program.transport
     if len(shard.ranks) != transport.num_ranks:
         raise shard.refuse(*(text.format(shard.name) for text in COPY))
     holders = _holders(held, part)
-    group = tuple(rank for rank, one in enumerate(shard.ranks) if one is not None)
+    group = tuple(range(transport.num_ranks))
     others = [rank for rank in group if rank != transport.rank]
     gives = transport.rank in holders.values()
     sends = {rank: [part.to(transport.device).contiguous()] for rank in others} if gives else {}
@@ -145,7 +151,7 @@ class Here:
 
     def __call__(self, part: Tensor, held: Held) -> Tensor:
         modules = [_alive(one, held) for one in self._ranks]
-        shown = {rank: one.get_parameter(held.shard.name) for rank, one in self._knowing(modules, held.shard.name)}
+        shown = {rank: one.get_parameter(held.shard.name) for rank, one in enumerate(modules)}
         kinds: list[dict[int, Tensor | None]] = [
             {rank: one.detach() for rank, one in shown.items()},
             {rank: one.grad for rank, one in shown.items()},
@@ -156,27 +162,23 @@ class Here:
                     return self._full(held, (held.shard.name, kind), parts, rank, modules[rank].step)
         raise held.shard.refuse(*(text.format(held.shard.name) for text in HERE))
 
-    def _knowing(self, modules: Sequence[OneRank], name: str) -> Iterator[tuple[int, OneRank]]:
-        return ((rank, one) for rank, one in enumerate(modules) if name in one.stored)
-
     def _full(
         self, held: Held, key: tuple[str, int], parts: Mapping[int, Tensor | None], rank: int, step: int
     ) -> Tensor:
         told, mine = self._told.get(key), parts[rank]
         assert mine is not None
         is_new = told is None or told.step != step or rank in told.ranks
-        if told is None or is_new or not torch.equal(take(told.full, _index(held, held.shard.mine, mine)), mine):
+        if told is None or is_new or self._differs(held, told.full, mine):
             ranks = held.shard.ranks
-            pieces = {
-                index: one
-                for r, one in parts.items()
-                if (index := ranks[r]) is not None and one is not None and all(size(index))
-            }
+            pieces = {ranks[r]: one for r, one in parts.items() if one is not None and one.numel()}
             told = self._told[key] = _Told(step, _put_together(held, mine, pieces), set())
         told.ranks.add(rank)
         if len(told.ranks) == len(parts):
             del self._told[key]
         return told.full.clone()
+
+    def _differs(self, held: Held, full: Tensor, mine: Tensor) -> bool:
+        return bool(mine.numel()) and not torch.equal(take(full, _index(held, held.shard.mine, mine)), mine)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -195,7 +197,7 @@ def _holders(held: Held, part: Tensor) -> dict[Index, int]:
     """The ranks that give something, each something else."""
     found: dict[Index, int] = {}
     for rank, one in enumerate(held.shard.ranks):
-        if one is not None and all(size(index := _index(held, one, part))):
+        if all(size(one)) and all(size(index := _index(held, one, part))):
             found.setdefault(index, rank)
     return found
 

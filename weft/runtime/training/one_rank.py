@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -22,15 +22,15 @@ from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.outside import Outside
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
+from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
 from weft.runtime.layout.execute import take
-from weft.runtime.layout.index import size
+from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.batch import BatchMismatch, dtype_name
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.surface import Modes, Surface
-from weft.runtime.training.combined_optimizer import with_empties
 from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
 from weft.runtime.training.pieces import Pieces, hold_all
 from weft.runtime.training.reduction import BadReduction, Reduction
@@ -91,7 +91,7 @@ class OneRank(Stepping):
         """As far as is known, replicas are fed the same batches."""
         self.losses: tuple[Tensor, ...] = ()
         """The loss of each micro-batch of the last step, before they were reduced."""
-        self._holds_all = all(
+        self.holds_all = all(
             name in pieces.stored and size(pieces.stored[name]) == part.shape
             for name, part in pieces.stored_parts().items()
             if part.persistent
@@ -99,8 +99,6 @@ class OneRank(Stepping):
         """What is saved of the model is all on this rank."""
         self.in_autocast = False
         """The program was captured under autocast, and says so op by op."""
-        # in a list: they are no parameters of the module, of no use but to be listed
-        self._empty: list[nn.Parameter] | None = None
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
         self._device_kind = pieces.transport.device.type
@@ -109,7 +107,9 @@ class OneRank(Stepping):
         """Ranks make sure of everything in this step."""
         """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         tree = self.show_surface(surface or Surface())
-        hold_all(self.masters, tree)
+        self._empty = self.masters.empty(self._surface.marks.keys() | pieces.trainable.keys())
+        """What stands for parameters of which the rank holds nothing: every rank lists all of the original's."""
+        hold_all(self.masters, self._empty, tree)
         self._mark_parameters(tree)
         self._setters = self._buffer_setters()
         tree.assign_by(self._setters)
@@ -117,7 +117,7 @@ class OneRank(Stepping):
         for module in pieces.modules:
             module.trees.append(tree)
         if flow.is_whole:
-            flow.program.after_backward = self.gradients_are_right
+            flow.program.after_backward = self.gradients_came
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
         self._outside = dict[Flow, Outside]()
@@ -182,8 +182,17 @@ class OneRank(Stepping):
         self._remember = remember if guard.watches_scales else None
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
         self._unchanged = Unchanged(self, trained)
-        held = [(name, self.stored[name], one) for name, one in self.named_parameters() if name in self.stored]
+        stored = self.program.stored
+        held = [(name, stored[name], one) for name, one in self.named_parameters() if name in stored]
         self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole, guard.settings)
+
+    @plainly
+    def gradients_came(self, others: Iterable[str]) -> None:
+        """They are complete; also those of parameters of which this rank holds nothing: `others`."""
+        for one in (self._empty[name] for name in others if name in self._empty):
+            if one.requires_grad and one.grad is None:
+                one.grad = torch.empty_like(one)
+        self.gradients_are_right()
 
     def gradients_are_right(self) -> None:
         """They were scaled, on all ranks alike."""
@@ -191,28 +200,19 @@ class OneRank(Stepping):
             self._remember()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What the rank's optimizer updates.
-
-        Where the model has parameters of a number of dims of which this rank holds none, an empty one stands for them:
-        optimizers refuse an empty list, also of matrices alone.
-        """
-        found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-        if self._empty is None:
-            dims = {len(part.shape) for part in self.program.trained_parts().values()}
-            self._empty = with_empties(found, dims - {0} or {1})[len(found) :]
-        if self.guard is not None:
-            for one in self._empty:
-                self.guard.mark(one)
-        return handed_out([*found, *self._empty], self._no_clip)
+        """What the rank's optimizer updates, and empty ones for what other ranks' do."""
+        return handed_out([parameter for _, parameter in self.named_parameters(recurse=recurse)], self._no_clip)
 
     def _no_clip(self) -> Exception | None:
         guard = self.guard
         return guard.refuse(*CLIP) if guard is not None and guard.watches_scales else None
 
-    @property
+    @cached_property
     def stored(self) -> Mapping[str, Index]:
-        """What this rank holds of each parameter and buffer of the original."""
-        return self.program.stored
+        """What this rank holds of each parameter of the original, and of the buffers that it holds."""
+        lacks = [(name, self.program.parts[name]) for name in self._empty]
+        empty = {each: nothing(part.shape) for name, part in lacks for each in (name, *part.tied)}
+        return {**empty, **self.program.stored}
 
     @property
     def replica(self) -> int:
@@ -411,7 +411,7 @@ class OneRank(Stepping):
         where they are to be saved: one rank's file of them would be taken for the model (`rank_tensor.py`).
         """
         found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if not (self._holds_all or keep_vars):
+        if not (self.holds_all or keep_vars):
             start = args[1] if len(args) > 1 else prefix
             for name, held in found.items():
                 if name.startswith(start) and isinstance(held, Tensor):

@@ -23,7 +23,7 @@ other arguments than the example's (one without labels).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from weft.runtime.training.full_state import full_state
 from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.reduction import reduced
+from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import arguments_of, loss_of
 
 NO_FORWARD = (
@@ -67,6 +68,9 @@ FORM = "give batches in the form of the example"
 
 class Parallel(OneRank):
     """One rank of a parallel model, as it is called."""
+
+    _unused: Collection[str] | None = None
+    """Trained parameters of a pipeline that no gradient comes to, on whatever rank."""
 
     @property
     def returns_loss(self) -> bool:
@@ -212,12 +216,12 @@ class Parallel(OneRank):
             name
             for module in flow.modules
             for name, index in module.stored.items()
-            if name not in self.stored or (flow.is_whole and self.stored[name] != index)
+            if name not in self.program.stored or (flow.is_whole and self.stored[name] != index)
         ]
         assert not wrong, f"another program would store {wrong[0]} elsewhere than training does"
         self._take_in(flow)
         if flow.is_whole:
-            flow.program.after_backward = self.gradients_are_right
+            flow.program.after_backward = self.gradients_came
         self._others.append((modes, flow))
         return flow
 
@@ -315,8 +319,8 @@ class Parallel(OneRank):
         for parameter in held:
             parameter.grad = None
         losses: Sequence[Tensor] = ()
-        rank = self._flow.rank
-        if inputs or settings["completes"]:
+        rank, runs = self._flow.rank, bool(inputs or settings["completes"])
+        if runs:
             first = self.replica * self._flow.count
             try:
                 losses = rank.step(inputs, counts, self.seed, self.step, first=first, **settings)
@@ -324,6 +328,7 @@ class Parallel(OneRank):
                 if rank.is_left:
                     for parameter, earlier in zip(held, before, strict=True):
                         parameter.grad = earlier
+            self._note_unused()
         for copy in self.program.copies:
             if copy.alike:
                 copy.other.grad = None  # the first copy has the sum of all
@@ -332,15 +337,23 @@ class Parallel(OneRank):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         for one in () if self._masters is None else self._masters.modules:
             one.collect()
-        self.gradients_are_right()
+        self.gradients_came(self.program.trainable.keys() - (self._unused or ()) if runs else ())
         return losses
+
+    def _note_unused(self) -> None:
+        """In the first step of a pipeline: tell all ranks which parameters have got no gradient."""
+        if self._unused is None and self.guard is not None:
+            named = [one for module in self.program.modules for one in module.trained()]
+            mine = [name for name, one in named if one.requires_grad and one.grad is None]
+            self._unused = {name for told in tell_all(self._transport, mine) for name in told}
 
     # What it holds, by the original names.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the rank holds, once each; a copy in another layout (of a further stage) stands under NAME@2."""
+        """All of the original's, once each, those of which the rank holds nothing as empty ones; a copy in another
+        layout (of a further stage) stands under NAME@2."""
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
         yield from ((f"{start}{name}", copy.other) for name, copy in self.masters.apart.items())

@@ -7,13 +7,15 @@ in the same way is one memory after `join_copies()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.replicas import Replica
 from weft.runtime.program.stored import Container, Part
@@ -90,12 +92,16 @@ class Pieces(Generic[P]):
             if held is not None:
                 yield name, held
 
-    def held_by_name(self) -> Iterator[tuple[str, Tensor, Part]]:
-        """The same under every name, in the order of the original, and how it is stored."""
-        found = [
-            (each, held, self.parts[name]) for name, held in self.held() for each in (name, *self.parts[name].tied)
-        ]
-        return iter(sorted(found, key=lambda one: self.order.get(one[0], len(self.order))))
+    def empty(self, names: Collection[str]) -> dict[str, nn.Parameter]:
+        """A parameter without elements for each one of these names of which the rank stores nothing, by first name."""
+        return {
+            name: nn.Parameter(
+                torch.empty(size(nothing(part.shape)), dtype=part.dtype, device=self.transport.device),
+                requires_grad=name in self.trainable,
+            )
+            for name, part in self.parts.items()
+            if name in names and self.part(name) is None
+        }
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters that this rank stores a part of, each once."""
@@ -137,7 +143,10 @@ class Pieces(Generic[P]):
         return found
 
 
-def hold_all(pieces: Pieces[Any], tree: Container) -> None:
-    """Put what the rank holds into a tree, under the original names, in the order of the original."""
-    for name, held, part in pieces.held_by_name():
-        tree.hold(name, held, persistent=part.persistent)
+def hold_all(pieces: Pieces[Any], empty: Mapping[str, nn.Parameter], tree: Container) -> None:
+    """Put what the rank holds into a tree, and empty parameters in place of others, under every name, in the order of
+    the original."""
+    held = {**empty, **dict(pieces.held())}
+    places = {each: name for name in pieces.parts if name in held for each in (name, *pieces.parts[name].tied)}
+    for each in sorted(places, key=lambda each: pieces.order.get(each, len(pieces.order))):
+        tree.hold(each, held[places[each]], persistent=pieces.parts[places[each]].persistent)

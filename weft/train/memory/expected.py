@@ -40,6 +40,7 @@ from weft.errors import RunError
 from weft.ir.program import Program
 from weft.runtime.checks.ledger import Bytes, RankMemory, counted_step
 from weft.runtime.checks.max_shape_mode import MaxShapeMode
+from weft.runtime.checks.shard_tensor import make_plain
 from weft.runtime.links.fake_transport import FakeTransport
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import files_of
@@ -104,6 +105,8 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, MaxShapeMode() as largest:
         module = _opened(files, silent, subject)
         optimizer = optimizer_of(subject, module)
+        # as where it is watched over: parameters without elements are left out
+        optimizer.register_step_pre_hook(lambda *_: make_plain(module.parameters()))
         with largest.reading(1):
             _first_update(optimizer)
         silent.lend(_sums(module))
