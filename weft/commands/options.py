@@ -248,6 +248,24 @@ PROFILE = Command(
     ),
 )
 
+DOCTOR = Command(
+    "doctor",
+    "weft.commands.doctor",
+    "what this machine has, and whether ranks can communicate on it",
+    "Versions, devices, backends, environment variables that look wrong, and what Weft would choose here. Then\n"
+    "processes are started, each collective is run, checked and timed, and a tiny model is verified under dp and\n"
+    "tp. Every line is ok, a warning or failed, with what to do.\n"
+    "Exit code 0 if nothing failed, 1 if something did, 2 on errors.",
+    "  weft doctor\n  weft doctor --device cpu --ranks 4\n  weft doctor --no-run",
+    (
+        option("--ranks", type=POSITIVE, metavar="N", help="processes; one for each device, or 2, if not given"),
+        DEVICE,
+        BACKEND,
+        TIMEOUT,
+        flag("--no-run", "only print what is there"),
+    ),
+)
+
 COMPLETION = Command(
     "completion",
     "weft.commands.completion",
@@ -259,4 +277,4 @@ COMPLETION = Command(
     (option("shell", choices=("bash", "zsh", "fish")),),
 )
 
-COMMANDS = (OPS, VERIFY, SHOW, TRAIN, PROFILE, COMPLETION)
+COMMANDS = (OPS, VERIFY, SHOW, TRAIN, PROFILE, DOCTOR, COMPLETION)

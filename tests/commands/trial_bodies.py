@@ -1,0 +1,41 @@
+"""Collectives that fail, for the tests of `weft doctor`: functions that a process can find."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor
+
+from weft.commands.trials import trial
+from weft.runtime.links.transport import Transport
+
+
+def wrong(transport: Transport, name: str) -> tuple[Tensor, float]:
+    """Rank 1 gets another result than it should."""
+    found, took = trial(transport, name)
+    if transport.rank == 1:
+        found[7] += 1
+    return found, took
+
+
+def deserted(transport: Transport, name: str) -> tuple[Tensor, float]:
+    """Rank 1 does not come, and is busy for long."""
+    if transport.rank == 1 and name != "processes":
+        time.sleep(600)
+    return trial(transport, name)
+
+
+def endless(transport: Transport, name: str) -> tuple[Tensor, float]:
+    """Nobody ends, and no transport keeps time."""
+    if name != "processes":
+        time.sleep(600)
+    return torch.zeros(1), 0.0
+
+
+def killed(transport: Transport, name: str) -> tuple[Tensor, float]:
+    """A process goes away."""
+    if transport.rank == 1:
+        os.kill(os.getpid(), 9)
+    return trial(transport, name)
