@@ -71,10 +71,11 @@ class Call:
         Args:
             given: values in the place of its arguments.
         """
-        name, code = getattr(self.func, "__name__", ""), getattr(self.func, "__code__", None)
+        name = getattr(self.func, "__name__", "")
         is_inplace = name.endswith("_") and (not name.endswith("__") or name in WRITES)
-        if not is_inplace and "inplace" in getattr(code, "co_varnames", ()):
-            is_inplace = any(leaf is True for leaf in self.leaves)
+        if "inplace" in self.names:
+            # torch's own functions pass it on by name
+            is_inplace = bool(pytree.tree_unflatten(self.leaves, self.spec)[1]["inplace"])
         tensors = [one for one in given or self.leaves if isinstance(one, torch.Tensor)]
         return tensors if "out" in self.names else tensors[:is_inplace]
 

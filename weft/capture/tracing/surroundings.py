@@ -4,7 +4,7 @@ Enters: a module, before its forward runs. Leaves: the names of what a forward h
 would be frozen into the program. Looked at are the files that the forwards are written in, all files of the user's
 own, and the functions, classes and objects there that methods of the module lead to by name. Caches of tensors (a
 dict, `functools.lru_cache`) are no state of that kind: what a trace puts there are fake tensors, and they are taken out
-again, so that the next forward fills the cache anew.
+again, so that the next forward fills the cache anew. They must be made from constants alone (`caches.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ containers, plain objects, generators), Python's and NumPy's random state. Reass
 are returned as updates. Nor are changes inside a plain object (a configuration that notes which loss it found),
 attributes set to a number, word or flag (the length of the batch; something was set up at the first call) and forward
 hooks put in place on that occasion, if they settle: a second trace, from the changed state, changes nothing more and
-gives the same Graph (`api.py`).
+gives the same Graph (`api.py`). Tensors that forward keeps, and what it sets beside them, are judged in `caches.py`.
 """
 
 from __future__ import annotations
