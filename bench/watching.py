@@ -5,6 +5,8 @@
 Watching is what a step does besides the step so that nothing goes wrong in silence: arguments are brought into the form
 of the example, modes of submodules, parameters, hooks, autocast and what forward reads are looked at, forwards and
 updates are counted, and gradients are remembered. In every other block of steps both processes leave all of that out.
+What a watched step has looked at of its parameters its program does not look at again (`leaf_aliases.py`); one that is
+not watched does so itself, and that is part of its time.
 Told are the medians, and the median of the ratios of blocks that follow each other, with the interval that holds the
 true one with 95%. The thread that tells other processes what this one does runs in both.
 """
