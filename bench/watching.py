@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "watching.json"
@@ -40,7 +41,7 @@ def unwatched(parallel: Any) -> Iterator[None]:
     from weft.runtime.training.step import Stepping  # noqa: PLC0415
 
     with ExitStack() as stack:
-        for hooks in (guards._global_optimizer_pre_hooks, guards._global_optimizer_post_hooks):
+        for hooks in (guards._global_optimizer_pre_hooks, _global_optimizer_post_hooks):
             for key in [key for key, hook in hooks.items() if hook in (guards.before_step, guards.after_step)]:
                 stack.callback(hooks.__setitem__, key, hooks.pop(key))
         stack.enter_context(mock.patch.object(Stepping, "modes", parallel.modes))

@@ -118,19 +118,13 @@ class Unchanged:
         self._holders, self._keys = [one.holder for one in self._shown], [one.key for one in self._shown]
         self.seen: list[Any] | None = None
         """All that was looked at when nothing was wrong; another list whenever something has changed."""
-        self._laid: list[_Shown] = []
-        """Those that lay where a program had laid them."""
         self._num_looks = LOOKS
         self._inside = [(path, module) for path, module in tree.named_modules() if path]
         self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
 
     def is_same(self, *, training: bool) -> bool:
         """True if all is as it was when nothing was wrong. Asked in every step, so all parameters are asked at once."""
-        return (
-            self._now(training) == self.seen
-            and not any(self._hooks)
-            and not (self._laid and any(map(_Shown.is_swapped, self._laid)))
-        )
+        return self._now(training) == self.seen and not any(self._hooks)
 
     def note(self, *, training: bool) -> None:
         """Nothing is wrong."""
@@ -138,7 +132,6 @@ class Unchanged:
             return
         # hooks are added to the very dict that a parameter has
         self.seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
-        self._laid = [one for one in self._shown if LIES in vars(one.parameter)]
 
     def _now(self, training: bool) -> list[Any]:
         return [

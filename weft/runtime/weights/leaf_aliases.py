@@ -107,7 +107,6 @@ class LeafAliases:
 
     def _read_leaf(self, name: str, parameter: Tensor) -> None:
         self._forget(name)
-        self._right_for = None
         leaf = parameter.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(Arrived(self._hear, name))
         leaf.requires_grad_(parameter.requires_grad)
@@ -120,12 +119,12 @@ class LeafAliases:
     def _read_itself(self, name: str, parameter: Tensor) -> None:
         if name not in self._read_themselves:
             self._forget(name)
-            self._right_for = None
             hook = Arrived(self._hear, name)
             self._read_themselves[name] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _forget(self, name: str) -> None:
         """Nothing stands for a parameter, and nothing is heard of itself."""
+        self._right_for = None
         if name in self._leaves:
             del self._leaves[name]
             for holder, last in self._places[name]:
