@@ -5,6 +5,8 @@
 Watching is what a step does besides the step so that nothing goes wrong in silence: arguments are brought into the form
 of the example, modes of submodules, parameters, hooks, autocast and what forward reads are looked at, forwards and
 updates are counted, and gradients are remembered. In every other block of steps both processes leave all of that out.
+What a watched step has looked at of its parameters its program does not look at again (`leaf_aliases.py`); one that is
+not watched does so itself, and that is part of its time.
 Told are the medians, and the median of the ratios of blocks that follow each other, with the interval that holds the
 true one with 95%. The thread that tells other processes what this one does runs in both.
 """
@@ -23,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench" / "results" / "watching.json"
@@ -38,7 +41,7 @@ def unwatched(parallel: Any) -> Iterator[None]:
     from weft.runtime.training.step import Stepping  # noqa: PLC0415
 
     with ExitStack() as stack:
-        for hooks in (guards._global_optimizer_pre_hooks, guards._global_optimizer_post_hooks):
+        for hooks in (guards._global_optimizer_pre_hooks, _global_optimizer_post_hooks):
             for key in [key for key, hook in hooks.items() if hook in (guards.before_step, guards.after_step)]:
                 stack.callback(hooks.__setitem__, key, hooks.pop(key))
         stack.enter_context(mock.patch.object(Stepping, "modes", parallel.modes))

@@ -20,14 +20,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -173,10 +171,6 @@ class Guard:
         """From now on optimizers over it are looked at."""
         vars(parameter)[NAME] = Mark(weakref.ref(self), self.refuse)
 
-    @cached_property
-    def _shards(self) -> tuple[nn.Parameter, ...]:
-        return tuple(one for rank in self.ranks for _, one in rank.trained if held_of(one) is not None)
-
     def remember(self, rank: int | None = None) -> None:
         """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
         if self.watches_scales:
@@ -246,8 +240,8 @@ class Guard:
         if self._is_updated:
             self._updated, self._is_updated = self._updated + 1, False
             # a step that raised has left them ordinary ones
-            if self._shards:
-                show_again(self._shards)
+            if not self.alike:
+                show_again(one for rank in self.ranks for _, one in rank.trained)
         self.began((self._forwards, self._updated))
         self._forwards += 1
 
@@ -376,21 +370,15 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         watched = _look_at(optimizer)
         if watched is None:
             return None
-    given = _run_closure(watched, optimizer, args, kwargs) if kwargs or len(args) > 1 else None
+    guards, given = [guard for one in watched.guards if (guard := one()) is not None], None
+    if (kwargs or len(args) > 1) and (several := [guard for guard in guards if guard.num_ranks > 1]):
+        given = run_closure(optimizer, args, kwargs, several[0].refuse)
     watched.settings.note(optimizer.param_groups)
-    for reference in watched.guards:
-        if (guard := reference()) is not None:
-            guard.before()
+    for guard in guards:
+        guard.before()
     if watched.shards:
         make_plain(watched.shards)
     return given
-
-
-def _run_closure(
-    watched: _Watched, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Given | None:
-    several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
-    return run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> _Watched | None:
@@ -408,8 +396,6 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Watched | None:
         optimizer.register_load_state_dict_post_hook(_look_again)
     counts = [len(group["params"]) for group in optimizer.param_groups]
     shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
-    if shards and after_step not in _global_optimizer_post_hooks.values():
-        register_optimizer_step_post_hook(after_step)
     found = _Watched(tuple(map(weakref.ref, guards)), counts, shards, settings_for(optimizer))
     vars(optimizer)[MARK] = found
     return found
@@ -430,6 +416,7 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
 def _register() -> None:
     if before_step not in _global_optimizer_pre_hooks.values():
         register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)
 
 
 def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

@@ -8,7 +8,7 @@ optimizers were set alike in every step (learning rate, weight decay, betas, ...
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def noted(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, int]:
     """The number of each parameter that is updated, by its identity."""
     found: dict[int, int] = {}
     for optimizer in optimizers:
-        for number, group in zip(settings_for(optimizer).numbers, optimizer.param_groups, strict=False):
+        for number, group in zip(settings_for(optimizer).numbers.values(), optimizer.param_groups, strict=False):
             for one in group["params"]:
                 found[id(one)] = found.get(id(one), 0) + number
     return found
@@ -40,33 +40,25 @@ class Settings:
     they changed."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers: dict[int, int] = {}
+        self._texts: dict[int, str] = {}
         self._num_steps = 0
-        self._texts: list[str] = []
         self._last: list[tuple[Any, ...]] = []
 
     def note(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step is about to be made with the settings that are there now."""
         self._num_steps += 1
         now = list(map(tuple, map(dict.values, groups)))
-        try:
-            is_same = now == self._last
-        except (RuntimeError, ValueError):
-            is_same = False  # of other tensors, which are compared element by element
-        if not is_same:
-            # a tensor may be the same one, with another value
-            self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
-            self._change(groups)
-
-    def _change(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        more = len(groups) - len(self.numbers)
-        self.numbers += [0] * more
-        self._texts += [""] * more
+        # hardly ever others than in the step before
+        if now == self._last:
+            return
+        # a tensor may be the same one, with another value
+        self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
         for at, group in enumerate(groups):
             text = repr([(name, _told(value)) for name, value in group.items() if name != "params"])
-            if text != self._texts[at]:
+            if text != self._texts.get(at):
                 self._texts[at] = text
-                self.numbers[at] = zlib.crc32(f"{self._num_steps} {text}".encode(), self.numbers[at])
+                self.numbers[at] = zlib.crc32(f"{self._num_steps} {text}".encode(), self.numbers.get(at, 0))
 
     def __reduce__(self) -> tuple[type[Settings], tuple[()]]:
         # saved or copied with its optimizer it says nothing

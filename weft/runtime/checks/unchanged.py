@@ -40,9 +40,8 @@ UNCALLED = (
     "a model in pieces has a hook, which would not be called in training: it has no forward of its own there",
     "do before and after train_step() what the hook does; in evaluation hooks are called",
 )
-NEEDS_GRADIENT = attrgetter("requires_grad")
-FACTS = attrgetter("dtype", "_backward_hooks", "_post_accumulate_grad_hooks")
-"""What is looked at of every parameter, beside where it stands and lies."""
+FACTS = attrgetter("dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""What is looked at of a parameter, beside where it stands and lies."""
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -116,38 +115,30 @@ class Unchanged:
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
         self._held = [one.parameter for one in self._shown]
-        self._frozen = [one.parameter for one in self._shown if not one.trained]
         self._holders, self._keys = [one.holder for one in self._shown], [one.key for one in self._shown]
-        self._seen: list[Any] = []
-        """All that was looked at when nothing was wrong."""
-        self._laid: list[_Shown] = []
-        """Those that lay where a program had laid them."""
+        self.seen: list[Any] | None = None
+        """All that was looked at when nothing was wrong; another list whenever something has changed."""
         self._num_looks = LOOKS
         self._inside = [(path, module) for path, module in tree.named_modules() if path]
         self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
 
     def is_same(self, *, training: bool) -> bool:
         """True if all is as it was when nothing was wrong. Asked in every step, so all parameters are asked at once."""
-        return (
-            self._now(training) == self._seen
-            and not any(self._hooks)
-            and not (self._laid and any(map(_Shown.is_swapped, self._laid)))
-        )
+        return self._now(training) == self.seen and not any(self._hooks)
 
     def note(self, *, training: bool) -> None:
         """Nothing is wrong."""
         if self._num_looks:
             return
         # hooks are added to the very dict that a parameter has
-        self._seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
-        self._laid = [one for one in self._shown if LIES in vars(one.parameter)]
+        self.seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
 
     def _now(self, training: bool) -> list[Any]:
         return [
             training,
             *map(id, map(dict.get, self._holders, self._keys)),
             *map(Tensor.data_ptr, self._held),
-            *map(NEEDS_GRADIENT, self._frozen),
+            *map(Tensor.stride, self._held),
             *chain.from_iterable(map(FACTS, self._held)),
         ]
 

@@ -171,7 +171,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         # without a graph nothing comes to leaves: parameters are read themselves, wherever they lie by now
         reading: AbstractContextManager[Any] = nullcontext()
         if self.inner is not None and torch.is_grad_enabled():
-            self.inner.refresh(self._parts)
+            self.inner.begin(self._parts)
             reading = self.reading()
         inputs = brought(args, self.device, type(self).forward)
         if self.inputs_from:

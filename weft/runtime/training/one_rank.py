@@ -353,8 +353,9 @@ class OneRank(Stepping):
                 "weft.parallelize() again after the change",
             )
 
-    def refuse_surroundings(self) -> None:
-        """Refuse a forward under what its program knows nothing of."""
+    def refuse_surroundings(self) -> object:
+        """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as
+        long as nothing about them changes, None if that is not known."""
         if not self.in_autocast and torch.is_autocast_enabled(self._device_kind):
             raise self._refused(
                 "a parallel module is called under autocast, and was made without",
@@ -363,8 +364,11 @@ class OneRank(Stepping):
         training, unchanged = self.training, self._unchanged
         if training and not self._flow.is_whole:
             self._refuse_in_pieces()
-        if unchanged is not None and not unchanged.is_same(training=training):
+        if unchanged is None:
+            return None
+        if not unchanged.is_same(training=training):
             self._refuse_changed(unchanged)
+        return unchanged.seen
 
     def _refuse_in_pieces(self) -> None:
         if other := self.modes ^ self._surface.modes:

@@ -99,8 +99,10 @@ class Parallel(OneRank):
         """A program of one piece, on all of the batch."""
         inputs = flow.bind_whole(args, kwargs)
         self.refuse_outside(flow)
-        self.refuse_surroundings()
-        flow.program.stream = Stream(self.seed, self.step, self.replica)
+        state, program = self.refuse_surroundings(), flow.program
+        if program.inner is not None:
+            program.inner.state = state
+        program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
         kind = f"{'training' if self.training else 'evaluation'}{number}"
@@ -115,7 +117,7 @@ class Parallel(OneRank):
             self.begin_evaluation()
             if flow.has_loss:
                 self._weigh(args, kwargs, inputs)
-        found = flow.program(*inputs)
+        found = program(*inputs)
         if flow is not self._flow:
             # buffers that a forward of evaluation has changed
             take_back(self.program, flow)

@@ -66,9 +66,21 @@ class LeafAliases:
         self._read_themselves: dict[str, RemovableHandle] = {}
         self._by_holder: dict[Container, dict[str, Tensor]] = {}
         self._depth = 0
+        self.state: object = None
+        """Of the parameters, set before a forward by who has looked at them: the same object as long as they lie where
+        they lay, need gradients as they did and have the same hooks; None if nobody has looked."""
+        self._right_for: object = None
+        """The state that leaves were last made right for."""
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+        """Before a forward."""
+        if self.state is None or self.state is not self._right_for:
+            self.refresh(parameters)
+            self._right_for = self.state
+        self.state = None
 
     def refresh(self, parameters: Mapping[str, Tensor]) -> None:
-        """Before a forward: parameters may lie elsewhere, be frozen or have hooks."""
+        """Parameters may lie elsewhere, be frozen or have hooks."""
         for name in self._places:
             parameter, leaf = parameters[name], self._leaves.get(name)
             if is_watched(parameter):
@@ -77,6 +89,7 @@ class LeafAliases:
                 self._read_leaf(name, parameter)
             elif leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
+                self._right_for = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -111,6 +124,7 @@ class LeafAliases:
 
     def _forget(self, name: str) -> None:
         """Nothing stands for a parameter, and nothing is heard of itself."""
+        self._right_for = None
         if name in self._leaves:
             del self._leaves[name]
             for holder, last in self._places[name]:
