@@ -8,7 +8,9 @@ import time
 import torch
 from torch import Tensor
 
+from tests.devices.bodies import on_device
 from weft.commands.trials import trial
+from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import Transport
 
 
@@ -21,10 +23,11 @@ def wrong(transport: Transport, name: str) -> tuple[Tensor, float]:
 
 
 def deserted(transport: Transport, name: str) -> tuple[Tensor, float]:
-    """Rank 1 does not come, and is busy for long."""
+    """Rank 1 comes, but not again, and is busy for long."""
+    found = trial(transport, name)
     if transport.rank == 1 and name != "processes":
         time.sleep(600)
-    return trial(transport, name)
+    return found if name == "processes" else trial(transport, name)
 
 
 def endless(transport: Transport, name: str) -> tuple[Tensor, float]:
@@ -39,3 +42,11 @@ def killed(transport: Transport, name: str) -> tuple[Tensor, float]:
     if transport.rank == 1:
         os.kill(os.getpid(), 9)
     return trial(transport, name)
+
+
+def between_devices(transport: ProcessTransport, name: str) -> tuple[Tensor, float]:
+    """As it is, on the transport of devices."""
+    device = on_device(transport)
+    found = trial(device, name)
+    device.close()
+    return found

@@ -93,7 +93,10 @@ def show(title: str, lines: Sequence[Line]) -> None:
 def end(lines: Sequence[Line], as_json: bool) -> int:
     """Say how it is, in one line; the exit code."""
     count = Counter(one.state for one in lines)
-    print(f"{count['failed']} failed, {count['warning']} warnings{f': {REPORT}' * ('failed' in count)}")
+    print(
+        f"{count['failed']} failed, {count['warning']} warning{'s' * (count['warning'] != 1)}"
+        f"{f': {REPORT}' * ('failed' in count)}"
+    )
     if as_json:
         print(
             json.dumps({"ok": "failed" not in count, "lines": [{**asdict(one), "state": one.state} for one in lines]})
@@ -106,13 +109,12 @@ def run_all(pool: Pool, wanted: Mapping[str, Any], say: Say, entry: Entry = tria
     timeout, remedy = wanted["timeout"], REMEDIES.get(pool.chosen[0].backend, REPORT)
     for name in TRIALS:
         say(f"{name}, {pool.num_ranks} ranks")
-        limit = timeout + STARTING if name == TRIALS[0] else timeout
+        limit = timeout + STARTING * (len(pool.process_ids) < pool.num_ranks)
         line = attempt(name, limit, partial(tried, pool, name, entry), remedy)
         yield line
         if line.text.startswith(LATE):
             return
-    for axis in ("dp", "tp"):
-        plan = f"{axis}={pool.num_ranks}"
+    for plan in (f"dp={pool.num_ranks}", f"tp={pool.num_ranks}"):
         yield attempt(f"verify {plan}", timeout + STARTING, partial(verified, pool.num_ranks, plan, say, **wanted))
 
 
@@ -125,7 +127,11 @@ def attempt(name: str, limit: float, work: Callable[[], str], remedy: str = REPO
     try:
         return Line(name, work())
     except (WeftError, RankFailed) as error:
-        late = f"{LATE} {limit:g} s; nothing more is run\n" if time.monotonic() - begin >= limit else ""
+        late = (
+            f"{LATE} {limit:g} s: the processes were ended, and nothing more is run\n"
+            if time.monotonic() - begin >= limit
+            else ""
+        )
         return Line(name, f"{late}{getattr(error, 'message', error)}", remedy, failed=True)
     finally:
         timer.cancel()

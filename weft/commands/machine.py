@@ -37,7 +37,6 @@ NO_DEVICE = (
 HARMFUL = {
     "NCCL_P2P_DISABLE=1": "devices do not read each other's memory",
     "NCCL_SHM_DISABLE=1": "ranks of a host talk through the network",
-    "NCCL_IB_DISABLE=1": "hosts talk over TCP, not InfiniBand",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING=0": "a collective that hangs is not ended",
     "CUDA_LAUNCH_BLOCKING=1": "the host waits for every kernel",
     **{f"{name}={value}": "all devices are hidden" for name in VISIBLE for value in ("", "-1")},
@@ -104,7 +103,7 @@ def look_around(seen: Seen, environment: Mapping[str, str] = os.environ) -> Mach
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         f"{gibibytes(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))} of memory",
         shutil.disk_usage(SHM).free if SHM.exists() else ENOUGH_SHM,
-        dict(environment),
+        environment,
     )
 
 
@@ -130,11 +129,17 @@ def facts(machine: Machine, ranks: int) -> Iterator[Line]:
         yield Line("devices", f"{seen.count} of {seen.kind}: {'; '.join(each)}" if seen.kind else "no accelerator")
     if apart:
         remedy = "nothing if they are on different sockets; else turn off PCIe ACS, or the IOMMU"
-        yield Line("peer access", f"none for {listed(apart)}: what they send goes through the host's memory", remedy)
+        yield Line(
+            "peer access", f"none for devices {listed(apart)}: what they send goes through the host's memory", remedy
+        )
     elif len(machine.devices) > 1:
         yield Line("peer access", "every device reads the memory of every other")
     yield Line("host", f"{machine.cores} core{'s' * (machine.cores > 1)}, {machine.memory}")
-    few = f": NCCL and the workers of data loaders need more with {ranks} ranks" if machine.shm < ENOUGH_SHM else ""
+    few = (
+        f": NCCL and the workers of data loaders need more with {ranks} ranks"
+        if ranks > 1 and machine.shm < ENOUGH_SHM
+        else ""
+    )
     yield Line("/dev/shm", f"{gibibytes(machine.shm)} free{few}", few and "docker run --shm-size=8g, or --ipc=host")
     yield Line("backends", ", ".join(name for name in BACKENDS if dist.is_backend_available(name)))
 
