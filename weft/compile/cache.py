@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -127,6 +128,7 @@ def tensor_hash(tensor: Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
+@cache
 def source_hash() -> str:
     """A hash of weft's own sources, its version among them."""
     root = Path(__file__).parents[1]

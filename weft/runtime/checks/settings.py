@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class Settings:
         self._num_steps += 1
         now = list(map(tuple, map(dict.values, groups)))
         # hardly ever others than in the step before
-        if now == self._last:
-            return
+        with suppress(RuntimeError, ValueError):  # of other tensors, which are compared element by element
+            if now == self._last:
+                return
         # a tensor may be the same one, with another value
         self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
         for at, group in enumerate(groups):
