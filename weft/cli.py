@@ -35,6 +35,7 @@ TOUR = """a tour, in three commands:
   weft train examples/gpt.py --plan dp=2 --steps 100
       train on processes of this machine
 
+On a new machine, first: weft doctor.
 In place of examples/gpt.py: a file of your own with model(), whose forward
 returns the loss, and example(), a batch; or a Hugging Face model, which is not
 downloaded: hf:FOLDER, hf:LlamaConfig(hidden_size=64, num_hidden_layers=2).

@@ -127,11 +127,8 @@ def attempt(name: str, limit: float, work: Callable[[], str], remedy: str = REPO
     try:
         return Line(name, work())
     except (WeftError, RankFailed) as error:
-        late = (
-            f"{LATE} {limit:g} s: the processes were ended, and nothing more is run\n"
-            if time.monotonic() - begin >= limit
-            else ""
-        )
+        stop = f"the processes were ended{'' if 'verify' in name else ', and nothing more is run'}"
+        late = f"{LATE} {limit:g} s: {stop}\n" if time.monotonic() - begin >= limit else ""
         return Line(name, f"{late}{getattr(error, 'message', error)}", remedy, failed=True)
     finally:
         timer.cancel()
