@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from traceback import FrameSummary
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -75,11 +76,12 @@ class Reader:
         """Forward asks whether a tensor requires a gradient that depends on these parameters."""
         self._gradients.setdefault(names, place_here())
 
-    def found(self, module: nn.Module, changed: Collection[str]) -> Reads:
+    def found(self, module: nn.Module, changed: Collection[str], used: Collection[int]) -> Reads:
         """What was read, and stands for something.
 
         Args:
             changed: names of what forward itself changes.
+            used: the identities of the tensors that it computes with.
         """
         globals, names, stored = dict[tuple[str, str], str](), dict[str, str](), set(changed)
         for code, lines in self._lines.items():
@@ -101,9 +103,15 @@ class Reader:
             tuple(self._environ.items()),
             tuple((place, names) for names, place in self._gradients.items()),
             self._default_dtype,
+            None,
         )
         known = Outside(reads, owners_of(module))
-        return reads.only(known.globals, known.names)
+        while more := {name: place for name, place in known.getters.items() if name not in {*names, *stored}}:
+            names.update(more)
+            reads = replace(reads, names=(*reads.names, *more.items()))
+            known = Outside(reads, owners_of(module))
+        tensors = [label for label, one in known.tensors.items() if id(one) in used]
+        return reads.only(known.globals, known.names, tensors)
 
     def _on_call(self, frame: FrameType, _event: str, _arg: Any) -> Callable[..., Any] | None:
         code = frame.f_code

@@ -122,6 +122,11 @@ class Recorder:
         return result
 
     @property
+    def given(self) -> set[int]:
+        """The identities of the tensors that calls were given."""
+        return {id(leaf) for call in self.made for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+
+    @property
     def transformed(self) -> bool:
         """True if forward calls a transform of torch.func, which is refused later, and cannot run again in a trace."""
         return any(TRANSFORMED in call for call in self.calls)

@@ -2,12 +2,14 @@
 
 In: the names that forward reads (`program/reads.py`), and the attributes of the original's submodules. Out: what was
 changed since, from what to what, and the line that reads it. Looked at are globals, attributes of modules, of their
-classes and of plain objects, default arguments, closures, what containers hold, environment variables, torch's default
-dtype, tensors (another one, or changed in place), and whether parameters require a gradient.
+classes and of plain objects, functions and methods of the user's and their code, default arguments, closures, what
+containers and small arrays hold, environment variables, settings of torch, tensors (another one, or changed in place),
+also those of modules that the model does not own, and whether parameters require a gradient.
 
 Asked in every call: objects are compared by identity, all names of one owner at once; values are looked at where
-that fails. An equal number or word is the same. What cannot be compared so (large containers, objects of other
-libraries) is known by identity alone.
+that fails. An equal number or word is the same. Elements of tensors and much that is long are looked at in the first
+calls and then rarely. What cannot be compared so (large containers, objects of other libraries) is known by identity
+alone.
 """
 
 from __future__ import annotations
@@ -16,145 +18,63 @@ import os
 import sys
 import sysconfig
 from argparse import Namespace
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from operator import call, is_, itemgetter
+from contextvars import ContextVar
+from functools import _lru_cache_wrapper, cache, partial
+from operator import attrgetter, call
+from threading import get_ident, local
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from weft.runtime.checks.watched import (
+    CONTAINERS,
+    MAPPINGS,
+    PLAIN,
+    Absent,
+    Answer,
+    Attributes,
+    Content,
+    Memory,
+    Space,
+    Tensors,
+    holds_tensor,
+)
 from weft.runtime.program.reads import Reads
 
-DEPTH, LENGTH = 4, 256
+DEPTH, LENGTH = 6, 256
 """Of what is looked into: how deep, and how long a container may be."""
-PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-DEFINED = (FunctionType, property, classmethod, staticmethod, type, ModuleType)
+ENTRIES, BYTES, SMALL = 2048, 65536, 1024
+"""What is looked at: so many entries of containers in every call, arrays of so many bytes, small ones in every call."""
+LOOKS, RARELY = 8, 64
+"""The first calls, in which all is looked at, and how often afterwards."""
+FUNCTIONS = (FunctionType, property, classmethod, staticmethod)
+STAY = (type, ModuleType)
+"""What is not expected to be another one under its name."""
+DEFINED = (*FUNCTIONS, *STAY)
 """What stands under a name because it is defined there."""
-OTHERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+OTHERS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "weft"}
 """Packages whose objects are not looked into."""
+HOLDERS: Sequence[tuple[Any, tuple[str, ...]]] = (
+    (ChainMap, ("maps",)),
+    ((UserDict, UserList), ("data",)),
+    (partial, ("func", "args", "keywords")),
+    (_lru_cache_wrapper, ("__wrapped__",)),
+)
+"""Objects of the standard library that hold others, and where."""
 
+NUMPY = ("numpy", "ndarray")
 INSTALLED, LIBRARY = f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep
 
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
-
-
-class _Attributes:
-    """The attributes of an object without `__dict__`, looked up as in a dict."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self._owner, name, None)
-        except ValueError:  # an empty cell
-            return None
-
-
-@dataclass
-class _Space:
-    """Names of one owner, and the objects that they stood for."""
-
-    space: Any
-    names: tuple[str, ...]
-    labels: tuple[str, ...]
-    places: tuple[str, ...]
-
-    @property
-    def get(self) -> Callable[[Any], Any]:
-        """Looks them all up at once, in C; a KeyError if one is gone."""
-        return itemgetter(*self.names)
-
-    def difference(self, held: Any) -> str:
-        """What is another one than it was."""
-        before = held if len(self.names) > 1 else (held,)
-        for name, label, place, old in zip(self.names, self.labels, self.places, before, strict=True):
-            try:
-                new = self.space[name]
-            except KeyError:
-                return f"{label} was {_shown(old)} when the program was made and is gone, {_read_at(place)}"
-            if not is_equal(old, new):
-                return _told(label, _shown(old), _shown(new), place)
-        return ""
-
-
-@dataclass
-class _Absent:
-    """Names that an object has from its class, and might get of its own."""
-
-    space: Mapping[str, Any]
-    names: frozenset[str]
-    label: str
-    places: Mapping[str, str]
-
-    def is_same(self) -> bool:
-        return self.names.isdisjoint(self.space)
-
-    def difference(self) -> str:
-        name = min(self.names & self.space.keys())
-        return f"{self.label}{name} was set to {_shown(self.space[name])}, {_read_at(self.places[name])}"
-
-
-@dataclass
-class _Content:
-    """A container, and what it held."""
-
-    container: Any
-    length: int
-    held: tuple[Any, ...]
-    text: str
-    label: str
-    place: str
-
-    def is_same(self) -> bool:
-        return len(self.container) == self.length and all(map(is_, _flat(self.container), self.held))
-
-    def difference(self) -> str:
-        now = tuple(_flat(self.container))
-        if len(now) == len(self.held) and all(map(is_equal, self.held, now)):
-            self.held = now
-            return ""
-        return _told(self.label, self.text, _shown(self.container), self.place)
-
-
-@dataclass
-class _Version:
-    """A tensor, and how often it had been changed in place."""
-
-    tensor: Tensor
-    held: int
-    label: str
-    place: str
-
-    def is_same(self) -> bool:
-        return _version(self.tensor) == self.held
-
-    def difference(self) -> str:
-        return f"the tensor {self.label} was changed in place since the program was made, {_read_at(self.place)}"
-
-
-@dataclass
-class _Answer:
-    """What a question gave."""
-
-    ask: Callable[[], Any]
-    held: Any
-    label: str
-    place: str
-
-    def is_same(self) -> bool:
-        return bool(self.ask() == self.held)
-
-    def difference(self) -> str:
-        return _told(self.label, repr(self.held), repr(self.ask()), self.place)
+_code = attrgetter("__code__")
 
 
 class Outside:
@@ -167,15 +87,38 @@ class Outside:
 
     def __init__(self, reads: Reads, owners: Owners, parameters: Mapping[str, Tensor] | None = None) -> None:
         self._places, self._seen, self._classes = dict(reads.names), set[int](), set[type]()
-        self._spaces: list[_Space] = []
-        self._watched: list[_Absent | _Content | _Version | _Answer] = []
+        self._used = None if reads.tensors is None else frozenset(reads.tensors)
+        self._spaces: list[Space] = []
+        self._watched: list[Content | Memory | Answer] = []
+        self._rare: list[Content | Memory] = []
+        self._absent: list[Absent] = []
+        self._functions: list[FunctionType] = []
+        self._tensors, self._entries, self._calls = Tensors(), 0, 0
         self._kept: list[Any] = []
         self.names, self.globals = set[str](), set[tuple[str, str]]()
         """Those that stand for something."""
+        self.tensors: dict[str, Tensor] = {}
+        """Of modules that the model does not own, by label."""
+        self.getters: dict[str, str] = {}
+        """Names that an `attrgetter` reads, and where that is read."""
+        self._own = {id(one) for _, held in owners.values() for one in (held, *_tensors_in(held))}
+        self._own.update(map(id, (parameters or {}).values()))
         for path, (kind, attributes) in owners.items():
             self._module(path, kind, attributes)
         for module, name, place in reads.globals:
             self._global(module, name, place)
+        self._questions(reads, parameters)
+        del self._seen, self._kept
+        # looked up in one go: there is one for each layer of the model
+        self._getters = [one.get for one in self._spaces]
+        self._dicts = [one.space for one in self._spaces]
+        self._held = list(map(call, self._getters, self._dicts))
+        self._codes = list(map(_code, self._functions))
+        self._missing, self._missed = [one.names for one in self._absent], [one.space for one in self._absent]
+        self._tensors.seal()
+
+    def _questions(self, reads: Reads, parameters: Mapping[str, Tensor] | None) -> None:
+        """What can be asked again."""
         for name, place in reads.environ:
             self._ask(lambda name=name: os.environ.get(name), f"the environment variable {name}", place)  # type: ignore[misc]
         if reads.default_dtype:
@@ -185,34 +128,57 @@ class Outside:
             if held := [parameters[name] for name in names if name in parameters]:
                 label = f"requires_grad of {names[0]}" + (f" and {len(names) - 1} others" if names[1:] else "")
                 self._ask(lambda held=held: any(one.requires_grad for one in held), label, place)  # type: ignore[misc]
-        del self._seen, self._kept
-        # looked up in one go: there is one for each layer of the model
-        self._getters = [one.get for one in self._spaces]
-        self._dicts = [one.space for one in self._spaces]
-        self._held = list(map(call, self._getters, self._dicts))
 
     def changed(self) -> str:
         """What is not as it was; "" if all is. Asked in every call."""
         for one in self._watched:
             if not one.is_same() and (found := one.difference()):
                 return found
+        self._calls += 1
+        if (self._rare or self._tensors.held) and (self._calls <= LOOKS or self._calls % RARELY == 0):
+            for each in self._rare:
+                if not each.is_same() and (found := each.difference()):
+                    return found
+            if not self._tensors.is_same_inside():
+                return self._tensors.difference()
+        if not self._tensors.is_same():
+            return self._tensors.difference()
         try:
-            if list(map(call, self._getters, self._dicts)) == self._held:
+            if (
+                list(map(call, self._getters, self._dicts)) == self._held
+                and list(map(_code, self._functions)) == self._codes
+                and all(map(frozenset.isdisjoint, self._missing, self._missed))
+            ):
                 return ""
         except (KeyError, RuntimeError, ValueError):
             # gone; or what is no plain value, and is another one
             pass
-        differences = (one.difference(held) for one, held in zip(self._spaces, self._held, strict=True))
-        return next(filter(None, differences), "")
+        return next(filter(None, self._differences()), "")
+
+    def _differences(self) -> Iterator[str]:
+        for space, held in zip(self._spaces, self._held, strict=True):
+            yield space.difference(held)
+        for function, code in zip(self._functions, self._codes, strict=True):
+            if function.__code__ is not code:
+                yield f"the code of {function.__qualname__} is another one than when the program was made"
+        yield from (one.difference() for one in self._absent)
 
     def _ask(self, ask: Callable[[], Any], label: str, place: str) -> None:
-        self._watched.append(_Answer(ask, ask(), label, place))
+        self._watched.append(Answer(ask, ask(), label, place))
 
     def _module(self, path: str, kind: type, attributes: Mapping[str, Any]) -> None:
         """A submodule: what it holds, and what its classes do where it does not."""
         self._instance(kind, attributes, f"{path}." if path else "", DEPTH, STANDARD)
-        if (forward := _of_class(kind, "forward")) is not None:
-            self._function(forward, DEPTH)
+        self._forward(kind)
+
+    def _forward(self, kind: type) -> None:
+        owner = next((one for one in kind.__mro__ if "forward" in vars(one)), kind)
+        forward = vars(owner).get("forward")
+        if not isinstance(forward, FunctionType) or not _is_own(owner.__module__) or id(forward) in self._seen:
+            return
+        self._seen.add(id(forward))
+        self._spaces.append(Space(vars(owner), ("forward",), (f"{owner.__qualname__}.forward",), (_line(forward),)))
+        self._function(forward, DEPTH)
 
     def _instance(
         self, kind: type, attributes: Mapping[str, Any], label: str, depth: int, but: Collection[str] = ()
@@ -220,9 +186,9 @@ class Outside:
         """What an object holds, and what its classes do where it does not."""
         self._space(attributes, [name for name in self._places if name in attributes and name not in but], label, depth)
         inherited = {name: _of_class(kind, name) for name in self._places if name not in attributes}
-        names = frozenset(name for name, one in inherited.items() if one is not None and not isinstance(one, DEFINED))
+        names = frozenset(name for name, one in inherited.items() if one is not None and not isinstance(one, STAY))
         if names:
-            self._watched.append(_Absent(attributes, names, label, self._places))
+            self._absent.append(Absent(attributes, names, label, self._places))
         self._class(kind, depth)
 
     def _global(self, module: str, name: str, place: str) -> None:
@@ -231,10 +197,10 @@ class Outside:
             return
         self.globals.add((module, name))
         value, label = space[name], f"{module}.{name}"
-        if not isinstance(value, DEFINED):
-            self._spaces.append(_Space(space, (name,), (label,), (place,)))
+        if not isinstance(value, STAY):
+            self._spaces.append(Space(space, (name,), (label,), (place,)))
         if isinstance(value, ModuleType):
-            self._defined(vars(value), f"{label}.", DEPTH)
+            self._defined(vars(value), f"{label}.", DEPTH, own=_is_own(value.__name__))
         self._look(value, label, place, DEPTH)
 
     def _space(self, space: Any, names: Sequence[str], label: str, depth: int) -> None:
@@ -242,41 +208,107 @@ class Outside:
         self.names.update(names)
         if names:
             places = tuple(self._places[name] for name in names)
-            self._spaces.append(_Space(space, tuple(names), tuple(label + name for name in names), places))
+            self._spaces.append(Space(space, tuple(names), tuple(label + name for name in names), places))
         for name in names:
             self._look(space[name], label + name, self._places[name], depth - 1)
 
-    def _defined(self, space: Mapping[str, Any], label: str, depth: int) -> None:
-        """Attributes of a module or class: what is defined there stays."""
-        names = [name for name in self._places if name in space]
-        self._space(space, [name for name in names if not isinstance(space[name], DEFINED)], label, depth)
+    def _defined(self, space: Mapping[str, Any], label: str, depth: int, *, own: bool = True) -> None:
+        """Attributes of a module or class: what is defined there by others stays."""
+        names, stay = [name for name in self._places if name in space], STAY if own else DEFINED
+        self._space(space, [name for name in names if not isinstance(space[name], stay)], label, depth)
         self.names.update(names)
         for name in names:
             self._look(space[name], label + name, self._places[name], depth - 1)
 
     def _look(self, value: Any, label: str, place: str, depth: int) -> None:
         """Into a value, where it may change and stay the same object."""
-        if depth <= 0 or isinstance(value, (*PLAIN, nn.Module, ModuleType)) or id(value) in self._seen:
+        if depth <= 0 or isinstance(value, (*PLAIN, ModuleType)) or id(value) in self._seen or id(value) in self._own:
             return
         self._seen.add(id(value))
         self._kept.append(value)
         if isinstance(value, Tensor):
-            self._watched.append(_Version(value, _version(value), label, place))
+            self._tensors.add(value, label, place)
+        elif isinstance(value, nn.Module):
+            self._hidden(value, label, place, depth)
         elif isinstance(value, CONTAINERS):
             self._container(value, label, place, depth)
         elif isinstance(value, type):
             self._class(value, depth)
-        elif isinstance(value, FunctionType | MethodType | property | classmethod | staticmethod):
+        elif isinstance(value, (*FUNCTIONS, MethodType)):
             self._function(value, depth)
-        elif isinstance(value, SimpleNamespace | Namespace) or type(value).__module__.partition(".")[0] not in OTHERS:
-            self._object(value, f"{label}.", depth)
+        elif not self._holder(value, label, place, depth):
+            kind = type(value).__module__.partition(".")[0]
+            if isinstance(value, SimpleNamespace | Namespace) or kind not in OTHERS:
+                self._object(value, f"{label}.", depth)
+
+    def _holder(self, value: Any, label: str, place: str, depth: int) -> bool:
+        """Objects of libraries that hold others: whether it is one."""
+        for kind, names in HOLDERS:
+            if isinstance(value, kind):
+                for name in names:
+                    self._look(getattr(value, name), f"{label}.{name}", place, depth)
+                return True
+        if isinstance(value, array | bytearray) or (type(value).__module__, type(value).__name__) == NUMPY:
+            self._memory(value, label, place)
+        elif isinstance(value, ref):
+            self._look(value(), label, place, depth)
+        elif isinstance(value, local):
+            held, label = vars(value), f"{label}."
+            self._space(held, [name for name in self._places if name in held], label, depth)
+            self._absent.append(Absent(held, frozenset(self._places.keys() - held.keys()), label, self._places))
+            self.names.update(self._places)
+        elif isinstance(value, ContextVar):
+            now, thread = value.get(None), get_ident()
+            # each thread has values of its own
+            self._ask(lambda: value.get(None) if get_ident() == thread else now, label, place)
+            self._look(now, label, place, depth - 1)
+        elif isinstance(value, attrgetter):
+            dotted = value.__reduce__()[1]
+            self.getters.update((one, place) for name in dotted for one in name.split("."))
+        elif isinstance(value, torch.optim.Optimizer):
+            for at, group in enumerate(value.param_groups if "param_groups" in self._places else ()):
+                read = [name for name in self._places if name in group and name != "params"]
+                self._space(group, read, f"{label}.param_groups[{at}].", depth)
+                self.names.add("param_groups")
+        else:
+            return False
+        return True
+
+    def _memory(self, value: Any, label: str, place: str) -> None:
+        try:
+            size = memoryview(value).nbytes
+        except (ValueError, BufferError):  # of a dtype without a name in C
+            return
+        if size <= BYTES:
+            (self._watched if size <= SMALL else self._rare).append(Memory.of(value, label, place))
+
+    def _hidden(self, module: nn.Module, label: str, place: str, depth: int) -> None:
+        """A module that is not the model's: the tensors of it that forward computes with, and what it reads there."""
+        for path, sub in module.named_modules():
+            if id(vars(sub)) in self._own or type(sub).__module__.startswith("weft."):
+                continue
+            prefix, some = f"{label}.{path}." if path else f"{label}.", False
+            for held in (sub._parameters, sub._buffers):
+                found = {name: one for name, one in held.items() if one is not None and id(one) not in self._own}
+                names = tuple(name for name in found if self._used is None or prefix + name in self._used)
+                labels = tuple(prefix + name for name in names)
+                if names:
+                    some = True
+                    self._spaces.append(Space(held, names, labels, (place,) * len(names)))
+                for name, one in zip(names, labels, strict=True):
+                    self.tensors[one] = found[name]
+                    self._look(found[name], one, place, depth)
+            if some or not path:
+                self._instance(type(sub), vars(sub), prefix, depth, STANDARD)
+                self._forward(type(sub))
 
     def _container(self, value: Any, label: str, place: str, depth: int) -> None:
         if len(value) > LENGTH:
             return
         if not isinstance(value, tuple | frozenset):
-            self._watched.append(_Content(value, len(value), tuple(_flat(value)), _shown(value), label, place))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+            self._entries += len(value)
+            (self._watched if self._entries <= ENTRIES else self._rare).append(Content.of(value, label, place))
+        items = value.items() if isinstance(value, MAPPINGS) else enumerate(value)
         for key, item in items:
             self._look(item, f"{label}[{key!r}]", place, depth - 1)
 
@@ -286,7 +318,7 @@ class Outside:
             self._instance(type(value), own, label, depth)
             return
         slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
-        self._space(_Attributes(value), [name for name in self._places if name in slots], label, depth)
+        self._space(Attributes(value), [name for name in self._places if name in slots], label, depth)
 
     def _class(self, kind: type, depth: int) -> None:
         """Of a class and those that it is made from: attributes that are read."""
@@ -296,26 +328,26 @@ class Outside:
                 self._defined(vars(one), f"{one.__qualname__}.", depth)
 
     def _function(self, value: Any, depth: int) -> None:
-        """Default arguments, and what a function closes over."""
+        """Its code, default arguments, and what a function closes over."""
         function = getattr(value, "__func__", getattr(value, "fget", value))
         if not isinstance(function, FunctionType) or not _is_own(function.__module__):
             return
-        name, code = function.__qualname__, function.__code__
-        place = f"{code.co_filename}:{code.co_firstlineno}"
+        name, place = function.__qualname__, _line(function)
+        self._functions.append(function)
         for default in (function.__defaults__, function.__kwdefaults__):
             self._look(default, f"the default arguments of {name}", place, depth - 1)
         if function.__defaults__ or function.__kwdefaults__:
             labels = (f"the default arguments of {name}",) * 2
-            self._spaces.append(_Space(_Attributes(function), ("__defaults__", "__kwdefaults__"), labels, (place,) * 2))
-        for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._spaces.append(Space(Attributes(function), ("__defaults__", "__kwdefaults__"), labels, (place,) * 2))
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, f"{free} (which {name} closes over)", place, depth)
 
     def _cell(self, cell: CellType, label: str, place: str, depth: int) -> None:
-        held = _Attributes(cell)
+        held = Attributes(cell)
         value = held["cell_contents"]
-        if not isinstance(value, DEFINED):
-            self._spaces.append(_Space(held, ("cell_contents",), (label,), (place,)))
-        self._look(value, label, place, depth - 1)
+        if not isinstance(value, STAY):
+            self._spaces.append(Space(held, ("cell_contents",), (label,), (place,)))
+        self._look(value, label, place, depth)
 
 
 def owners_of(module: nn.Module, *, live: bool = True) -> Owners:
@@ -325,34 +357,18 @@ def owners_of(module: nn.Module, *, live: bool = True) -> Owners:
         live: somebody else holds the module, and may change it; else what holds tensors is let go.
     """
     return {
-        path: (type(sub), vars(sub) if live else {key: one for key, one in vars(sub).items() if not _holds_tensor(one)})
+        path: (type(sub), vars(sub) if live else {key: one for key, one in vars(sub).items() if not holds_tensor(one)})
         for path, sub in module.named_modules()
     }
 
 
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor | nn.Module) for leaf in pytree.tree_leaves(value))
+def _tensors_in(attributes: Mapping[str, Any]) -> list[Any]:
+    """The parameters and buffers among a submodule's attributes."""
+    return [*attributes.get("_parameters", {}).values(), *attributes.get("_buffers", {}).values()]
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether forward would do the same with both: the same object, or equal numbers or words.
-
-    >>> is_equal(float("nan"), float("nan")), is_equal(1, True), is_equal(1.5, 1.5)
-    (True, False, True)
-    """
-    if one is other:
-        return True
-    if type(one) is not type(other) or not isinstance(one, (*PLAIN, tuple, frozenset)):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
-
-
-def _flat(container: Any) -> Iterator[Any]:
-    """All that it holds; a dict's values, then its keys. Of a set in an order of its own, which stays while it does."""
-    yield from container.values() if isinstance(container, dict) else container
-    yield from container if isinstance(container, dict) else ()
+def _line(function: FunctionType) -> str:
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
 def _of_class(kind: type, name: str) -> Any:
@@ -367,27 +383,3 @@ def _is_own(module: str) -> bool:
     if file is None:
         return module == "__main__"
     return INSTALLED not in file and not file.startswith(LIBRARY) and module.partition(".")[0] != "weft"
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _shown(value: Any) -> str:
-    """A value, shortened."""
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
-    if isinstance(value, CONTAINERS) and _holds_tensor(value):
-        return f"a {type(value).__name__} of {len(value)}, tensors among them"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _told(label: str, old: str, new: str, place: str) -> str:
-    same = f"is another one than when the program was made ({new})"
-    changed = same if old == new else f"was {old} when the program was made and is {new}"
-    return f"{label} {changed}, {_read_at(place)}"
-
-
-def _read_at(place: str) -> str:
-    return f"and forward reads it at {place}"

@@ -21,6 +21,7 @@ class Reads:
         environ: environment variables, likewise.
         gradients: the lines that ask whether a tensor requires a gradient, and the parameters that it depends on.
         default_dtype: the first line that asks for torch's default dtype, or makes a tensor of it.
+        tensors: those that it computes with of modules that the model does not own, as they are told; None for all.
     """
 
     globals: tuple[tuple[str, str, str], ...] = ()
@@ -28,13 +29,15 @@ class Reads:
     environ: tuple[tuple[str, str], ...] = ()
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
     default_dtype: str = ""
+    tensors: tuple[str, ...] | None = ()
 
-    def only(self, globals: Collection[tuple[str, str]], names: Collection[str]) -> Reads:
+    def only(self, globals: Collection[tuple[str, str]], names: Collection[str], tensors: Collection[str]) -> Reads:
         """Without names that stand for nothing."""
         return replace(
             self,
             globals=tuple(one for one in self.globals if one[:2] in globals),
             names=tuple(one for one in self.names if one[0] in names),
+            tensors=tuple(tensors),
         )
 
     @staticmethod
@@ -45,4 +48,5 @@ class Reads:
             tuple((name, place) for name, place in found["environ"]),
             tuple((place, tuple(names)) for place, names in found["gradients"]),
             found["default_dtype"],
+            tuple(found["tensors"]),
         )
