@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -42,6 +43,27 @@ api.captured = CAPTURES
 forkserver.set_forkserver_preload = preload
 
 GOLDEN = Path(__file__).parent / "golden"
+SAMPLED = {
+    "acceptance/test_experts.py::test_model_file": 2,
+    "acceptance/test_families.py::test_family": 2,
+    "acceptance/test_model_files.py::test_nearly_all_work_is_divided": 2,
+    "acceptance/test_models.py::test_plan_by_hand": 2,
+    "acceptance/test_models.py::test_recipe": 2,
+    "acceptance/test_name_clashes.py::test_sample": 2,
+    "acceptance/test_recipes.py::test_sample": 2,
+    "capture/test_outside.py::test_caches_of_tensors_stay_the_users": 2,
+    "capture/test_outside.py::test_no_gradient_flows_through_regions_without": 2,
+    "codegen/test_equal.py::test_same_bits": 3,
+    "docs/test_plans.py::test_every_row_equals_one_device": 2,
+    "processes/test_letters.py::test_a_letter_that_does_not_come_in_time": 2,
+    "processes/test_letters.py::test_a_rank_killed_in_mid_step": 2,
+    "runtime/test_homes.py::test_processes_are_the_emulator": 2,
+    "train/test_interrupted.py::test_what_follows_is_as_in_eager": 3,
+    "train/test_unused_outputs.py::test_weights_after_some_steps": 3,
+    "verify/test_computed_weights.py::test_weights_that_are_computed": 2,
+    "verify/test_faults.py::test_a_fault_in_the_program_is_seen": 2,
+}
+"""Matrices of which every so many-th case runs in `make test`; all of them in `make test-full`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +79,18 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the rest of large matrices to `make test-full`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in SAMPLED and item.get_closest_marker("full") is None:
+            if seen[name] % SAMPLED[name]:
+                item.add_marker(pytest.mark.full)
+            seen[name] += 1
 
 
 @pytest.fixture(scope="session")
