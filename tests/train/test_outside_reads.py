@@ -4,23 +4,15 @@ does not read may be changed."""
 from __future__ import annotations
 
 import argparse
-import contextvars
 import copy
 import os
 import sys
-import threading
-import weakref
-from array import array
-from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,8 +20,6 @@ from torch import Tensor, nn
 import weft
 from tests.captures import CAPTURES
 from weft.errors import RunError
-from weft.runtime.checks.outside import Outside
-from weft.runtime.program.reads import Reads
 
 THIS: Any = sys.modules[__name__]
 TEMPERATURE, LIST, DICT, TENSOR = 2.0, [2.0], {"scale": 2.0}, torch.full((4,), 2.0, dtype=torch.float64)
@@ -184,98 +174,6 @@ class AsksMade(Base):
         return 2.0 if self.a(torch.ones(1, 4, dtype=torch.float64)).requires_grad else 3.0
 
 
-class Teacher(Base):
-    """Reads a module that it does not own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = {"teacher": nn.Linear(4, 4, dtype=torch.float64).requires_grad_(False)}
-        self.unused = [nn.Linear(4, 4)]
-
-    def factor(self) -> Any:
-        return self.held["teacher"](torch.ones(4, dtype=torch.float64)) * len(self.unused)
-
-
-class HeldIn(Base):
-    """Reads a value in an object of a library."""
-
-    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.held, self.read = held, read
-
-    def factor(self) -> Any:
-        return self.read(self.held)
-
-
-THREAD = threading.local()
-THREAD.scale = 2.0
-CONTEXT = contextvars.ContextVar("CONTEXT", default=2.0)
-OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-
-
-class Of(Base):
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    def factor(self) -> Any:
-        return self.read()
-
-
-class Calls(Base):
-    def act(self) -> float:
-        return act() * 1.0
-
-    def factor(self) -> Any:
-        return self.act()
-
-
-def act() -> float:
-    return 2.0
-
-
-def other_act(*_: Any) -> float:
-    return 3.0
-
-
-def set_code(*_: Any) -> None:
-    act.__code__ = (lambda: 3.0).__code__
-
-
-def first(held: Any) -> Any:
-    return held[0]
-
-
-def keyed(held: Any) -> Any:
-    return held["scale"]
-
-
-def called(held: Any) -> Any:
-    return held()
-
-
-def get_first(held: list[float]) -> Callable[[], float]:
-    return lambda: held[0]
-
-
-class OverClosure:
-    def __init__(self, held: list[float]) -> None:
-        self.get = get_first(held)
-
-
-def through_property(held: list[float]) -> Any:
-    class Owner:
-        @property
-        def scale(self) -> float:
-            return held[0]
-
-    return Owner()
-
-
-def scale_of(held: Any) -> Any:
-    return held.scale
-
-
 def closing() -> tuple[type[Base], Callable[[float], None]]:
     scale = 2.0
 
@@ -307,18 +205,12 @@ def made(kind: Callable[[], nn.Module], plan: str = "dp=2", **settings: Any) -> 
 def _restored() -> Iterator[None]:
     saved = copy.deepcopy((DICT, LIST, LOG, vars(CONFIG), vars(NAMESPACE)))
     values = TEMPERATURE, TENSOR, ACTIVATION, helper.__defaults__
-    functions, code = (act, Calls.act, Calls.factor), act.__code__
     with CAPTURES.sleep():
         yield
     for held, before in zip((DICT, LIST, LOG, vars(CONFIG), vars(NAMESPACE)), saved, strict=True):
         held.clear()
         held.extend(before) if isinstance(held, list) else held.update(before)
     THIS.TEMPERATURE, THIS.TENSOR, THIS.ACTIVATION, helper.__defaults__ = values
-    TENSOR.fill_(2.0)
-    THIS.act, Calls.act, Calls.factor = functions  # type: ignore[method-assign]
-    act.__code__ = code
-    CONTEXT.set(2.0)
-    THREAD.scale = OPTIMIZER.param_groups[0]["lr"] = 2.0
     SLOTS.scale, OfClass.scale, Config.scale = 2.0, 2.0, 2.0
     change_closure(2.0)
     os.environ.pop("WEFT_TEST_SCALE", None)
@@ -327,14 +219,6 @@ def _restored() -> Iterator[None]:
 
 def setting(owner: Any, name: str, value: Any) -> Callable[[Any, Any], None]:
     return lambda model, parallel: setattr(owner, name, value)
-
-
-def put(key: Any, value: Any = 3.0) -> Callable[[Any, Any], None]:
-    return lambda model, parallel: model.held.__setitem__(key, value)
-
-
-def teacher(model: Any) -> Any:
-    return model.held["teacher"]
 
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], str]] = {
@@ -364,70 +248,8 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], str
     "getenv": (Getenv, lambda *_: os.environ.update(WEFT_TEST_SCALE="3"), "WEFT_TEST_SCALE was None"),
     "closure": (CLOSURE, lambda *_: change_closure(3.0), r"scale \(which .*factor closes over\) was 2.0 .* is 3.0"),
     "default dtype": (DefaultDtype, lambda *_: torch.set_default_dtype(torch.float64), "default dtype was"),
-    "a module that is held": (
-        Teacher,
-        lambda model, _: teacher(model).weight.add_(1.0),
-        "teacher'].weight was changed",
-    ),
-    "its .data": (Teacher, lambda model, _: teacher(model).bias.data.add_(1.0), "teacher'].bias was changed in place"),
-    "its memory": (Teacher, lambda model, _: setattr(teacher(model).bias, "data", torch.ones(4)), "other memory"),
-    "its state": (
-        Teacher,
-        lambda model, _: teacher(model).load_state_dict(teacher(Teacher()).state_dict()),
-        "weight was",
-    ),
-    "its parameter": (Teacher, lambda model, _: setattr(teacher(model), "bias", None), r"teacher'].bias was a tensor"),
-    "tensor's .data": (GlobalTensor, lambda *_: TENSOR.data.mul_(2.0), "TENSOR was changed in place"),
-    "a function": (Calls, setting(THIS, "act", other_act), "act was .*function act .* is .*other_act"),
-    "its code": (Calls, set_code, "the code of act is another one"),
-    "a method": (Calls, setting(Calls, "act", other_act), "Calls.act was .* is .*other_act"),
-    "a method of one": (Calls, lambda model, _: setattr(model, "act", other_act), "act was set to .*other_act"),
-    "forward": (Calls, setting(Calls, "factor", other_act), "Calls.factor was"),
-    "array": (lambda: HeldIn(array("d", [2.0]), first), put(0), r"held was array\('d', \[2.0\]\)"),
-    "bytearray": (lambda: HeldIn(bytearray([2]), first), put(0, 3), "held was bytearray"),
-    "numpy": (lambda: HeldIn(numpy.full(2, 2.0), lambda held: float(held[0])), put(0), r"held was array\(\[2., 2.\]\)"),
-    "more of numpy": (lambda: HeldIn(numpy.full(999, 2.0), lambda held: float(held[0])), put(0), "held was array"),
-    "ChainMap": (lambda: HeldIn(ChainMap({}, {"scale": 2.0}), keyed), lambda m, _: m.held.maps[1].clear(), "held.maps"),
-    "UserDict": (lambda: HeldIn(UserDict(scale=2.0), keyed), put("scale"), "held.data was {'scale': 2.0}"),
-    "proxy": (
-        lambda: HeldIn(MappingProxyType(DICT), keyed),
-        lambda *_: DICT.update(scale=3.0),
-        "held was mappingproxy",
-    ),
-    "partial": (
-        lambda: HeldIn(partial(max, [2.0, 1.0]), called),
-        lambda model, _: model.held.args[0].append(3.0),
-        r"held.args\[0\] was \[2.0, 1.0\]",
-    ),
-    "weak": (
-        lambda: HeldIn(weakref.ref(CONFIG), lambda held: held().scale),
-        setting(CONFIG, "scale", 3.0),
-        "held.scale",
-    ),
-    "lru_cache": (
-        lambda: HeldIn(lru_cache(get_first(LIST)), called),
-        lambda *_: LIST.clear(),
-        "held closes over|LIST|held",
-    ),
-    "attrgetter": (lambda: HeldIn(CONFIG, attrgetter("scale")), setting(CONFIG, "scale", 3.0), "held.scale was 2.0"),
-    "optimizer": (
-        lambda: Of(lambda: OPTIMIZER.param_groups[0]["lr"]),
-        lambda *_: OPTIMIZER.param_groups[0].update(lr=3.0),
-        r"OPTIMIZER.param_groups\[0\].lr was 2.0 .* is 3.0",
-    ),
-    "two closures": (lambda: HeldIn(OverClosure(LIST), lambda held: held.get()), lambda *_: LIST.clear(), "held"),
-    "property": (lambda: HeldIn(through_property(LIST), scale_of), lambda *_: LIST.append(3.0), "held"),
-    "deep": (
-        lambda: HeldIn({"a": {"b": {"c": LIST}}}, lambda held: held["a"]["b"]["c"][0]),
-        lambda *_: LIST.append(3.0),
-        r"held\['a'\]\['b'\]\['c'\] was \[2.0\]",
-    ),
     "made in it": (MadeInDefaultDtype, lambda *_: torch.set_default_dtype(torch.float64), "default dtype was"),
 }
-
-
-GONE = ("gone", "ChainMap", "lru_cache", "two closures", "its memory")
-"""Of these changes the model does not run any more."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -440,7 +262,7 @@ def test_a_change_is_refused(name: str) -> None:
         parallel(batch())
     assert "test_outside_reads.py:" in str(caught.value) or name == "dropout"
     assert "register_buffer" in caught.value.remedy
-    if name not in GONE:
+    if name != "gone":
         again = weft.parallelize(model, batch(), "dp=2", cache=None, emulate=True)
         again.eval(), model.eval()
         torch.testing.assert_close(again(batch()), model(batch()))
@@ -583,24 +405,3 @@ def test_a_model_that_reads_nothing_is_not_watched() -> None:
     outside = rank._outside[rank._flow]
     assert not outside._watched
     assert [one.names for one in outside._spaces] == [("forward",)]
-
-
-def test_values_of_this_thread() -> None:
-    """Ranks of the emulator are threads, which have others."""
-    reads = Reads(globals=((__name__, "THREAD", "here"), (__name__, "CONTEXT", "here")), names=(("scale", "here"),))
-    outside = Outside(reads, {})
-    assert outside.changed() == ""
-    THREAD.scale = 3.0
-    assert "THREAD.scale was 2.0 when the program was made and is 3.0" in outside.changed()
-    THREAD.scale = 2.0
-    CONTEXT.set(3.0)
-    assert "CONTEXT was 2.0 when the program was made and is 3.0" in outside.changed()
-    CONTEXT.set(2.0)
-    assert outside.changed() == ""
-
-
-def test_a_module_that_forward_does_not_compute_with_may_change() -> None:
-    model, parallel = made(Teacher)
-    with torch.no_grad():
-        model.unused[0].weight.add_(1.0)
-    parallel(batch())

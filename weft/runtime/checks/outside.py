@@ -135,12 +135,12 @@ class Outside:
             if not one.is_same() and (found := one.difference()):
                 return found
         self._calls += 1
-        if (self._rare or self._tensors.held) and (self._calls <= LOOKS or self._calls % RARELY == 0):
+        if (self._rare or self._tensors.named) and (self._calls <= LOOKS or self._calls % RARELY == 0):
             for each in self._rare:
                 if not each.is_same() and (found := each.difference()):
                     return found
-            if not self._tensors.is_same_inside():
-                return self._tensors.difference()
+            if found := self._tensors.difference():
+                return found
         if not self._tensors.is_same():
             return self._tensors.difference()
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from weft.runtime.weights.as_seen import Samples, some_of
+from weft.runtime.weights.as_seen import AsSeen, Samples
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 MAPPINGS = (dict, MappingProxyType)
@@ -147,76 +147,45 @@ class Answer:
 _version = attrgetter("_version")
 
 
-@dataclass
 class Tensors:
     """Tensors, how often each had been changed in place, where it lay, and a few of its elements."""
 
-    labels: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    counted: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    samples: Samples = field(default_factory=Samples)
-    elements: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.named: list[tuple[str, Tensor]] = []
+        self._places: dict[str, str] = {}
 
     def add(self, tensor: Tensor, label: str, place: str) -> None:
-        if not has_memory(tensor):
-            return
-        self.labels.append(label)
-        self.places.append(place)
-        self.held.append(tensor)
-        self.starts.append(tensor.data_ptr())
-        if not tensor.is_inference():
-            self.counted.append(tensor)
-            self.versions.append(tensor._version)
+        if has_memory(tensor):
+            self.named.append((label, tensor))
+            self._places[label] = place
 
     def seal(self) -> None:
-        """All are there: their elements are kept."""
-        self.elements = self._now()
+        """All are there."""
+        self._held = [one for _, one in self.named]
+        self._versions, self._starts = list(map(_version, self._held)), list(map(Tensor.data_ptr, self._held))
+        self._seen = AsSeen(self.named, Samples())
 
     def is_same(self) -> bool:
         """As far as all can be asked at once."""
-        return (
-            list(map(_version, self.counted)) == self.versions and list(map(Tensor.data_ptr, self.held)) == self.starts
-        )
-
-    def is_same_inside(self) -> bool:
-        """Looks at elements: `.data` has no versions."""
-        return all(map(_same_bits, self.elements, self._now()))
+        is_same = list(map(_version, self._held)) == self._versions
+        return is_same and list(map(Tensor.data_ptr, self._held)) == self._starts
 
     def difference(self) -> str:
-        known = dict(zip(map(id, self.counted), self.versions, strict=True))
-        for tensor, start, label, place in zip(self.held, self.starts, self.labels, self.places, strict=True):
-            if tensor.data_ptr() != start:
-                return f"the tensor {label} was given other memory (.data) since the program was made, {read_at(place)}"
-            if id(tensor) in known and tensor._version != known[id(tensor)]:
-                return f"the tensor {label} was changed in place since the program was made, {read_at(place)}"
-        for before, now in zip(self.elements, self._now(), strict=True):
-            if not _same_bits(before, now):
-                return self._told_of_element(before, now)
-        return ""
+        """Looks at elements too: `.data` has no versions."""
+        for (label, one), start in zip(self.named, self._starts, strict=True):
+            if one.data_ptr() != start:
+                return self._told(label, "given other memory (.data)")
+        found = self._seen.changed()
+        return "" if found is None else self._told(found, "changed in place")
 
-    def _told_of_element(self, before: Tensor, now: Tensor) -> str:
-        at = int((before != now).nonzero()[0])
-        for tensor, label, place in zip(self.held, self.labels, self.places, strict=True):
-            at -= some_of(tensor).numel() if tensor.dtype == before.dtype else 0
-            if at < 0:
-                return f"the tensor {label} was changed in place since the program was made, {read_at(place)}"
-        raise AssertionError("an element of a tensor that is held")
-
-    def _now(self) -> list[Tensor]:
-        return self.samples.now(list(zip(self.labels, self.held, strict=True))) if self.held else []
+    def _told(self, label: str, what: str) -> str:
+        return f"the tensor {label} was {what} since the program was made, {read_at(self._places[label])}"
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether it lies somewhere: neither fake nor on the meta device."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" and not tensor.is_sparse
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    # not a number is what it was, too
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    """Whether it lies somewhere and counts its changes: it is neither fake nor on the meta device."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.device.type != "meta" and not tensor.is_inference()
 
 
 def holds_tensor(value: Any) -> bool:

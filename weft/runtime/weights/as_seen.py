@@ -38,7 +38,7 @@ class Samples:
         if where != self._where:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for _, one in parameters:
-                by_dtype.setdefault(one.dtype, []).append(some_of(one))
+                by_dtype.setdefault(one.dtype, []).append(_some_of(one))
             self._where, self._views = where, list(by_dtype.values())
         return [torch.cat(some) for some in self._views]
 
@@ -66,13 +66,13 @@ class AsSeen:
         """Whose the first element is that is another."""
         place = int((before != now).nonzero()[0])
         for name, one in self._parameters:
-            place -= some_of(one).numel() if one.dtype == before.dtype else 0
+            place -= _some_of(one).numel() if one.dtype == before.dtype else 0
             if place < 0:
                 return name
         return self._parameters[0][0]
 
 
-def some_of(parameter: Tensor) -> Tensor:
+def _some_of(parameter: Tensor) -> Tensor:
     """A few elements, without a copy if they lie in order."""
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // NUM_ELEMENTS)]
