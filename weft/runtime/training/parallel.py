@@ -220,7 +220,11 @@ class Parallel(OneRank):
             for name, index in module.stored.items()
             if name not in self.program.stored or (flow.is_whole and self.stored[name] != index)
         ]
-        assert not wrong, f"another program would store {wrong[0]} elsewhere than training does"
+        if wrong:
+            raise self._refused(
+                f"the program for these modes would store {wrong[0]} on another rank than training does",
+                "a plan that puts all that reads it into one stage: pp=N,stages=...; or a plan without stages",
+            )
         self._take_in(flow)
         if flow.is_whole:
             flow.program.after_backward = self.gradients_came
