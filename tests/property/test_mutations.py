@@ -24,7 +24,7 @@ from weft.ir.program import Program
 from weft.lower.check import check
 from weft.lower.proof.moves import FaultError
 
-QUICK, FULL, SHARDS = 300, 20_000, 10
+QUICK, FULL, SHARDS = 400, 8_000, 8
 
 DECLARATIONS = ("regroup op", "re-share op", "cut op otherwise", "misdeclare value", "other op or operands")
 """Kinds that change what is declared of an op or value. Where no call depends on it (a linear layer does not know which
