@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -472,3 +473,19 @@ def test_tensors_that_the_loop_trains_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"requires a gradient and is no parameter(.|\n)*weights.exp"):
         weft.capture(Weighed(False), torch.ones(2, 4))
     assert weft.verify(Weighed(True), (torch.ones(2, 4),), plan="dp=2").equal
+
+
+class Nested(nn.Module):
+    """Reads what is held deep in objects, and in a module of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ops = nn.Linear(4, 4), nn.functional
+        self.config = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=SimpleNamespace(w=2.0)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.mse_loss(self.layer(x), x) * self.config.a.b.c.d.w
+
+
+def test_what_is_only_read_is_no_change() -> None:
+    assert weft.verify(Nested(), (torch.randn(4, 4),), plan="dp=2").equal
