@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -491,3 +492,25 @@ def test_what_is_only_read_is_no_change() -> None:
     module, x = Nested().double(), torch.randn(4, 4, dtype=torch.float64)
     parallel = weft.parallelize(module, (x,), plan="dp=2", emulate=True, cache=None)
     assert torch.allclose(parallel(x), module(x), atol=1e-12)
+
+
+class AsksForFiles(nn.Module):
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(4, 4), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean() * (2.0 if self.ask() else 1.0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: open(__file__).read(1),  # noqa: PTH123, SIM115 - as users write it
+        lambda: os.path.exists("x"),  # noqa: PTH110
+        lambda: Path("x").exists(),
+    ],
+)
+def test_files_are_read_outside_forward(ask: Callable[[], Any]) -> None:
+    with pytest.raises(CaptureError, match="forward asks for a file"):
+        weft.capture(AsksForFiles(ask), torch.ones(2, 4))
