@@ -79,5 +79,7 @@ def _refuse(one: Lying, other: Lying) -> None:
     raise CaptureError(
         f"{one.what} and {other.what} share memory: on one device a change of one changes the other, here they are two "
         "tensors",
-        remedy="give one of them memory of its own (.clone()), or use one nn.Parameter under both names",
+        remedy="give one of them memory of its own (.clone()), or use one nn.Parameter under both names; a "
+        "parameter that a list or an object holds besides: read it as an attribute of its module, or from an "
+        "nn.ParameterList",
     )

@@ -14,6 +14,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ CONTAINERS = (list, dict, set, deque)
 NESTING = (*CONTAINERS, tuple)
 """What may hold containers; what a frozenset holds does not change."""
 CHANGING = (*NESTING, itertools.count)
-BY_IDENTITY = (torch.Tensor, nn.Module, type)
+BY_IDENTITY = (torch.Tensor, nn.Module, ModuleType, type)
 
 
 Contents = Callable[[Any], Any]
@@ -82,7 +83,8 @@ def object_state(value: Any, depth: int) -> Any:
     if type(value).__module__.startswith("numpy"):
         return repr(getattr(getattr(value, "bit_generator", value), "state", None))
     inner = getattr(value, "__dict__", None)
-    return None if inner is None else fingerprint(dict(inner), depth - 1)
+    # of what lies deeper only the object is known, and a copy would be another one each time
+    return None if inner is None or depth <= 1 else fingerprint(dict(inner), depth - 1)
 
 
 class Containers:

@@ -8,7 +8,9 @@ as before, also after an error; an error names the user's line.
 
 from __future__ import annotations
 
+import builtins
 import logging
+import os
 import sys
 import time
 import warnings
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -48,6 +51,8 @@ GRAD_MODE = "weft_grad_mode"
 
 SEEDS = "forward seeds torch's generator, so that each step would draw the same numbers: a program draws others in each"
 CLOCK = "forward reads the clock: the time would be frozen into the program"
+FILES = "forward asks for a file: what it finds would be frozen into the program"
+FILES_REMEDY = "read it outside forward, and pass it in as an input or keep it in a buffer"
 UNSEEN: Sequence[tuple[Any, Sequence[str], str, str]] = (
     (
         torch,
@@ -67,6 +72,10 @@ UNSEEN: Sequence[tuple[Any, Sequence[str], str, str]] = (
         CLOCK,
         "measure outside forward; pass a time in as an input",
     ),
+    (builtins, ("open",), FILES, FILES_REMEDY),
+    (os, ("stat", "listdir", "scandir"), FILES, FILES_REMEDY),
+    (os.path, ("exists", "isfile", "isdir", "getmtime", "getsize"), FILES, FILES_REMEDY),
+    (Path, ("open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat"), FILES, FILES_REMEDY),
 )
 """Functions of others that forward must not call: where they lie, their names, why, what to do instead."""
 

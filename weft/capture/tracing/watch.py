@@ -304,7 +304,7 @@ def is_plain(value: Any) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """An object with attributes of its own that is no module, tensor, container, class or function."""
-    is_known = isinstance(value, (nn.Module, torch.Tensor, type, *CONTAINERS)) or callable(value)
+    is_known = isinstance(value, (*BY_IDENTITY, *CONTAINERS)) or callable(value)
     return hasattr(value, "__dict__") and not is_known
 
 
