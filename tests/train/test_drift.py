@@ -15,6 +15,7 @@ from tests.train.ranks import on_ranks
 from tests.train.test_disagree import made
 from tests.train.test_interrupted import batch, net
 from weft.errors import WeftError
+from weft.runtime.checks.settings import settings_for
 
 
 def noise(module: Any, optimizer: Any, rank: int) -> None:
@@ -161,3 +162,17 @@ def test_noise_on_all_ranks_of_an_emulated_module() -> None:
             parameter.add_(torch.randn_like(parameter))
     with pytest.raises(WeftError, match="has other values on rank 1"):
         parallel(batch())
+
+
+def test_a_group_may_get_other_parameters() -> None:
+    """As many as before: tensors are compared element by element, and have no truth of their own."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    settings = settings_for(optimizer)
+    settings.note(optimizer.param_groups)
+    before = dict(settings.numbers)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(3))]
+    settings.note(optimizer.param_groups)
+    assert settings.numbers == before
+    optimizer.param_groups[0]["lr"] = 0.2
+    settings.note(optimizer.param_groups)
+    assert settings.numbers != before
