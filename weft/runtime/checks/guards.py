@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -165,7 +166,7 @@ class Guard:
         for rank in self.ranks:
             for _, parameter in rank.trained:
                 self.mark(parameter)
-        _register()
+        _register(shards=not self.alike)
 
     def mark(self, parameter: nn.Parameter) -> None:
         """From now on optimizers over it are looked at."""
@@ -370,12 +371,14 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         watched = _look_at(optimizer)
         if watched is None:
             return None
-    guards, given = [guard for one in watched.guards if (guard := one()) is not None], None
-    if (kwargs or len(args) > 1) and (several := [guard for guard in guards if guard.num_ranks > 1]):
-        given = run_closure(optimizer, args, kwargs, several[0].refuse)
+    given = None
+    if kwargs or len(args) > 1:
+        several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
+        given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
     watched.settings.note(optimizer.param_groups)
-    for guard in guards:
-        guard.before()
+    for one in watched.guards:
+        if (guard := one()) is not None:
+            guard.before()
     if watched.shards:
         make_plain(watched.shards)
     return given
@@ -413,9 +416,11 @@ def _look_again(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).pop(MARK, None)
 
 
-def _register() -> None:
+def _register(*, shards: bool) -> None:
+    """Add the hooks, if they are not there; the one after steps where somebody holds shards."""
     if before_step not in _global_optimizer_pre_hooks.values():
         register_optimizer_step_pre_hook(before_step)
+    if shards and after_step not in _global_optimizer_post_hooks.values():
         register_optimizer_step_post_hook(after_step)
 
 

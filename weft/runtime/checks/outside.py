@@ -23,7 +23,8 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, partial
-from operator import attrgetter, call
+from itertools import chain
+from operator import attrgetter
 from threading import get_ident, local
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from weft.runtime.checks.watched import (
     Answer,
     Attributes,
     Content,
+    Facts,
     Memory,
     Space,
     Tensors,
@@ -109,13 +111,17 @@ class Outside:
             self._global(module, name, place)
         self._questions(reads, parameters)
         del self._seen, self._kept
-        # looked up in one go: there is one for each layer of the model
-        self._getters = [one.get for one in self._spaces]
-        self._dicts = [one.space for one in self._spaces]
-        self._held = list(map(call, self._getters, self._dicts))
-        self._codes = list(map(_code, self._functions))
-        self._missing, self._missed = [one.names for one in self._absent], [one.space for one in self._absent]
         self._tensors.seal()
+        self._has_rare = bool(self._rare or self._tensors.named)
+        # looked up in one go: there is one for each layer of the model
+        self._facts = Facts(
+            chain(
+                ((one.get, one.space) for one in self._spaces),
+                ((_code, one) for one in self._functions),
+                self._tensors.asked(),
+                ((one.names.isdisjoint, one.space) for one in self._absent),
+            )
+        )
 
     def _questions(self, reads: Reads, parameters: Mapping[str, Tensor] | None) -> None:
         """What can be asked again."""
@@ -134,33 +140,26 @@ class Outside:
         for one in self._watched:
             if not one.is_same() and (found := one.difference()):
                 return found
+        if self._has_rare and (found := self._changed_rarely()):
+            return found
+        return "" if self._facts.is_same() else next(filter(None, self._differences()), "")
+
+    def _changed_rarely(self) -> str:
+        """What is looked at in the first calls and then now and then."""
         self._calls += 1
-        if (self._rare or self._tensors.named) and (self._calls <= LOOKS or self._calls % RARELY == 0):
-            for each in self._rare:
-                if not each.is_same() and (found := each.difference()):
-                    return found
-            if found := self._tensors.difference():
-                return found
-        if not self._tensors.is_same():
-            return self._tensors.difference()
-        try:
-            if (
-                list(map(call, self._getters, self._dicts)) == self._held
-                and list(map(_code, self._functions)) == self._codes
-                and all(map(frozenset.isdisjoint, self._missing, self._missed))
-            ):
-                return ""
-        except (KeyError, RuntimeError, ValueError):
-            # gone; or what is no plain value, and is another one
-            pass
-        return next(filter(None, self._differences()), "")
+        if self._calls > LOOKS and self._calls % RARELY:
+            return ""
+        changed = (each.difference() for each in self._rare if not each.is_same())
+        return next(filter(None, changed), "") or self._tensors.difference()
 
     def _differences(self) -> Iterator[str]:
-        for space, held in zip(self._spaces, self._held, strict=True):
-            yield space.difference(held)
-        for function, code in zip(self._functions, self._codes, strict=True):
+        held = iter(self._facts.held)
+        for space, before in zip(self._spaces, held, strict=False):
+            yield space.difference(before)
+        for function, code in zip(self._functions, held, strict=False):
             if function.__code__ is not code:
                 yield f"the code of {function.__qualname__} is another one than when the program was made"
+        yield self._tensors.difference()
         yield from (one.difference() for one in self._absent)
 
     def _ask(self, ask: Callable[[], Any], label: str, place: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,9 +50,11 @@ class Settings:
         self._num_steps += 1
         now = list(map(tuple, map(dict.values, groups)))
         # hardly ever others than in the step before
-        with suppress(RuntimeError, ValueError):  # of other tensors, which are compared element by element
+        try:
             if now == self._last:
                 return
+        except (RuntimeError, ValueError):  # of other tensors, which are compared element by element
+            pass
         # a tensor may be the same one, with another value
         self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
         for at, group in enumerate(groups):

@@ -10,9 +10,8 @@ into the memory that is there, which other tensors of the program look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.runtime.checks.watched import Facts
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.weights.full_weights import LIES, place_of
 
@@ -40,8 +40,12 @@ UNCALLED = (
     "a model in pieces has a hook, which would not be called in training: it has no forward of its own there",
     "do before and after train_step() what the hook does; in evaluation hooks are called",
 )
-FACTS = attrgetter("dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-"""What is looked at of a parameter, beside where it stands and lies."""
+ASKED: Sequence[Callable[[Tensor], Any]] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    *map(attrgetter, ("dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+)
+"""What is looked at of a parameter, beside where it stands."""
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -114,8 +118,8 @@ class Unchanged:
             for name, holder, key, parameter in _places(tree)
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
-        self._held = [one.parameter for one in self._shown]
         self._holders, self._keys = [one.holder for one in self._shown], [one.key for one in self._shown]
+        self._facts = Facts((ask, one.parameter) for ask in ASKED for one in self._shown)
         self.seen: list[Any] | None = None
         """All that was looked at when nothing was wrong; another list whenever something has changed."""
         self._num_looks = LOOKS
@@ -134,13 +138,7 @@ class Unchanged:
         self.seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
 
     def _now(self, training: bool) -> list[Any]:
-        return [
-            training,
-            *map(id, map(dict.get, self._holders, self._keys)),
-            *map(Tensor.data_ptr, self._held),
-            *map(Tensor.stride, self._held),
-            *chain.from_iterable(map(FACTS, self._held)),
-        ]
+        return [training, *map(id, map(dict.get, self._holders, self._keys)), *self._facts.now()]
 
     def left(self) -> str | None:
         """A parameter that was laid elsewhere while something looks at where it lay. Looked for in the first steps, in

@@ -7,9 +7,9 @@ it was, and a sentence if not. `outside.py` finds them and asks in every call: w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,32 @@ from weft.runtime.weights.as_seen import AsSeen, Samples
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 MAPPINGS = (dict, MappingProxyType)
 CONTAINERS = (list, tuple, set, frozenset, deque, *MAPPINGS)
+
+
+class Facts:
+    """Facts, each what a function gives of an object, asked all at once in C; and what they were.
+
+    >>> words = ["a"]
+    >>> facts = Facts([(len, words)])
+    >>> facts.is_same(), words.append("b"), facts.is_same()
+    (True, None, False)
+    """
+
+    def __init__(self, asked: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
+        asked = list(asked)
+        self._asks, self._objects = [ask for ask, _ in asked], [one for _, one in asked]
+        self.held: Sequence[Any] = self.now()
+
+    def now(self) -> list[Any]:
+        """What they are."""
+        return list(map(call, self._asks, self._objects))
+
+    def is_same(self) -> bool:
+        """False also where one is gone, or is no plain value and another one."""
+        try:
+            return self.now() == self.held
+        except (KeyError, RuntimeError, ValueError):
+            return False
 
 
 class Attributes:
@@ -161,14 +187,12 @@ class Tensors:
 
     def seal(self) -> None:
         """All are there."""
-        self._held = [one for _, one in self.named]
-        self._versions, self._starts = list(map(_version, self._held)), list(map(Tensor.data_ptr, self._held))
+        self._starts = [one.data_ptr() for _, one in self.named]
         self._seen = AsSeen(self.named, Samples())
 
-    def is_same(self) -> bool:
-        """As far as all can be asked at once."""
-        is_same = list(map(_version, self._held)) == self._versions
-        return is_same and list(map(Tensor.data_ptr, self._held)) == self._starts
+    def asked(self) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+        """What tells of most changes."""
+        return ((ask, one) for _, one in self.named for ask in (_version, Tensor.data_ptr))
 
     def difference(self) -> str:
         """Looks at elements too: `.data` has no versions."""

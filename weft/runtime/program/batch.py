@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -70,12 +71,13 @@ class Form:
         Args:
             dims: the batch dim of each tensor, if batches may have other numbers of rows than the example.
         """
-        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
-        leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
-        if str(spec) != self.spec or len(leaves) != len(self.leaves):
+        leaves = self._leaves(args, kwargs)
+        if leaves is None:
             wanted = f"{', '.join(self.keywords)} by keyword" if self.keywords else "positional arguments only"
             given = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
             raise OtherForm(f"the batch has another form than the example: {given}; the example has {wanted}")
+        if self._are_as_ever(leaves):
+            return [leaves[at] for at, _, _, _ in self.tensors]
         for number, (leaf, text) in enumerate(zip(leaves, self.leaves, strict=True)):
             if text and (isinstance(leaf, Tensor) or repr(leaf) != text):
                 raise OtherForm(_other_value(number, leaf, text))
@@ -96,9 +98,8 @@ class Form:
         program may be made for it."""
         if not any(self.leaves) and not self.asks:
             return False
-        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
-        leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
-        if str(spec) != self.spec or len(leaves) != len(self.leaves):
+        leaves = self._leaves(args, kwargs)
+        if leaves is None:
             return False
         pairs = zip(leaves, self.leaves, strict=True)
         others = [leaf for leaf, text in pairs if text and (isinstance(leaf, Tensor) or repr(leaf) != text)]
@@ -107,6 +108,30 @@ class Form:
         return (bool(others) or bool(self._other_answers(leaves))) and all(
             isinstance(leaf, bool | str | None) for leaf in others
         )
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The leaves of a batch in the order of the example; None of one of another form."""
+        ordered = {name: kwargs[name] for name in self.keywords if name in kwargs}
+        leaves = [*args, *ordered.values()]
+        # most batches are flat, and to flatten one takes longer than all else that is asked of it
+        if len(kwargs) == len(ordered) and all(isinstance(one, Tensor) for one in leaves):
+            return leaves if flat_spec(len(args), tuple(ordered)) == self.spec else None
+        leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
+        return leaves if str(spec) == self.spec and len(leaves) == len(self.leaves) else None
+
+    @cached_property
+    def _kinds(self) -> list[tuple[tuple[Dim, ...], torch.dtype, bool]] | None:
+        """Shape and dtype of each leaf, if there is nothing else to be asked of a batch."""
+        if any(self.leaves) or self.asks:
+            return None
+        return [(shape, getattr(torch, dtype), False) for _, _, shape, dtype in sorted(self.tensors)]
+
+    def _are_as_ever(self, leaves: Sequence[Any]) -> bool:
+        """True for tensors like those of the example, which most batches are."""
+        kinds = self._kinds
+        if kinds is None or not all(isinstance(one, Tensor) for one in leaves):
+            return False
+        return [(one.shape, one.dtype, one.is_meta) for one in leaves] == kinds
 
     def _other_answers(self, leaves: Sequence[Any]) -> str:
         """How a batch differs from the example in what forward asks; "" if it does not."""
@@ -133,6 +158,12 @@ class Form:
         asks = tuple(map(Ask.from_json, found["asks"]))
         names, leaves = tuple(found["keywords"]), tuple(found["leaves"])
         return Form(found["spec"], names, leaves, tensors, sizes, guards, asks, Reads.from_json(found["reads"]))
+
+
+@cache
+def flat_spec(num_args: int, keywords: tuple[str, ...]) -> str:
+    """The text of the pytree spec of arguments each of which is a leaf."""
+    return str(pytree.tree_structure(((0,) * num_args, dict.fromkeys(keywords, 0))))
 
 
 def _other_value(number: int, leaf: Any, text: str) -> str:
