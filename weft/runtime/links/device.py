@@ -86,6 +86,8 @@ class DeviceTransport(JobTransport):
         store, groups, num_ranks, device, timeout: as of JobTransport.
     """
 
+    by_block = True
+
     def __init__(
         self, store: Store, groups: Groups, num_ranks: int, *, device: torch.device, timeout: float = TIMEOUT
     ) -> None:

@@ -20,6 +20,7 @@ class Subgroup(Transport):
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
         self.whole, self.ranks = whole, tuple(ranks)
         self.rank, self.num_ranks, self.device = self.ranks.index(whole.rank), len(self.ranks), whole.device
+        self.by_block = whole.by_block
 
     @property
     def doing(self) -> Doing:

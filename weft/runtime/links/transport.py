@@ -162,6 +162,9 @@ class Transport(ABC):
     num_ranks: int
     device: torch.device
     """Where the rank's tensors live."""
+    by_block: bool = False
+    """Whether weights and their gradients are best sent a block of the model at a time: a call costs more than waiting
+    for what it brings."""
     doing: Doing
     """Kept up to date by whoever runs; read when something goes wrong."""
 

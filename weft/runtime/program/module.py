@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -35,6 +36,7 @@ from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.as_seen import Samples
+from weft.runtime.weights.buckets import Blocks
 from weft.runtime.weights.ending import entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
@@ -84,7 +86,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.stream, self.tape = Stream(0, 0, 0), self.new_tape()
         self.comm = Collectives(self, tables.moves)
         self.grad_sync = GradSync(self)
-        self.full_weights, self.prefetch, self.prefetch_back = FullWeights(), Prefetch(), Prefetch()
+        self.full_weights = FullWeights(self.blocks)
+        self.prefetch, self.prefetch_back = Prefetch(self.blocks), Prefetch(self.blocks)
         self._orders: dict[bool, list[Gather]] = {}
         self.samples = Samples()
         self._num_forwards = 0
@@ -112,6 +115,13 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self.hold_parts(state)
 
     # Its parameters.
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """Which of them travel together; None where that is decided by their bytes."""
+        if not self.transport.by_block:
+            return None
+        return Blocks.among({name: prod(part.shape) * part.dtype.itemsize for name, part in self._stored.items()})
 
     def listen_to(self, name: str, parameter: Tensor) -> None:
         """What comes to a parameter is the program's own."""

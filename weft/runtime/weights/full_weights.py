@@ -24,7 +24,7 @@ from weft.runtime.layout.intern import Numbers
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Handle, Transport
 from weft.runtime.links.wire import LARGE
-from weft.runtime.weights.buckets import FULL, aligned, bucket_size, in_buckets
+from weft.runtime.weights.buckets import FULL, Blocks, aligned, bucket_size, in_buckets
 from weft.runtime.weights.unshard import Gather, start_gathers
 
 LIES = "_weft_lies"
@@ -50,9 +50,14 @@ class _Full:
 
 
 class FullWeights:
-    """The full weights of the programs that share parameters."""
+    """The full weights of the programs that share parameters.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: they come block by block.
+    """
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
         self._kept: dict[Key, _Full] = {}
         self._numbers = Numbers()
         self._turn = 0
@@ -107,7 +112,10 @@ class FullWeights:
         self._started = True
         if self._planned[0] is not self._order:
             gathers = [one for one in self._order if one.parts is not None]
-            made = in_buckets(gathers, bucket_size(sum(one.num_bytes for one in gathers), FULL))
+            if self._blocks is None:
+                made = in_buckets(gathers, bucket_size(sum(one.num_bytes for one in gathers), FULL))
+            else:
+                made = self._blocks.split(gathers)
             self._planned = self._order, [(bucket, self._laid_out(bucket)) for bucket in made]
         for gathers, kept in self._planned[1]:
             coming = start_gathers(gathers, [one.tensors[0] for one in kept])

@@ -20,12 +20,14 @@ from torch import Tensor
 from weft.runtime.layout.index import covers
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Transport, listed
-from weft.runtime.weights.buckets import aligned
+from weft.runtime.weights.buckets import Blocks, aligned
 
 MOST = 32 << 20
 """Bytes of full gradients under way and the next one's together, unless that is more by itself."""
 SHARED = 2 << 20
 """Bytes of memory that gradients share; a larger one has its own."""
+ENDLESS = 1 << 62
+"""Bytes of a bucket that is started for another reason than its size."""
 
 Deliver = Callable[[str, Tensor], None]
 
@@ -47,10 +49,13 @@ class Scatter:
 
     Args:
         deliver: gets each shard, which is the receiver's to write to.
+        bucket: bytes of one.
+        blocks: a bucket is a block of the model instead.
     """
 
-    def __init__(self, transport: Transport, deliver: Deliver, *, bucket: int) -> None:
-        self._transport, self._deliver, self._size = transport, deliver, bucket
+    def __init__(self, transport: Transport, deliver: Deliver, *, bucket: int, blocks: Blocks | None = None) -> None:
+        self._transport, self._deliver, self._blocks = transport, deliver, blocks
+        self._size, self._block = bucket if blocks is None else ENDLESS, ""
         self._open: dict[tuple[Group, torch.dtype], _Bucket] = {}
         self._started: _Bucket | None = None
         self._shared: dict[tuple[Group, torch.dtype], tuple[Tensor, int]] = {}
@@ -83,6 +88,8 @@ class Scatter:
 
     def post(self, name: str, full: Tensor, transfer: Transfer) -> None:
         """Let a gradient go. It may not be written to any more."""
+        if self._blocks is not None:
+            self._enter(self._blocks.of.get(name, self._block))
         key = transfer.group, full.dtype
         bucket = self._open.setdefault(key, _Bucket(transfer.group))
         bucket.names.append(name)
@@ -94,18 +101,28 @@ class Scatter:
                 # one by one: nothing is to be held while the next is made
                 self._wait()
 
+    def _enter(self, block: str) -> None:
+        """The next gradient is of this block; what has come before, if it has one, is complete."""
+        if self._block and block != self._block:
+            self._start_all()
+        self._block = block
+
     def finish(self) -> None:
         """Start what is left, and wait for all."""
-        while self._open:
-            self._start(self._open.pop(next(iter(self._open))))
+        self._start_all()
+        self._block = ""
         self._wait()
         self._shared.clear()
 
     def drop(self) -> None:
         """Forget what was posted and not started."""
-        self._open = {}
+        self._open, self._block = {}, ""
         self._shared.clear()
         self._wait()
+
+    def _start_all(self) -> None:
+        while self._open:
+            self._start(self._open.pop(next(iter(self._open))))
 
     def _start(self, bucket: _Bucket) -> None:
         self._wait()

@@ -3,7 +3,8 @@
 In: the order in which a run (a forward, or a backward) will ask for weights, and its requests. Out: each full weight;
 nothing here holds it afterwards. That of a forward is written in the program (`Part.use`), that of a backward is what
 its forward has saved, from the last on. When all that was under way has been asked for, the next ones are started,
-several in one all-gather; so not many more than `AHEAD` bytes are held too early.
+several in one all-gather; so not many more than `AHEAD` bytes are held too early. By block (`buckets.py`), the next
+block is started when the first weight of one is asked for: it comes while the device computes with the one before.
 
 Promised: gathers start in one order on all members, since the same program asks for them; what is asked for out of
 order is gathered then, and what is passed over is let go.
@@ -15,8 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from weft.runtime.links.transport import Handle
-from weft.runtime.weights.buckets import AHEAD, bucket_size
+from weft.runtime.weights.buckets import AHEAD, Blocks, bucket_size, by_key
 from weft.runtime.weights.unshard import Gather, start_gathers
 
 
@@ -24,9 +24,12 @@ class _Batch:
     """Weights that come together. Operators may ask for their own in any order."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
-        self._handle: Handle[list[Tensor]] | None = start_gathers(gathers)
-        self._left = [(one, one.stored._version) for one in gathers]
+        each = by_key(gathers)
+        self._handles = [start_gathers(some) for some in each]
+        self._left = [(one, one.stored._version) for some in each for one in some]
         self._come: list[Tensor] = []
+        self.is_new = True
+        """Nothing has been taken."""
 
     def has(self, gather: Gather) -> bool:
         return self._place(gather) is not None
@@ -34,27 +37,33 @@ class _Batch:
     def take(self, gather: Gather) -> tuple[Tensor | None, bool]:
         """One of them, None if its shard was changed since; and whether it was the last."""
         self.wait()
+        self.is_new = False
         at = self._place(gather)
         assert at is not None, f"{gather.name} is not under way"
         (one, version), full = self._left.pop(at), self._come.pop(at)
         return full if one.stored._version == version else None, not self._left
 
     def wait(self) -> None:
-        if self._handle is not None:
-            self._come, self._handle = self._handle.wait(), None
+        while self._handles:
+            self._come += self._handles.pop(0).wait()
 
     def _place(self, gather: Gather) -> int | None:
         return next((at for at, (one, _) in enumerate(self._left) if one.use == gather.use), None)
 
 
 class Prefetch:
-    """The weights of one module in one direction."""
+    """The weights of one module in one direction.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: weights come block by block.
+    """
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
         self._order: Sequence[Gather] = ()
         self._at, self._size = 0, 0
         """How far it has been started, and bytes of a batch."""
-        self._coming: _Batch | None = None
+        self._coming: list[_Batch] = []
 
     def begin(self, order: Sequence[Gather]) -> None:
         """A run begins: weights may have changed since the one before."""
@@ -66,28 +75,44 @@ class Prefetch:
         """A full weight."""
         found = self._found(gather)
         now = start_gathers([gather]) if found is None and gather.parts is not None else None
-        if self._coming is None and (following := list(self._following())):
-            self._coming = _Batch(following)
-            self._at += len(following)
+        if not self._coming or (self._blocks is not None and not self._coming[-1].is_new):
+            self._start()
         if found is not None:
             return found
         return gather.now() if now is None else now.wait()[0]
 
     def _found(self, gather: Gather) -> Tensor | None:
         """What was started for a request; None if nothing was."""
-        if self._coming is not None and self._coming.has(gather):
-            found, last = self._coming.take(gather)
-            self._coming = None if last else self._coming
-            return found
+        for batch in self._coming:
+            if batch.has(gather):
+                found, last = batch.take(gather)
+                if last:
+                    self._coming.remove(batch)
+                return found
         at = next((at for at in range(self._at, len(self._order)) if self._order[at].use == gather.use), None)
-        if at is not None:
-            # the run has passed over what is under way
-            self._drop()
-            self._at = at + 1
-        return None
+        if at is None:
+            return None
+        # the run has passed over what is under way
+        self._drop()
+        self._at = at + 1
+        if self._blocks is None or gather.parts is None:
+            return None
+        self._at = at
+        self._start()
+        return self._found(gather)
+
+    def _start(self) -> None:
+        """Start what is to come next."""
+        following = list(self._following()) if self._blocks is None else self._blocks.first(self._order[self._at :])
+        self._at += len(following)
+        # others come by more than one call, or from nobody: they are brought when they are asked for
+        if whole := [one for one in following if one.parts is not None]:
+            # at a border two blocks are used in turns; what is left of one before is let go
+            self._drop(keep=2)
+            self._coming.append(_Batch(whole))
 
     def _following(self) -> Iterator[Gather]:
-        """What is to be started next."""
+        """As many as a batch has bytes, of one group."""
         num_bytes, first = 0, None
         for one in self._order[self._at :]:
             first = first or one
@@ -98,7 +123,6 @@ class Prefetch:
             if num_bytes >= self._size:
                 break
 
-    def _drop(self) -> None:
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
+    def _drop(self, *, keep: int = 0) -> None:
+        while len(self._coming) > keep:
+            self._coming.pop(0).wait()

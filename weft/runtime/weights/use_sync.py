@@ -44,7 +44,7 @@ class UseSync:
         self._transport, self._sums = module.transport, module.sums
         self._whole = frozenset(name for name, part in module.stored_parts().items() if "gradient" in part.keeps)
         """Parameters whose gradients are added up as they arise over the micro-batches of a step."""
-        self._scatter = Scatter(self._transport, self._deliver, bucket=bucket)
+        self._scatter = Scatter(self._transport, self._deliver, bucket=bucket, blocks=module.blocks)
         self._numbers, self._scatters = Numbers(), dict[int, bool]()
         self._wholes: dict[Route, tuple[Gradient, torch.dtype, tuple[Transfer, ...]]] = {}
         self._left: Counter[Route] = Counter()
