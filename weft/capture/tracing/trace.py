@@ -42,7 +42,7 @@ from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import Comparer, unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm, not_causal, rsample_of_gamma
 from weft.capture.tracing.surroundings import Surroundings
-from weft.capture.tracing.watch import Watch
+from weft.capture.tracing.watch import Update, Watch, memory_of
 from weft.errors import CaptureError
 from weft.runtime.weights.precision import Precision, Rules
 
@@ -146,6 +146,7 @@ class Traced(nn.Module):
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         self.found.parameters = {id(one): name for name, one in self.module.named_parameters()}
         self.found.held = frozenset(map(id, (*self.module.parameters(), *self.module.buffers())))
+        self.found.attributes = {id(one): ".".join(filter(None, key)) for key, one in watch.attributes.items()}
         try:
             # translated here already: torch prints the whole graph beside an error of its own
             with translating(self.module), Listener(self.found, self.found.calls):
@@ -178,9 +179,8 @@ class Traced(nn.Module):
                 if filled is not None and watch.kept:
                     caches.judge(filled, run, self.others(tensors), strict=any(self.varying))
                 after.restore()
-            for old, new in watch.updates():
-                with torch.no_grad():
-                    old.copy_(new)
+            written = {memory_of(one) for call in self.found.calls.made for one in call.changed()}
+            write_updates(watch.updates(run, written))
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
@@ -206,6 +206,16 @@ class Traced(nn.Module):
                 for one, dims in zip(tensors, varying, strict=True)
             ]
         return {MODE: partial(self.run_otherwise, tensors), SIZE: partial(self.run, tuple(larger))}
+
+
+def write_updates(updates: Sequence[Update]) -> None:
+    """Give buffers their new values: all are taken before the first is written, for buffers may change places."""
+    with torch.no_grad():
+        others = [{memory_of(one) for one, _ in updates if one is not old} for old, _ in updates]
+        pairs = zip(updates, others, strict=True)
+        taken = [new.clone() if memory_of(new) in memory else new for (_, new), memory in pairs]
+        for (old, _), new in zip(updates, taken, strict=True):
+            old.copy_(new)
 
 
 def trace(
