@@ -1,15 +1,22 @@
-"""Tensors that outlast a forward: buffers that it rebinds to each other, and memory that the module does not own."""
+"""What outlasts a forward: buffers that it rebinds to each other, memory that the module does not own, properties of
+tensors, hooks."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import weight_norm
 
 import weft
 from tests.capture.compare import assert_same
@@ -201,3 +208,142 @@ def test_one_tensor_under_two_names() -> None:
     assert "self.last = self.last * 0.9" in caught.value.place and "clone" in caught.value.remedy
     module.what = "both"
     assert_same(module.double(), X)
+
+
+class Asks(nn.Module):
+    """What is asked of tensors that is no value of theirs."""
+
+    def __init__(self, ask: Callable[[nn.Module, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.ask = nn.Linear(6, 6), ask
+        self.register_buffer("mean", torch.ones(6))
+        self.linear.weight.gain = self.mean.gain = 5.0
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return (self.linear(x) * self.mean + other).square().mean() * (2.0 if self.ask(self, x, other) else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda net, x, _: getattr(net.linear.weight, "gain", 0), "attribute gain of the parameter linear.weight"),
+        (lambda net, x, _: hasattr(net.mean, "gain"), "attribute gain of the buffer mean"),
+        (lambda net, x, _: x.gain, "attribute gain of the input x"),
+        (lambda net, x, _: net.linear.weight.grad is None, "asks for a gradient"),
+        (lambda net, x, _: net.linear.weight._version, "asks how often"),
+        (lambda net, x, _: x.is_leaf, "asks whether a tensor is a leaf"),
+        (lambda net, x, _: x.data_ptr() == net.mean.data_ptr(), "asks where a tensor lies"),
+    ],
+)
+def test_what_is_asked_of_tensors(ask: Any, what: str) -> None:
+    x = X.float()
+    x.gain = 3.0
+    with pytest.raises(CaptureError, match=what) as caught:
+        capture(Asks(ask), (x, X.float()))
+    assert "test_lasting.py" in caught.value.place and caught.value.remedy
+
+
+def test_what_is_not_attached_is_not_there() -> None:
+    module = Asks(lambda net, x, other: hasattr(net.linear.bias, "gain") or hasattr(x, "gain")).double()
+    assert_same(module, (X, X + 1))
+
+
+def test_one_tensor_for_two_inputs() -> None:
+    assert_same(Asks(lambda net, x, other: other is None or net is None).double(), (X, X))
+    with pytest.raises(CaptureError, match="whether two names are one object") as caught:
+        capture(Asks(lambda net, x, other: x is other), (X.float(),) * 2)
+    assert "x is other" in caught.value.place
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.last, self.all = None, []
+
+    def append(self, _module: nn.Module, _given: Any, result: Tensor) -> None:
+        self.all.append(result)
+
+    def __call__(self, _module: nn.Module, _given: Any, result: Tensor) -> None:
+        self.last = result
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda found, one: lambda module, given, result: found.__setitem__("a", result),
+        lambda found, one: lambda module, given, result: found.setdefault("n", []).append(1),
+        lambda found, one: one.append,
+        lambda found, one: one,
+    ],
+    ids=["dict", "list", "method", "object"],
+)
+@pytest.mark.filterwarnings("ignore:the hook")
+def test_hooks_that_collect(make: Any) -> None:
+    module, found, collector = Asks(lambda *_: True), {}, Collector()
+    handle = module.linear.register_forward_hook(make(found, collector))
+    with pytest.raises(CaptureError, match="the hook") as caught:
+        capture(module, (X.float(),) * 2)
+    assert "handle.remove()" in caught.value.remedy
+    assert (found, collector.last, collector.all) == ({}, None, [])
+    handle.remove()
+    capture(module, (X.float(),) * 2)
+
+
+def test_hooks_that_compute() -> None:
+    module = Asks(lambda *_: True).double()
+    module.linear.register_forward_hook(lambda module, given, result: result * 2)
+    with pytest.warns(UserWarning, match=r"of the module linear \(Linear\) becomes a part of the program"):
+        assert_same(module, (X, X))
+    with warnings.catch_warnings(record=True) as told:
+        capture(weight_norm(nn.Linear(6, 6)), X.float())
+    assert not [one for one in told if "hook" in str(one.message)]
+    handle = register_module_forward_hook(lambda module, given, result: None)
+    try:
+        with pytest.raises(CaptureError, match="of all modules"):
+            capture(nn.Linear(6, 6), X.float())
+    finally:
+        handle.remove()
+
+
+def test_submodules_stay_where_they_are() -> None:
+    class Exchanges(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[0], self[1] = self[1], self[0]
+            return super().forward(x)
+
+    module = Exchanges(nn.Linear(6, 6), nn.Tanh())
+    with pytest.raises(CaptureError, match="exchanges submodules of Exchanges") as caught:
+        capture(module, X.float())
+    assert "self[0], self[1] =" in caught.value.place
+    assert isinstance(module[0], nn.Linear)
+
+
+def test_copies_of_modules() -> None:
+    class Copies(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.linear(x, copy.deepcopy(self.weight))
+
+    with pytest.raises(CaptureError, match="deepcopy") as caught:
+        capture(Copies(6, 6), X.float())
+    assert "copy.deepcopy(self.weight)" in caught.value.place
+
+
+ARRAY = np.linspace(0, 1, 6)
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    @staticmethod
+    @functools.cache
+    def table(size: int) -> Tensor:
+        return torch.arange(size).double().sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * torch.from_numpy(ARRAY) + self.table(6)).square().mean()
+
+
+def test_tables_of_arrays_and_static_caches() -> None:
+    assert_same(Tables().double(), X)
+    assert Tables.table.cache_info().currsize == 1

@@ -42,6 +42,7 @@ from weft.capture.functional import FOREIGN, fixed
 from weft.capture.source import caller_is_users, place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
+from weft.capture.tracing.properties import refuse_frozen
 from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Call, Hear, Recorder
@@ -227,6 +228,7 @@ class Listener(TorchFunctionMode):
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, in our way where the trace needs another."""
+        refuse_frozen(func)
         if func in REFUSED:
             what, remedy = REFUSED[func]
             raise CaptureError(

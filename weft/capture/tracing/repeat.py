@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.example import forward_place
 from weft.capture.source import place_here
-from weft.capture.tracing.surroundings import Surroundings
+from weft.capture.tracing.surroundings import HOOK, HOOK_REMEDY, Surroundings
 from weft.capture.tracing.watch import Watch, blame
 from weft.errors import CaptureError
 
@@ -186,5 +186,5 @@ def unchanged(surroundings: Surroundings, watch: Watch, again: Callable[[], Any]
             raise CaptureError(
                 f"forward changes {name}, outside the module: the change would be lost",
                 place=blame(rerun, state, watch.packages()) or forward_place(watch.module),
-                remedy=REMEDY,
+                remedy=HOOK_REMEDY if name.startswith(HOOK) else REMEDY,
             )

@@ -38,6 +38,7 @@ from weft.capture.source import caller_is_users, is_users, keep_users_frame, pla
 from weft.capture.tracing.caches import MODE, SIZE, Caches
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
+from weft.capture.tracing.properties import Attached
 from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import Comparer, unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm, not_causal, rsample_of_gamma
@@ -118,6 +119,7 @@ class Traced(nn.Module):
     ) -> None:
         super().__init__()
         self.real = dict(module.named_buffers())
+        self.attached = Attached(module, dict(zip(example.names, example.values, strict=True)))
         self.module = module
         self.training = module.training
         self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
@@ -149,7 +151,12 @@ class Traced(nn.Module):
         self.found.attributes = {id(one): ".".join(filter(None, key)) for key, one in watch.attributes.items()}
         try:
             # translated here already: torch prints the whole graph beside an error of its own
-            with translating(self.module), Listener(self.found, self.found.calls):
+            inputs = dict(zip(self.example.names, tensors, strict=True))
+            with (
+                translating(self.module),
+                Listener(self.found, self.found.calls),
+                self.attached.shown(self.module, inputs),
+            ):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             self.found.changed.update(surroundings.filled())
@@ -173,6 +180,7 @@ class Traced(nn.Module):
                 with (
                     translating(self.module),
                     unchanged(surroundings.again(), watch, repeat),
+                    self.attached.shown(self.module, inputs),
                     self.found.reader.reading(),
                 ):
                     repeat()
@@ -256,6 +264,8 @@ def trace(
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
         stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
+        # a mode hears nothing of the one, and of the other what it calls itself
+        stack.enter_context(mock.patch.object(torch, "from_numpy", torch.as_tensor))
         for owner, names, what, remedy in UNSEEN:
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, refused(getattr(owner, name), what, remedy)))
