@@ -32,18 +32,23 @@ TWINS = {
 RESHAPING = frozenset(["unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "detach_"])
 """In-place operators that change how a tensor is seen, not its values."""
 
+FOREIGN = "foreign"
+"""Memory that was there before forward and that the module does not own: of a global, in a list, in a closure."""
 FIXED = {
     "input": "work on a copy: x = x.clone()",
     "attribute": "make it a buffer (register_buffer), or compute a new tensor",
     "parameter": "only buffers may change in forward: if it is not trained (a moving average of another), make it a "
     "buffer (register_buffer); else change it outside forward, after the optimizer's step",
+    FOREIGN: "make it a buffer of the module (register_buffer), and a module that holds it a submodule, and read it as "
+    "an attribute there; or compute a new tensor",
 }
 """Memory that forward may not change, with the remedy."""
 
 
 @dataclass(eq=False)
 class Cell:
-    """A memory: what it belongs to (op, input, parameter, buffer, constant, attribute) and how often it changed."""
+    """A memory: what it belongs to (op, input, parameter, buffer, constant, attribute, or foreign) and how often it
+    changed."""
 
     kind: str
     label: str = ""
@@ -94,15 +99,20 @@ def check_writable(handle: Handle, builder: Builder, context: Context) -> None:
         follows = follows and (root.step is None or root.step.keeps_gradient)
         root = root.parent
     if cell.kind in FIXED:
-        raise CaptureError(
-            f"the {cell.kind} {cell.label} is changed in place", place=context.place, remedy=FIXED[cell.kind]
-        )
+        raise fixed(cell.kind, cell.label, context.place)
     if builder.needs_grad(read(root, builder, context)) and not follows:
         raise CaptureError(
             "a tensor that needs a gradient is changed in place unseen by autograd (no_grad, detach, .data)",
             place=context.place,
             remedy="compute a new tensor instead of changing this one",
         )
+
+
+def fixed(kind: str, label: str, place: str) -> CaptureError:
+    """The refusal of a change of memory that is `FIXED`."""
+    what = f"the {kind} {label}" if kind != FOREIGN else "a tensor that is no buffer of the module"
+    lost = "" if kind != FOREIGN else ": the change would be lost"
+    return CaptureError(f"{what} is changed in place{lost}", place=place, remedy=FIXED[kind])
 
 
 def twin_of(target: OpOverload, context: Context) -> OpOverload:

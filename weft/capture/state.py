@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from weft.capture.builder import Builder
 from weft.capture.convert import ROOT, fresh
 from weft.capture.example import Example
-from weft.capture.functional import Handle
+from weft.capture.functional import FOREIGN, Handle
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class Binder:
         return self.inputs[-1]
 
     def bind_constant(self, target: str, value: torch.Tensor) -> Handle:
-        """A tensor written in forward is made anew in each call; a tensor attribute lasts, so it must not change."""
+        """A tensor written out in forward is copied first, anew in each call; others last, so they must not change."""
         real = self.program.constants[target]
         dotted = target.removeprefix(f"{ROOT}.")
         is_attribute = dotted in self.attributes
         label = dotted if is_attribute else "constant"
         needs_grad = isinstance(real, torch.Tensor) and real.requires_grad
-        handle = self.place(value, f"constant:{target}", "attribute" if is_attribute else "constant", label, needs_grad)
+        handle = self.place(value, f"constant:{target}", "attribute" if is_attribute else FOREIGN, label, needs_grad)
         self.constants.append(Constant(handle.name, real, label))
         return handle
 

@@ -25,7 +25,7 @@ from weft.capture.source import place_here
 from weft.capture.tracing.fingerprint import fingerprint
 from weft.capture.tracing.intercept import Interception, tensors_of
 from weft.capture.tracing.repeat import Call, Heard, Recorder, own
-from weft.capture.tracing.surroundings import Surroundings
+from weft.capture.tracing.surroundings import HOOK, HOOK_REMEDY, Surroundings
 from weft.capture.tracing.watch import Change, Watch, blame
 from weft.errors import CaptureError
 
@@ -255,7 +255,7 @@ class Caches:
         return CaptureError(
             f"forward changes {one.label}: {why}, and the change would be lost",
             place=blame(run, state, self.watch.packages()) or forward_place(self.watch.module),
-            remedy=REMEDY,
+            remedy=HOOK_REMEDY if HOOK in one.label else REMEDY,
         )
 
 

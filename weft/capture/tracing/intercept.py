@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from torch import is_grad_enabled
 from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributions.dirichlet import _Dirichlet
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -37,9 +38,11 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.capture.example import RAGGED_REMEDY
+from weft.capture.functional import FOREIGN, fixed
 from weft.capture.source import caller_is_users, place_here
 from weft.capture.tracing.expect import define, expected_here
 from weft.capture.tracing.opaque import Opaque, is_nested, opaque, original_apply
+from weft.capture.tracing.properties import refuse_frozen
 from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Call, Hear, Recorder
@@ -86,6 +89,8 @@ class Interception:
     """The names of the module's, by identity."""
     held: frozenset[int] = frozenset()
     """The identities of its parameters and buffers."""
+    attributes: dict[int, str] = field(default_factory=dict)
+    """The names of tensors that its attributes are, by identity."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""
@@ -101,10 +106,24 @@ class Interception:
         if self.parameters and caller_is_users() and (names := parameters_behind(tensor, self.parameters)):
             self.reader.note_gradients(names)
 
+    def refuse_foreign(self, call: Call) -> None:
+        """Raise if a call changes a real tensor, one that was there before: in a trace it would change the user's. What
+        a trace does not show here (running statistics, a view) is refused where it is converted."""
+        for one in call.changed():
+            if not is_fake(one) and not torch._C._functorch.is_functorch_wrapped_tensor(one):
+                name = self.attributes.get(id(one), "")
+                raise fixed("attribute" if name else FOREIGN, name, place_here())
+
     def repeat(self, run: Callable[[], Any], hear: Hear) -> Any:
         """Run forward once more, untraced; `hear` answers its calls."""
         kept, mine = dict(vars(self)), vars(self)
-        mine.update(vars(Interception(outputs=self.outputs, repeats=True, grad=self.grad, held=self.held)))
+        mine.update(
+            vars(
+                Interception(
+                    outputs=self.outputs, repeats=True, grad=self.grad, held=self.held, attributes=self.attributes
+                )
+            )
+        )
         try:
             with disable_proxy_modes_tracing(), Listener(self, hear):
                 return run()
@@ -204,10 +223,12 @@ class Listener(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = Call.of(func, args, kwargs)
+        self.found.refuse_foreign(call)
         return self.hear(call, call.heard(self.found.held), lambda: self.answer(func, args, kwargs))
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, in our way where the trace needs another."""
+        refuse_frozen(func)
         if func in REFUSED:
             what, remedy = REFUSED[func]
             raise CaptureError(

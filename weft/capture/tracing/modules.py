@@ -1,24 +1,28 @@
 """Modules that carry what a graph of the forward cannot hold: backward hooks, TorchScript, parameters without a shape.
 
-Enters: the module, before it is traced. Leaves: nothing, or a `CaptureError` that names the sub-module. The same for
-what forward does to a module as a whole (`to_where_it_is`). Weights that torch's hooks compute before each forward are
-taken away while it is traced (`without_computed`), so that they are what the hooks compute.
+Enters: the module, before it is traced. Leaves: nothing, a warning (of forward hooks), or a `CaptureError` that names
+the sub-module. The same for what forward does to a module as a whole (`to_where_it_is`). Weights that torch's hooks
+compute before each forward are taken away while it is traced (`without_computed`), so that they are what the hooks
+compute.
 """
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from weft.capture.source import place_here
+from weft.capture.source import is_users, package_of, place_here
 from weft.errors import CaptureError
 
 
@@ -45,6 +49,14 @@ def refuse_modules(module: nn.Module) -> None:
                 place=f"module {path or 'itself'}",
                 remedy="run forward once, model(*example), or name the sizes (nn.Linear instead of nn.LazyLinear)",
             )
+        warn_of_hooks(sub, label)
+    found = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
+    if hook := next(filter(is_own, found), None):
+        raise CaptureError(
+            f"the hook {hook_name(hook)} of all modules (register_module_forward_hook) would be frozen into the "
+            "program",
+            remedy="remove it before capture (handle.remove())",
+        )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise CaptureError(
@@ -52,6 +64,28 @@ def refuse_modules(module: nn.Module) -> None:
                 place=f"parameter {name}",
                 remedy="remove them before capture (handle.remove())",
             )
+
+
+def warn_of_hooks(module: nn.Module, label: str) -> None:
+    """Forward hooks of the user's own code run while forward is traced: what they compute is computed ever after."""
+    for hook in (*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()):
+        if is_own(hook):
+            warnings.warn(
+                f"the hook {hook_name(hook)} of the module {label} becomes a part of the program: to remove it later "
+                "has no effect",
+                stacklevel=2,
+            )
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook is written in the user's own code, neither by torch nor in an installed package."""
+    function = inspect.unwrap(getattr(hook, "func", hook))
+    code = getattr(function, "__code__", None) or getattr(vars(type(hook)).get("__call__"), "__code__", None)
+    return code is not None and is_users(code.co_filename) and not package_of(code.co_filename)
+
+
+def hook_name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def computed_attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -64,6 +64,21 @@ TOLD: Mapping[Any, tuple[str, str]] = {
 OPERATOR = re.compile(r"aten\.(?!_local_scalar_dense)\w+\.\w+")
 DEVICE = re.compile(r"same device, but found|support for \w+ devices|not compiled with|No HIP GPUs|Found no NVIDIA")
 
+FAULTS = (
+    (
+        DEVICE,
+        "forward puts a tensor on a device of its own choice: {}",
+        "take the device from an input or a parameter (device=x.device) instead of naming one",
+    ),
+    (
+        re.compile("Cannot access data pointer"),
+        "forward copies a parameter or a module (copy.deepcopy), or hands the memory of a tensor to code outside torch",
+        "copy a module in __init__ and a tensor by clone(); register a function that needs the memory "
+        "(weft.register_op)",
+    ),
+)
+"""Words of torch's errors, what is said, and the remedy."""
+
 
 @contextmanager
 def translating(module: nn.Module) -> Iterator[None]:
@@ -115,12 +130,9 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
         )
     if isinstance(error, TypeError) and any(word in first for word in ("SymFloat", "SymInt", "SymBool")):
         return CaptureError(NUMBER, place=place, remedy=NUMBER_REMEDY)
-    if DEVICE.search(first):
-        return CaptureError(
-            f"forward puts a tensor on a device of its own choice: {first}",
-            place=place,
-            remedy="take the device from an input or a parameter (device=x.device) instead of naming one",
-        )
+    for words, message, remedy in FAULTS:
+        if words.search(first):
+            return CaptureError(message.format(first), place=place, remedy=remedy)
     if is_constraint(error):
         return CaptureError(
             f"a dim marked dynamic cannot vary: {reason(error)}",

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from weft.capture.example import forward_place
 from weft.capture.source import place_here
-from weft.capture.tracing.surroundings import Surroundings
+from weft.capture.tracing.surroundings import HOOK, HOOK_REMEDY, Surroundings
 from weft.capture.tracing.watch import Watch, blame
 from weft.errors import CaptureError
 
@@ -28,6 +28,11 @@ WRITES = frozenset(
     ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
 )
 """Functions that change their first argument and whose names do not end in one underscore."""
+FLAGS = frozenset(
+    {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad")}
+    | {torch.Tensor.requires_grad_, torch.Tensor.share_memory_}
+)
+"""Functions that by their names change a tensor, and do not change its values."""
 REMEDY = "pass it in as an input, or make it a buffer that forward updates (register_buffer)"
 
 
@@ -78,6 +83,13 @@ class Call:
             is_inplace = bool(pytree.tree_unflatten(self.leaves, self.spec)[1]["inplace"])
         tensors = [one for one in given or self.leaves if isinstance(one, torch.Tensor)]
         return tensors if "out" in self.names else tensors[:is_inplace]
+
+    def changed(self) -> list[torch.Tensor]:
+        """The tensors whose values it changes."""
+        if "out" in self.names:
+            out = pytree.tree_unflatten(self.leaves, self.spec)[1]["out"]
+            return [one for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor)]
+        return [] if self.func in FLAGS else self.written()
 
     def heard(self, held: Container[int] = ()) -> Heard:
         """The call in a form that compares. Sizes that depend on values have new names each time.
@@ -174,5 +186,5 @@ def unchanged(surroundings: Surroundings, watch: Watch, again: Callable[[], Any]
             raise CaptureError(
                 f"forward changes {name}, outside the module: the change would be lost",
                 place=blame(rerun, state, watch.packages()) or forward_place(watch.module),
-                remedy=REMEDY,
+                remedy=HOOK_REMEDY if name.startswith(HOOK) else REMEDY,
             )

@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from weft.capture.source import is_users, package_of
 from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint
 
+HOOK = "the hook"
+HOOK_REMEDY = "remove it before (handle.remove()), and return from forward what it collects"
 SEEN = PLAIN | {itertools.count, *CONTAINERS}
 """Kinds of values that are looked at."""
 DEPTH = 3
@@ -72,10 +74,17 @@ class Surroundings:
 
     def kept(self) -> list[tuple[str, torch.Tensor]]:
         """Fake tensors that were put into caches, each with the name of the cache."""
-        values = [(name, value) for *_, held in self._spaces for name, value in held.items()]
+        values = [
+            (f"{label}.{name}" if label.startswith(HOOK) else name, value)
+            for label, *_, held in self._spaces
+            for name, value in held.items()
+        ]
         dicts = [(name, list(self._new_within(value))) for name, value in values if isinstance(value, dict)]
         functions = [(one.__name__, gc.get_referents(one)) for one, misses in self._caches if _misses(one) != misses]
-        leaves = ((name, leaf) for name, held in (*dicts, *functions) for leaf in pytree.tree_leaves(held))
+        # what a hook keeps is for others, who would find it in its object
+        changed = (one for one in self._changed() if one[0].startswith(HOOK))
+        hooks = [(f"{label}.{name}", space.get(name)) for label, _, space, name, _ in changed]
+        leaves = ((name, leaf) for name, held in (*dicts, *functions, *hooks) for leaf in pytree.tree_leaves(held))
         return [(name, leaf) for name, leaf in leaves if isinstance(leaf, FakeTensor)]
 
     def clear_caches(self) -> None:
@@ -140,6 +149,7 @@ def _namespaces(module: nn.Module) -> Iterator[Found]:
             yield name, found, vars(found)
     known: set[int] = set()
     waiting: list[tuple[str, Any]] = [(kind.__qualname__, kind) for kind in sorted(kinds, key=repr, reverse=True)]
+    waiting += ((_name_of(one), each) for one in _hooks(module) for each in _unwrapped(one))
     while waiting:
         label, value = waiting.pop()
         if id(value) not in known and _is_of(value, is_theirs):
@@ -147,6 +157,16 @@ def _namespaces(module: nn.Module) -> Iterator[Found]:
             carried, led = _carried(label, value)
             yield carried
             waiting += led
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """Forward hooks of the sub-modules: they run with forward."""
+    for sub in module.modules():
+        yield from (*vars(sub)["_forward_pre_hooks"].values(), *vars(sub)["_forward_hooks"].values())
+
+
+def _name_of(hook: Any) -> str:
+    return f"{HOOK} {getattr(hook, '__qualname__', type(hook).__qualname__)}"
 
 
 def _carried(label: str, value: Any) -> tuple[Found, list[tuple[str, Any]]]:
@@ -220,7 +240,8 @@ def _is_seen(name: str, value: Any) -> bool:
 
 
 def _caches(space: Space) -> Iterator[Any]:
-    return (value for value in list(space.values()) if isinstance(value, _lru_cache_wrapper))
+    found = (one for value in list(space.values()) for one in _unwrapped(value))
+    return (one for one in found if isinstance(one, _lru_cache_wrapper))
 
 
 def _misses(cache: Any) -> int:

@@ -38,11 +38,12 @@ from weft.capture.source import caller_is_users, is_users, keep_users_frame, pla
 from weft.capture.tracing.caches import MODE, SIZE, Caches
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
+from weft.capture.tracing.properties import Attached
 from weft.capture.tracing.refuse import translating
 from weft.capture.tracing.repeat import Comparer, unchanged
 from weft.capture.tracing.stable import forward_of_batch_norm, not_causal, rsample_of_gamma
 from weft.capture.tracing.surroundings import Surroundings
-from weft.capture.tracing.watch import Watch
+from weft.capture.tracing.watch import Update, Watch, memory_of
 from weft.errors import CaptureError
 from weft.runtime.weights.precision import Precision, Rules
 
@@ -118,6 +119,7 @@ class Traced(nn.Module):
     ) -> None:
         super().__init__()
         self.real = dict(module.named_buffers())
+        self.attached = Attached(module, dict(zip(example.names, example.values, strict=True)))
         self.module = module
         self.training = module.training
         self.example, self.found, self.seen, self.tolerant = example, found, seen, tolerant
@@ -146,9 +148,15 @@ class Traced(nn.Module):
         watch, surroundings = Watch(self.module, tolerant=self.tolerant), Surroundings(self.module)
         self.found.parameters = {id(one): name for name, one in self.module.named_parameters()}
         self.found.held = frozenset(map(id, (*self.module.parameters(), *self.module.buffers())))
+        self.found.attributes = {id(one): ".".join(filter(None, key)) for key, one in watch.attributes.items()}
         try:
             # translated here already: torch prints the whole graph beside an error of its own
-            with translating(self.module), Listener(self.found, self.found.calls):
+            inputs = dict(zip(self.example.names, tensors, strict=True))
+            with (
+                translating(self.module),
+                Listener(self.found, self.found.calls),
+                self.attached.shown(self.module, inputs),
+            ):
                 result = run()
             refuse_fixed(self.module, self.example, tensors, self.shapes)
             self.found.changed.update(surroundings.filled())
@@ -172,15 +180,15 @@ class Traced(nn.Module):
                 with (
                     translating(self.module),
                     unchanged(surroundings.again(), watch, repeat),
+                    self.attached.shown(self.module, inputs),
                     self.found.reader.reading(),
                 ):
                     repeat()
                 if filled is not None and watch.kept:
                     caches.judge(filled, run, self.others(tensors), strict=any(self.varying))
                 after.restore()
-            for old, new in watch.updates():
-                with torch.no_grad():
-                    old.copy_(new)
+            written = {memory_of(one) for call in self.found.calls.made for one in call.changed()}
+            write_updates(watch.updates(run, written))
             output, leaves = flatten_output(result)
         finally:
             watch.restore()
@@ -206,6 +214,16 @@ class Traced(nn.Module):
                 for one, dims in zip(tensors, varying, strict=True)
             ]
         return {MODE: partial(self.run_otherwise, tensors), SIZE: partial(self.run, tuple(larger))}
+
+
+def write_updates(updates: Sequence[Update]) -> None:
+    """Give buffers their new values: all are taken before the first is written, for buffers may change places."""
+    with torch.no_grad():
+        others = [{memory_of(one) for one, _ in updates if one is not old} for old, _ in updates]
+        pairs = zip(updates, others, strict=True)
+        taken = [new.clone() if memory_of(new) in memory else new for (_, new), memory in pairs]
+        for (old, _), new in zip(updates, taken, strict=True):
+            old.copy_(new)
 
 
 def trace(
@@ -246,6 +264,8 @@ def trace(
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
         stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
+        # a mode hears nothing of the one, and of the other what it calls itself
+        stack.enter_context(mock.patch.object(torch, "from_numpy", torch.as_tensor))
         for owner, names, what, remedy in UNSEEN:
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, refused(getattr(owner, name), what, remedy)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any
@@ -44,6 +44,7 @@ from weft.errors import CaptureError
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 
 Key = tuple[str, str]
+Update = tuple[torch.Tensor, torch.Tensor]
 
 
 class Watch:
@@ -64,6 +65,7 @@ class Watch:
         self.objects = {id(v): (v, dict(vars(v))) for v in plain_objects(self.attributes.values(), DEPTH)}
         self.inner = Containers(one for _, held in self.objects.values() for one in held.values())
         self.hooks = dict(hooks_of(module))
+        self.children = {path: (sub, dict(sub._modules)) for path, sub in module.named_modules()}
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
@@ -74,6 +76,8 @@ class Watch:
 
         Plain objects and hooks stay as they are: whether they settle is seen in a second trace.
         """
+        for _, sub, children in self.exchanged():
+            refill(sub._modules, children)
         modules = dict(self.module.named_modules())
         for key in dict(attributes_of(self.module)):
             if key not in self.attributes:
@@ -105,6 +109,11 @@ class Watch:
             if held != saved:
                 refill(held, saved)
 
+    def exchanged(self) -> list[tuple[str, nn.Module, dict[str, nn.Module | None]]]:
+        """Submodules that have others than they had, by path, with what they had."""
+        found = [(path, *one) for path, one in self.children.items()]
+        return [one for one in found if any(one[1]._modules.get(name) is not sub for name, sub in one[2].items())]
+
     def is_set(self, key: Key) -> bool:
         """Whether an attribute has another plain value than before, or is new and plain: it may settle."""
         held = vars(self.module.get_submodule(key[0]))
@@ -122,6 +131,14 @@ class Watch:
                 "forward draws from Python's or NumPy's random generator: the draw would be frozen into the program",
                 place=line or forward_place(self.module),
                 remedy="draw with torch.rand, torch.randint ..., or outside forward and pass the result in",
+            )
+        for path, sub, _ in self.exchanged():
+            self.restore()
+            line = blame(rerun, lambda sub=sub: list(map(id, sub._modules.values())), self.packages())  # type: ignore[misc]
+            raise CaptureError(
+                f"forward removes or exchanges submodules of {path or type(sub).__name__}: the change would be lost",
+                place=line or forward_place(sub),
+                remedy="do it in __init__, or call them in another order without storing it",
             )
         for key, value in dict(attributes_of(self.module)).items():
             is_new = key not in self.prints or fingerprint(value) != self.prints[key]
@@ -157,11 +174,10 @@ class Watch:
         modules, found = dict(self.module.named_modules()), list[Change]()
         for (path, name), value in attributes_of(self.module):
             if (path, name) not in self.prints or fingerprint(value) != self.prints[path, name]:
-                dotted = ".".join(filter(None, (path, name)))
-                found.append(Change(f"the attribute {dotted}", vars(modules[path]), name, value))
+                found.append(Change(f"the attribute {dotted((path, name))}", vars(modules[path]), name, value))
         for path, name in self.cached_buffers():
             held = vars(modules[path])["_buffers"]
-            found.append(Change(f"the buffer {'.'.join(filter(None, (path, name)))}", held, name, held[name]))
+            found.append(Change(f"the buffer {dotted((path, name))}", held, name, held[name]))
         return [*found, *self.changes_within()]
 
     def changes_within(self) -> list[Change]:
@@ -194,15 +210,14 @@ class Watch:
         self.restore()
         self.restore_objects()
         line = blame(rerun, lambda: fingerprint(owner.__dict__.get(name)), self.packages())
-        dotted = f"{path}.{name}" if path else name
         if number:
             raise CaptureError(
-                f"forward takes a number from the values in a tensor and keeps it in the attribute {dotted}",
+                f"forward takes a number from the values in a tensor and keeps it in the attribute {dotted(key)}",
                 place=line or forward_place(owner),
                 remedy=NUMBER_REMEDY,
             )
         raise CaptureError(
-            f"forward changes the attribute {dotted}: the change would be lost",
+            f"forward changes the attribute {dotted(key)}: the change would be lost",
             place=line or forward_place(owner),
             remedy="make it a buffer (register_buffer), return it, or pass it in",
         )
@@ -212,25 +227,71 @@ class Watch:
         files = {forward_file(sub) for sub in self.module.modules()}
         return {package_of(file) for file in files if is_users(file)} or {""}
 
-    def updates(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back."""
+    def updates(self, rerun: Callable[[], Any], written: Collection[int]) -> list[Update]:
+        """Buffers that forward put other tensors in the place of: (old, new). The old ones are put back.
+
+        Args:
+            rerun: runs forward once more, to find the line of what is refused.
+            written: the memory that forward changes in place.
+        """
         modules = dict(self.module.named_modules())
         after, cached = dict(tensors_of(self.module, "_buffers")), self.cached_buffers() if self.tolerant else ()
+        rebound = [key for key in {**self.buffers, **after} if after.get(key) is not self.buffers.get(key)]
+        for key in rebound:
+            if key not in cached and (new := after.get(key)) is not None and self.buffers.get(key) is not None:
+                self.refuse_second_names(key, new, {one: after.get(one) for one in self.buffers}, written, rerun)
         found = []
         for key in {**self.buffers, **after}:
             old, new = self.buffers.get(key), after.get(key)
             if new is old or key in cached:
                 continue
-            dotted = ".".join(filter(None, key))
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
                 raise CaptureError(
-                    f"forward changes the shape, dtype or existence of the buffer {dotted}",
+                    f"forward changes the shape, dtype or existence of the buffer {dotted(key)}",
                     place=forward_place(modules[key[0]]),
                     remedy="register it in __init__ with its final shape and dtype, or with persistent=False",
                 )
             modules[key[0]]._buffers[key[1]] = old
             found.append((old, new))
         return found
+
+    def refuse_second_names(
+        self,
+        key: Key,
+        new: torch.Tensor,
+        after: Mapping[Key, torch.Tensor | None],
+        written: Collection[int],
+        rerun: Callable[[], Any],
+    ) -> None:
+        """Raise if a buffer that is replaced was, or becomes, a second name of memory that another name changes."""
+        old, memory = self.buffers[key], memory_of(new)
+        kept = {f"the parameter {dotted(one)}": value for one, value in self.parameters.items()}
+        for one, value in after.items():
+            is_other = one != key and value is not None
+            if is_other and (value is self.buffers[one] or {memory, memory_of(self.buffers[one])} & set(written)):
+                kept[f"the buffer {dotted(one)}"] = value
+            if one != key and self.buffers[one] is old and value is not new:
+                raise CaptureError(
+                    f"the buffers {dotted(key)} and {dotted(one)} are one tensor, and forward makes {dotted(key)} "
+                    "another one",
+                    place=self.line_of(key, rerun),
+                    remedy=f"give {dotted(key)} memory of its own (register_buffer(..., tensor.clone()))",
+                )
+        for label, value in kept.items():
+            if value is not None and memory_of(value) == memory:
+                raise CaptureError(
+                    f"forward sets the buffer {dotted(key)} to what shares memory with {label}: on one device it would "
+                    "follow later changes there",
+                    place=self.line_of(key, rerun),
+                    remedy="set it to a copy (.clone())",
+                )
+
+    def line_of(self, key: Key, rerun: Callable[[], Any]) -> str:
+        """The line that replaces a buffer."""
+        self.restore()
+        self.restore_objects()
+        owner = self.module.get_submodule(key[0])
+        return blame(rerun, lambda: id(owner._buffers.get(key[1])), self.packages()) or forward_place(owner)
 
 
 @dataclass(frozen=True)
@@ -241,6 +302,14 @@ class Change:
     space: Any
     name: str
     value: Any
+
+
+def dotted(key: Key) -> str:
+    return ".".join(filter(None, key))
+
+
+def memory_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.untyped_storage()._cdata)
 
 
 def is_made(leaf: Any) -> bool:
