@@ -5,13 +5,15 @@ as part of another module: DistributedDataParallel, FSDP and the like look throu
 every rank. They would average, overwrite or shard what ranks hold different parts of.
 `torch.compile` leaves programs as they are: which node of autograd was made when, and so which collective is started
 when, is part of them. What is compiled around them is compiled.
+Inference mode is kept away likewise: of what a parallel module makes in a call, much is kept for later ones.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -58,17 +60,32 @@ def wrapped_by(name: str) -> tuple[str, str]:
 
 def on_all_ranks(function: Function) -> Function:
     """A method that all ranks call together: an error that it raises on some ranks only is told to the others
-    (`_tell_raised`), which would wait for them. torch.compile neither traces it nor looks into what it calls."""
+    (`_tell_raised`), which would wait for them. What it makes is ordinary. torch.compile neither traces it nor looks
+    into what it calls."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            if torch.is_inference_mode_enabled():
+                with ordinary():
+                    return function(self, *args, **kwargs)
             return function(self, *args, **kwargs)
         except Exception as error:
             self._tell_raised(error)
             raise
 
     return cast(Function, _uncompiled(call))
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Make ordinary tensors also where the caller is in inference mode, then without a graph: its own could neither be
+    written to nor be used by autograd afterwards."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _uncompiled(function: Function) -> Function:
