@@ -309,6 +309,8 @@ class Parallel(OneRank):
             assert self._make_size is not None, "this module was made for the example's sizes only"
             self._make_size(flow, size, self.modes)
         self.program.join_copies()
+        if self._masters is not None:
+            self._masters.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
         self._is_checked = self._transport.begin_program(self.step, f"{kind} {rows}")
