@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -82,7 +82,7 @@ def test_it_is_loaded_whole_and_trains() -> None:
 def test_frozen_for_a_while(how: Any) -> None:
     """Every copy is: none gets a gradient, nor is one moved by momentum."""
     eager = net(0)
-    made: Any = weft.parallelize(copy.deepcopy(eager), (batch(),), how, emulate=True, cache=None)
+    made: Any = weft.parallelize(deepcopy(eager), (batch(),), how, emulate=True, cache=None)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (eager, made)]
     for step in range(4):
         for one in (eager, *made.ranks):

@@ -127,8 +127,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
         opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
         about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
-        subject = partial(_subject, about, original)
-        programs = Programs(subject, plan, devices, cache=cache, outputs=wanted)
+        programs = Programs(partial(_subject, about, original), plan, devices, cache=cache, outputs=wanted)
         trained = partial(_trained, programs, about(start.module), memory_limit)
         asked: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
         made = (_emulated if emulate else _launched)(trained, start, opened, programs, asked)

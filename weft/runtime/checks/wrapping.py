@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 
 WRAPPERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
@@ -30,6 +31,12 @@ WRAPPERS = {
 DEPTH = 24
 """Frames between such a function and a module inside what it wraps."""
 REASON = "a parallel module runs its programs as they were generated"
+TRANSFORMED = (
+    "a parallel module is called inside a transform of torch.func (grad, vjp, jvp, vmap ...) or under forward-mode AD, "
+    "and its programs know backward only",
+    "call it by itself and loss.backward(): gradients of inputs come where those of the example require one; other "
+    "derivatives need the model on one device",
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -75,6 +82,11 @@ def on_all_ranks(function: Function) -> Function:
             raise
 
     return cast(Function, _uncompiled(call))
+
+
+def in_transform() -> bool:
+    """True inside a transform of torch.func, and under forward-mode AD."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @contextmanager

@@ -102,6 +102,8 @@ class Parallel(OneRank):
         state, program = self.refuse_surroundings(), flow.program
         if program.inner is not None:
             program.inner.state = state
+        if self._unchanged is not None:
+            program.live.look(self._unchanged.trained, state)
         program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
