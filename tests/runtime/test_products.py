@@ -142,3 +142,13 @@ def test_a_mode_of_others_sees_the_product_itself() -> None:
         products.linear(torch.randn(3, 4), weight).sum().backward()
     assert nn.functional.linear in seen
     assert kept.total is None and weight.grad is not None
+
+
+@pytest.mark.parametrize("product", [products.linear, products.mm])
+def test_a_weight_that_backward_does_not_need_may_change(product: Any) -> None:
+    weight, x = nn.Parameter(torch.randn(3, 3)), torch.randn(2, 3)
+    with Direct(Kept(), torch.zeros((), requires_grad=True)):
+        found = product(x, weight)
+    with torch.no_grad():
+        weight.add_(1)
+    found.sum().backward()

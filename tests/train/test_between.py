@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import weft
 from tests.train.ranks import on_ranks
 from tests.train.test_interrupted import batch, net
-from weft.errors import WeftError
+from weft.errors import RunError, WeftError
 
 PLANS = ["dp=1", "dp=2", "tp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,recompute=down"]
 REFUSED = "was changed in place after the forward"
@@ -76,3 +77,26 @@ def test_a_weight_that_one_rank_holds() -> None:
     """The other has seen nothing, and hears of it."""
     with pytest.raises(WeftError):
         on_ranks(net(), (batch(),), "dp=2,spread", lambda module: gradients(module, by_data, "down.weight"))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "dp=2,recompute=down"])
+def test_hooks_of_saved_tensors(plan: str) -> None:
+    """Those that change values are followed or refused; others, and checkpoints around the module, are let be."""
+
+    def body(parallel: Any) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda one: one.clone(), lambda one: one), torch.autograd.graph.save_on_cpu():
+            parallel(batch()).backward()
+        with hooks(lambda one: one, lambda one: one * 2 if one.is_floating_point() else one):
+            if plan in ("dp=2", "dp=2,zero=2"):
+                parallel(batch())
+            else:
+                with pytest.raises(RunError, match="saved_tensors_hooks change what"):
+                    parallel(batch())
+
+    on_ranks(net(), (batch(),), plan, body)
+    with (
+        pytest.raises(RunError, match="saved_tensors_hooks change what"),
+        torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one * 2),
+    ):
+        weft.parallelize(net(), (batch(),), plan, emulate=True, cache=None)(batch())

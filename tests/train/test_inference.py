@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from tests.train.ranks import on_ranks
 from weft.errors import RunError
 
 transformers = pytest.importorskip("transformers")
@@ -52,6 +53,36 @@ def test_dropout_and_batch_norm_in_evaluation(plan: str) -> None:
         torch.testing.assert_close(weights["down.weight"].grad, eager.down.weight.grad, rtol=1e-12, atol=1e-13)
     mine.train()
     assert mine(x).shape == (8, 4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("inside", ["train", "eval", "made"])
+def test_first_in_inference_mode(plan: str, inside: str) -> None:
+    """What a call, and what makes a program, keeps can be trained and evaluated with gradients afterwards."""
+    torch.manual_seed(0)
+    model, x = Image().double(), torch.randn(8, 6, dtype=torch.float64)
+    eager = copy.deepcopy(model)
+
+    def work(module: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        found, optimizer = list[Tensor](), torch.optim.SGD(module.parameters(), lr=0.1)
+        with torch.inference_mode():
+            if inside == "train":
+                module(x)
+            found.append(module.eval()(x) if inside == "eval" else torch.zeros(()))
+            module.eval()
+        found.append(module(x))
+        found[-1].square().sum().backward()
+        optimizer.step()
+        module.train()
+        # no dropout
+        module(torch.zeros_like(x)).sum().backward()
+        optimizer.step()
+        return [one.detach().clone() for one in (*found, module.eval()(x))], [one.grad for one in module.parameters()]
+
+    wanted, gradients = work(eager)
+    for found, mine in on_ranks(model, (x,), plan, work, outputs="any"):
+        torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-12)
+        assert all(one is None or not one.is_inference() for one in mine) and len(mine) == len(gradients)
 
 
 def gpt2() -> Any:

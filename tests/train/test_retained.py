@@ -105,6 +105,11 @@ def test_outputs_that_retain_their_gradient(plan: str) -> None:
             out["logits"].retain_grad()
             with pytest.raises(RunError, match=r"retain_grad\(\) was called on an output"):
                 make(out).backward()
+            out = parallel(*batch)
+            hook = out["logits"].register_hook(lambda gradient: gradient.clamp(-1, 1))
+            with pytest.raises(RunError, match=r"register_hook\(\) was called on an output"):
+                make(out).backward()
+            hook.remove()
         for _ in range(2):
             found = []
             for module in (eager, parallel):
@@ -117,6 +122,10 @@ def test_outputs_that_retain_their_gradient(plan: str) -> None:
         out["loss"].retain_grad()
         out["loss"].backward()
         assert out["loss"].grad == 1
+        out, seen = parallel(*batch), []
+        out["loss"].register_hook(lambda gradient: seen.append(gradient.item()))
+        out["loss"].backward()
+        assert seen == [1]
 
     body(weft.parallelize(eager, batch, plan, emulate=True, cache=None))
     on_ranks(eager, batch, plan, body, outputs="all")

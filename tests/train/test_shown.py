@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,54 @@ def test_containers_are_read_and_not_changed(plan: str) -> None:
             _ = parallel.hidden
 
     everywhere(net(), plan, body)
+
+
+def test_what_is_set_besides() -> None:
+    """Values, and modules without tensors, which follow the modes. What would be among parameters and in state dicts
+    is refused: nothing that works on the model would know of it."""
+
+    def refused(what: str, change: Callable[[], Any]) -> None:
+        with pytest.raises(RunError, match=what) as caught:
+            change()
+        assert caught.value.remedy
+
+    def body(parallel: Any) -> None:
+        parallel.note, parallel.drop, parallel.a.drop = "n", nn.Dropout(), nn.Sequential(nn.Dropout())
+        for mode in (False, True):
+            parallel.train(mode)
+            assert parallel.drop.training == parallel.a.drop[0].training == mode
+        for at in (parallel, parallel.a):
+            refused("no part of the model", partial(setattr, at, "temp", nn.Parameter(torch.ones(()))))
+            refused("no part of the model", partial(setattr, at, "head", nn.Linear(4, 4)))
+            refused("no part of the model", partial(at.add_module, "head", nn.BatchNorm1d(4)))
+            refused("no part of the model", partial(at.register_buffer, "seen", torch.ones(2)))
+        refused("blocks is set", partial(parallel.add_module, "blocks", nn.Identity()))
+        refused("blocks is deleted", partial(delattr, parallel, "blocks"))
+        refused("set to Block", partial(setattr, parallel, "__class__", Block))
+        refused("deleted|blocks.0.lin", partial(nn.utils.parametrizations.weight_norm, parallel.blocks[0].lin))
+        assert parallel(X).dim() == 0
+
+    on_ranks(net(), (X,), "dp=2", body)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_items(emulated: bool) -> None:
+    """Those of a model that is a list itself, too."""
+
+    def body(parallel: Any) -> None:
+        assert len(parallel) == 3 and isinstance(parallel[0], nn.Linear) and parallel[-1] is parallel[2]
+        assert [type(one).__name__ for one in parallel] and len(parallel[:2]) == 2 and parallel[1][0] is not None
+        for holder, key, what in ((parallel, 0, "0"), (parallel[1], 0, r"1\.0"), (parallel[1], -1, r"1\.-1")):
+            with pytest.raises(RunError, match=f"{what} is set"):
+                holder[key] = nn.Identity()
+            with pytest.raises(RunError, match=f"{what} is deleted"):
+                del holder[key]
+        assert parallel(X).shape == (8, 4)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()), nn.Linear(4, 4)).double()
+    if emulated:
+        body(weft.parallelize(model, (X,), "dp=2", emulate=True, cache=None))
+    else:
+        on_ranks(model, (X,), "dp=2", body, outputs="any")
+    assert not hasattr(weft.parallelize(net(), (X,), "dp=2", emulate=True, cache=None), "__len__")

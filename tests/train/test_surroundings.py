@@ -122,3 +122,25 @@ def test_ranks_work_under_modes_of_the_caller() -> None:
         module(**batch).backward()
     assert mode.products == {"rank 0", "rank 1"}
     torch.testing.assert_close(module(**batch), model(**batch))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_transforms_around_the_call_are_refused(plan: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    x = torch.ones(4, 4)
+    module = weft.parallelize(model, (x,), plan, emulate=True, cache=None)
+
+    def forward_mode() -> None:
+        with torch.autograd.forward_ad.dual_level():
+            module(torch.autograd.forward_ad.make_dual(x, x))
+
+    for transform in (
+        lambda: torch.func.jvp(module, (x,), (x,)),
+        lambda: torch.func.vjp(module, x),
+        lambda: torch.func.grad(lambda one: module(one).sum())(x),
+        lambda: torch.func.vmap(module)(x.expand(2, 4, 4)),
+        forward_mode,
+    ):
+        with pytest.raises(WeftError, match=r"inside a transform of torch\.func"):
+            transform()
+    assert module(x).shape == (4, 4)

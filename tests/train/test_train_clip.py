@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import weft
 from tests.train.eager import gpt
+from tests.train.ranks import on_ranks
 from weft.errors import RunError
 from weft.runtime.random import Stream
 from weft.runtime.training.shard_owners import ShardOwners
@@ -53,3 +56,42 @@ def test_a_bound_of_nothing_is_refused_and_plain_modules_are_torchs() -> None:
     assert weft.clip_grad_norm_(layer, 1e9).item() == pytest.approx(3**0.5)
     with pytest.raises(RunError, match="leaves nothing"):
         weft.clip_grad_norm_(layer, 0.0)
+
+
+class Around(nn.Module):
+    """A parallel body between layers that every rank has whole."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.body, self.last = nn.Linear(4, 4).double(), body, nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.body(self.first(x))).square().mean()
+        return found
+
+
+def body() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3"])
+def test_one_norm_with_modules_around_it(plan: str, as_list: bool) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def work(top: nn.Module, clip: Any) -> tuple[Any, ...]:
+        top(x).backward()
+        norm = clip(list(top.parameters()) if as_list else top, 0.01)
+        return norm, top.first.weight.grad, top.last.bias.grad
+
+    wanted = work(
+        Around(body()),
+        lambda top, bound: nn.utils.clip_grad_norm_(top.parameters() if isinstance(top, nn.Module) else top, bound),
+    )
+    parallel = weft.parallelize(body(), (x,), plan, emulate=True, cache=None)
+    found = [work(Around(parallel), weft.clip_grad_norm_)]
+    found += on_ranks(body(), (x,), plan, lambda rank: work(Around(rank), weft.clip_grad_norm_), outputs="any")
+    for one in found:
+        torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-14)

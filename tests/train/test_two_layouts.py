@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -74,3 +76,22 @@ def test_it_is_loaded_whole_and_trains() -> None:
     copies = [dict(rank.named_parameters())["first.weight@2"] for rank in made.ranks]
     for copy in copies:
         torch.testing.assert_close(copy.detach(), eager.state_dict()["first.weight"], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("how", [plan, "pp=2,microbatches=1", "pp=2,virtual=2,microbatches=2"])
+def test_frozen_for_a_while(how: Any) -> None:
+    """Every copy is: none gets a gradient, nor is one moved by momentum."""
+    eager = net(0)
+    made: Any = weft.parallelize(deepcopy(eager), (batch(),), how, emulate=True, cache=None)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (eager, made)]
+    for step in range(4):
+        for one in (eager, *made.ranks):
+            one.first.weight.requires_grad_(step != 2)
+        optimizers[0].zero_grad()
+        eager(batch()).backward()
+        optimizers[0].step()
+        made.train_step(batch(), optimizers[1])
+        if step == 2:
+            held = [one for rank in made.ranks for name, one in rank.named_parameters() if name.startswith("first")]
+            assert all(one.grad is None for one in held)
+        torch.testing.assert_close(dict(made.state_dict()), dict(eager.state_dict()), rtol=1e-10, atol=1e-11)

@@ -133,3 +133,57 @@ def test_inputs_of_an_output_that_is_not_used(plan: str) -> None:
         outputs = one(before[0](x), before[1](x))
         outputs[1].square().sum().backward()
         assert [layer.weight.grad is None for layer in before] == [True, False]
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3"])
+def test_what_is_frozen_for_the_time_being(plan: str, emulated: bool) -> None:
+    """Outputs that are made of frozen parameters alone require no gradient, until these are trained again."""
+
+    def work(module: Any) -> list[Any]:
+        found: list[Any] = []
+        for step in range(9):
+            module.requires_grad_(step not in (1, 2))
+            if step == 3:
+                for one in (module.trunk, module.first):
+                    one.requires_grad_(False)
+                module.scale.requires_grad_(False)
+            if step == 4:
+                module.second.requires_grad_(False)
+            module.zero_grad()
+            outputs = module(batch(step))
+            needs = [one.requires_grad for one in outputs]
+            found.append([needs, [one.grad_fn is None for one in outputs]])
+            if any(needs):
+                sum(one.square().mean() for one in outputs).backward()
+            found.append([one.grad is None for one in getattr(module, "ranks", [module])[0].parameters()])
+        return found
+
+    wanted = work(heads())
+    if emulated:
+        parallel = weft.parallelize(heads(), (batch(),), plan, emulate=True, cache=None)
+        assert work(EveryRank(parallel)) == wanted
+    else:
+        assert on_ranks(heads(), (batch(),), plan, work, outputs="any") == [wanted] * 2
+
+
+class EveryRank:
+    """Freezes what the ranks of an emulated module have."""
+
+    def __init__(self, parallel: Any, path: str = "") -> None:
+        self._parallel, self._path = parallel, path
+        self.ranks = parallel.ranks
+
+    def __call__(self, *args: Any) -> Any:
+        return self._parallel(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return EveryRank(self._parallel, f"{self._path}.{name}".lstrip("."))
+
+    def zero_grad(self) -> None:
+        self._parallel.zero_grad()
+
+    def requires_grad_(self, required: bool) -> None:
+        for name, one in self._parallel.named_parameters():
+            if f"{name.split('.', 2)[2]}.".startswith(f"{self._path}." if self._path else ""):
+                one.requires_grad_(required)

@@ -43,6 +43,7 @@ from weft.errors import PlanError, RunError
 from weft.plan.batch import BatchDims
 from weft.runtime.checks.batch_checksum import other_than
 from weft.runtime.checks.guards import mark_replaced
+from weft.runtime.checks.wrapping import ordinary
 from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.jobs.devices import Device, choose, look, use_device
 from weft.runtime.links.single_rank import SingleRank
@@ -117,19 +118,19 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         memory_limit: `2GiB`: a plan that needs more for a rank's tensors, with AdamW, is refused before it starts.
         precision: "bf16", "fp16" or a `weft.Precision`: compute so, with float32 masters of weights (docs/state.md).
     """
-    wanted, reduced = _wanted_outputs(outputs), reduction_of(reduction)
-    start = started(model, seed, init, weights)
-    chosen = chosen_precision(precision, start.module, error=RunError)
-    original = partial(_original, model, seed)
-    surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
-    settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
-    opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
-    about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
-    subject = partial(_subject, about, original)
-    programs = Programs(subject, plan, devices, cache=cache, outputs=wanted)
-    trained = partial(_trained, programs, about(start.module), memory_limit)
-    asked: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
-    made = (_emulated if emulate else _launched)(trained, start, opened, programs, asked)
+    with ordinary():
+        wanted, reduced = _wanted_outputs(outputs), reduction_of(reduction)
+        start = started(model, seed, init, weights)
+        chosen = chosen_precision(precision, start.module, error=RunError)
+        original = partial(_original, model, seed)
+        surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
+        settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
+        opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
+        about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
+        programs = Programs(partial(_subject, about, original), plan, devices, cache=cache, outputs=wanted)
+        trained = partial(_trained, programs, about(start.module), memory_limit)
+        asked: dict[str, Any] = {"device": device, "backend": backend, "timeout": timeout}
+        made = (_emulated if emulate else _launched)(trained, start, opened, programs, asked)
     if isinstance(model, nn.Module):
         mark_replaced(model.parameters(), refusal)
     if generates(start.module):

@@ -1,8 +1,8 @@
 """clip_grad_norm_(): torch's, for a parallel module.
 
-In: what `parallelize` gave, or some of its parameters, after backward. Out: the norm of all these gradients of the
-model, each element counted once; they are scaled in place if it is above the bound. All ranks call it at the same
-place:
+In: what `parallelize` gave, or some of its parameters, after backward; parameters of modules beside it, which each rank
+has whole, may be among them. Out: the norm of all these gradients, each element counted once; they are scaled in place
+if it is above the bound. All ranks call it at the same place:
 
     loss = parallel(*batch); loss.backward()
     weft.clip_grad_norm_(parallel, 1.0)
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from weft.errors import RunError
 from weft.runtime.checks.guards import Guard, guard_of
-from weft.runtime.training.clip import clip_rank
+from weft.runtime.training.clip import clip_rank, scale_by
 from weft.runtime.training.parallel import Parallel
 from weft.train.emulated import Emulated
 
 MIXED = (
-    "clip_grad_norm_ was given parameters of one parallel module and others",
-    "clip the parameters of each module by themselves",
+    "clip_grad_norm_ was given parameters of several parallel modules",
+    "clip the parameters of each parallel module by themselves; or make one module of them before parallelize()",
 )
 EMPTY = (
     "clip_grad_norm_ was given no parameters",
@@ -36,12 +36,15 @@ def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: flo
     """Scale gradients so that the norm over all of them is at most `max_norm`; the norm before.
 
     Args:
-        module: what `parallelize` gave: the norm is that of all of its gradients; or a list of its parameters.
+        module: what `parallelize` gave, or a module that holds it: the norm is that of all of its gradients; or a list
+            of parameters.
     """
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise RunError(f"a norm of {max_norm} leaves nothing of a gradient", remedy="a bound above 0")
+    if isinstance(module, Parallel | Emulated):
+        return _clipped(module, max_norm)
     if isinstance(module, nn.Module):
-        return _clipped(module, max_norm, None)
+        module = module.parameters()
     if not isinstance(module, Iterable):
         raise RunError(
             f"clip_grad_norm_ was given a {type(module).__name__}, not a module",
@@ -54,11 +57,15 @@ def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: flo
     if not guards:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
     (guard, *others) = guards.values()
-    if others or any(guard_of(one) is None for one in chosen):
+    if others:
         raise guard.refuse(*MIXED)
     whole = None if guard.module is None else guard.module()
-    assert whole is not None, "parameters of a parallel module that is gone"
-    return _clipped(whole, max_norm, _names(guard, chosen))
+    assert isinstance(whole, Parallel | Emulated), "parameters of a parallel module that is gone"
+    beside = [one.grad for one in chosen if guard_of(one) is None and one.grad is not None]
+    norm = _clipped(whole, max_norm, _names(guard, chosen), beside)
+    with torch.no_grad():
+        scale_by(beside, norm, max_norm)
+    return norm
 
 
 def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
@@ -67,10 +74,13 @@ def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
     return {name.partition("@")[0] for rank in guard.ranks for name, one in rank.trained if id(one) in given}
 
 
-def _clipped(module: nn.Module, max_norm: float, names: Collection[str] | None) -> Tensor:
-    if isinstance(module, Emulated):
-        norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm, names))
-        return norms[0]
+def _clipped(
+    module: Parallel | Emulated,
+    max_norm: float,
+    names: Collection[str] | None = None,
+    beside: Collection[Tensor] = (),
+) -> Tensor:
     if isinstance(module, Parallel):
-        return clip_rank(module, max_norm, names)
-    return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        return clip_rank(module, max_norm, names, beside)
+    norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm, names, beside))
+    return norms[0]

@@ -36,6 +36,7 @@ from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import Returned, refuse_parts
 from weft.runtime.weights.gradient import is_retained
 from weft.runtime.weights.leaf_aliases import is_watched
+from weft.runtime.weights.unsharded import SAVED, change_values, hooks_around
 from weft.train.crew import Crew, Make, Work
 from weft.train.opened import MakeFiles, refusal
 from weft.verify.ranks import join
@@ -161,13 +162,17 @@ class Emulated(Stepping):
             return self._crew.each(lambda module: module(*args, **kwargs))[0]
         call = _Call(self._crew, (args, kwargs))
         shown = [one for one in super().parameters() if one.requires_grad and not is_watched(one)]
-        tensors = _Ranks.apply(self._anchor, call, *call.wanted, *shown)
+        # each has a node of its own, where the caller's hooks are, and what the ranks returned stays theirs
+        tensors = [one.clone() for one in _Ranks.apply(self._anchor, call, *call.wanted, *shown)]
         call.returned.outputs = [weakref.ref(one) for one in tensors]
         return call.output(tensors)
 
     def _refuse_surroundings(self) -> None:
         """Here, where the caller's line is known: a rank that fails ends all."""
         self._follow()
+        hooks = hooks_around() if torch.is_grad_enabled() else None
+        if hooks is not None and change_values(hooks):
+            raise refusal(*SAVED)
         for module in self._crew.modules:
             module.refuse_surroundings()
 
@@ -363,8 +368,7 @@ class _Ranks(torch.autograd.Function):
         with torch.enable_grad():
             found = call.forward()
         ctx.call, ctx.num_given = call, len(given)
-        # what the ranks returned stays theirs
-        made = [tensor.detach().clone() for tensor in found]
+        made = [tensor.detach() for tensor in found]
         # an output that the caller does not use has no gradient, here too
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(mine for mine, one in zip(made, found, strict=True) if not one.requires_grad))

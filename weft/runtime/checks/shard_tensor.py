@@ -49,6 +49,11 @@ OURS = ("weft.", "weft_program_", "torch.testing.")
 ASIDE = "_weft_aside"
 """The attribute of parameters without elements that has their gradient while an optimizer steps."""
 CLIP = torch.nn.utils.clip_grad.__name__
+GRAPH = torch.autograd.graph.__name__, torch.autograd.graph.register_multi_grad_hook.__name__
+HOOKED = (
+    "hooks are not for gradients of shards (register_multi_grad_hook): look at them when they are complete, between "
+    "backward() and optimizer.step(), or in train_step(..., prepare=FUNCTION)"
+)
 FULL = (
     "weft.full_tensor(x), on all ranks, is all of it as an ordinary tensor; parameter.copy_(weft.shard_like(full, "
     "parameter)) writes a full tensor back; x.as_subclass(torch.Tensor) is this rank's part, to be looked at"
@@ -320,18 +325,21 @@ def _refused(func: Any, operands: Iterable[Any]) -> Exception:
         )
     has_all = size(shard.mine) == shard.shape
     held_here = "other ranks hold" if has_all else f"this rank holds, {shard}"
-    remedy = NORM if _called_in(CLIP) else RANDOM if plain in FILLS else FULL
+    called = NORM if _called_in(CLIP) else HOOKED if _called_in(*GRAPH) else None
+    remedy = called or (RANDOM if plain in FILLS else FULL)
     return shard.refuse(
         f"{name} needs more of {shard.name} than {held_here}: it would give other numbers than on one device",
         remedy,
     )
 
 
-def _called_in(module: str) -> bool:
+def _called_in(module: str, function: str | None = None) -> bool:
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and function in (None, frame.f_code.co_name):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

@@ -5,16 +5,19 @@ as part of another module: DistributedDataParallel, FSDP and the like look throu
 every rank. They would average, overwrite or shard what ranks hold different parts of.
 `torch.compile` leaves programs as they are: which node of autograd was made when, and so which collective is started
 when, is part of them. What is compiled around them is compiled.
+Inference mode is kept away likewise: of what a parallel module makes in a call, much is kept for later ones.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 
 WRAPPERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
@@ -28,6 +31,12 @@ WRAPPERS = {
 DEPTH = 24
 """Frames between such a function and a module inside what it wraps."""
 REASON = "a parallel module runs its programs as they were generated"
+TRANSFORMED = (
+    "a parallel module is called inside a transform of torch.func (grad, vjp, jvp, vmap ...) or under forward-mode AD, "
+    "and its programs know backward only",
+    "call it by itself and loss.backward(): gradients of inputs come where those of the example require one; other "
+    "derivatives need the model on one device",
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -58,17 +67,37 @@ def wrapped_by(name: str) -> tuple[str, str]:
 
 def on_all_ranks(function: Function) -> Function:
     """A method that all ranks call together: an error that it raises on some ranks only is told to the others
-    (`_tell_raised`), which would wait for them. torch.compile neither traces it nor looks into what it calls."""
+    (`_tell_raised`), which would wait for them. What it makes is ordinary. torch.compile neither traces it nor looks
+    into what it calls."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
+            if torch.is_inference_mode_enabled():
+                with ordinary():
+                    return function(self, *args, **kwargs)
             return function(self, *args, **kwargs)
         except Exception as error:
             self._tell_raised(error)
             raise
 
     return cast(Function, _uncompiled(call))
+
+
+def in_transform() -> bool:
+    """True inside a transform of torch.func, and under forward-mode AD."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Make ordinary tensors also where the caller is in inference mode, then without a graph: its own could neither be
+    written to nor be used by autograd afterwards."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _uncompiled(function: Function) -> Function:

@@ -118,7 +118,7 @@ class Collectives:
         return found
 
     def _use(self, gather: Gather) -> Use:
-        return Use(gather, self._module.prefetch, self._module.prefetch_back)
+        return Use(gather, self._module.prefetch, self._module.prefetch_back, self._module.refusal)
 
     def use_parts(self, parameter: Tensor | str, key: str) -> Any:
         """The same with transfers from the tables; a rank that stores nothing of the parameter gives its name."""

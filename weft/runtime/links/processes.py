@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -120,8 +121,10 @@ class JobTransport(Transport):
         self._num_raised += 1
         fits = not isinstance(error, CollectiveMismatch | PeerLost)
         words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
-            self.fail(error)
+        # whoever keeps what ranks tell each other may be gone, for the same reason: the error is what matters
+        with suppress(torch.distributed.DistError):
+            if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
+                self.fail(error)
 
     def fail(self, error: BaseException) -> Failure:
         """Tell all ranks that this one failed, and how."""

@@ -103,7 +103,7 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
     written over."""
     valid = target != ignore_index
     known = ((target >= 0) & (target < num_classes)) | ~valid
-    torch._assert_async(known.all(), f"a target is neither a class (0 to {num_classes - 1}) nor the ignored index")
+    _check_known(known, target, f"neither a class (0 to {num_classes - 1}) nor the ignored index ({ignore_index})")
     if not classes and tuple(map(tuple, ranges)) == ((0, num_classes),) and x.dtype in PLAIN:
         part = SUM if reduction == MEAN else reduction
         if log_probabilities:
@@ -128,6 +128,14 @@ def cross_entropy(  # noqa: PLR0913  the operator has as many
         loss = (1 - label_smoothing) * loss + label_smoothing / num_classes * smooth.masked_fill(~valid, 0)
     loss = loss.masked_fill(~valid, 0)
     return _reduced(loss, reduction, reduce(share.sum(), rows) if reduction == MEAN else 1).to(x.dtype)
+
+
+def _check_known(known: Tensor, target: Tensor, what: str) -> None:
+    """Each target is one that there is. The error is torch's on one device, which callers may expect."""
+    if type(known) is not Tensor or known.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
+        torch._assert_async(known.all(), f"a target is {what}")
+    elif not known.all():
+        raise IndexError(f"target {target[~known][0].item()} is out of bounds: {what}")
 
 
 def _denominator(dtype: torch.dtype, target: Tensor, weight: Tensor | None, ignore_index: int, rows: Comms) -> Tensor:

@@ -37,7 +37,7 @@ from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Table
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.as_seen import Samples
 from weft.runtime.weights.buckets import Blocks
-from weft.runtime.weights.ending import entered, tied_loss, tied_outputs
+from weft.runtime.weights.ending import LiveOutputs, Outputs, entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.gradient import Gradient, give_gradient, is_retained
@@ -46,7 +46,7 @@ from weft.runtime.weights.precision import NO_SUMS
 from weft.runtime.weights.prefetch import Prefetch
 from weft.runtime.weights.tape import Tape, Used
 from weft.runtime.weights.unshard import Gather
-from weft.runtime.weights.unsharded import changed_since
+from weft.runtime.weights.unsharded import SAVED, change_values, changed_since, hooks_around
 
 if TYPE_CHECKING:
     from weft.runtime.weights.masters import Masters
@@ -100,6 +100,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         self._backward: _Backward | None = None
         self.inputs_from: Mapping[int, Collection[int]] = {}
         """Inputs whose gradients come from some outputs only, and which."""
+        self.live, self._live_now = LiveOutputs(self.trained_parts()), cast(Outputs, None)
+        """Outputs that have a gradient with the parameters that are frozen now; in this call."""
         self.of_others = False
         """What arrives at its parameters is of another program that uses them too."""
         self.refusal: Refuse = lambda message, remedy: RuntimeError(f"{message}; {remedy}")
@@ -183,14 +185,19 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self.inner is not None and torch.is_grad_enabled():
             self.inner.begin(self._parts)
             reading = self.reading()
+        hooks = hooks_around() if torch.is_grad_enabled() else None
         inputs = brought(args, self.device, type(self).forward)
+        self._live_now = self.live.now(inputs, self.inputs_from)
         if self.inputs_from:
             inputs = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(inputs))
         try:
             with reading, self.grad_sync.watching():
-                return super().__call__(*inputs, **kwargs)
+                found = super().__call__(*inputs, **kwargs)
         finally:
             tape.gathered.close()
+        if hooks is not None and (tape.reruns or tape.gathered.is_used) and change_values(hooks):
+            raise self.refusal(*SAVED)
+        return found
 
     def _begin_turn(self) -> None:
         """Weights may be others than before."""
@@ -277,7 +284,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             roots: what this rank holds of it where it was made.
         """
         tape, self.tape = self.tape, self.new_tape()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._live_now == frozenset():
             return value.detach()
         return tied_loss(self, tape, value, roots)
 
@@ -292,7 +299,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         the gradients that the caller has for them, the same on every rank."""
         tape, self.tape = self.tape, self.new_tape()
         if torch.is_grad_enabled():
-            found = tied_outputs(self, tape, values)
+            found = tied_outputs(self, tape, values, self._live_now)
         else:
             found = tuple(value.detach() for value in values)
         return found[0] if len(found) == 1 else found

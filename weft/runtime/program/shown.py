@@ -19,7 +19,7 @@ from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import container
 
 from weft.errors import Refuse, RunError
@@ -29,6 +29,10 @@ from weft.runtime.program.stored import Container
 from weft.runtime.program.surface import HELD, NO_STATE, Node, Surface, joined, own_classes, set_modes
 
 UNREAD = "make it a buffer (register_buffer) and change its values, pass it to forward, or set it before parallelize()"
+OTHERWISE = (
+    "change the model before parallelize(); later on load parallel.full_state_dict() into the model, change it, and "
+    "call weft.parallelize() again. Values of parameters change in place: with torch.no_grad(): parameter.copy_(values)"
+)
 ELSEWHERE = (
     "call it on the original module before parallelize(); afterwards load parallel.full_state_dict() into a module of "
     "its own, and call it there"
@@ -58,19 +62,27 @@ class Answering:
 
     _shown_node = Node()
 
-    @property  # type: ignore[misc]
+    _refuse: Refuse
+
+    @property
     def __class__(self) -> type[Any]:
         kind = self._shown_node.kind
         # torch.compile would trace the original's forward in place of ours
         is_traced = kind is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
         return type(self) if kind is None or is_traced else kind
 
+    @__class__.setter
+    def __class__(self, kind: type[Any]) -> None:
+        raise self._refuse(
+            f"the class of a part of a parallel module is set to {kind.__name__}, and programs do not follow",
+            OTHERWISE,
+        )
+
 
 class Attributes(Answering, nn.Module):
     """A module that shows attributes of the original, to be read."""
 
     _shown_path = ""
-    _refuse: Refuse
     _shown_from: Callable[[], nn.Module] | None = None
     _assigned: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """What sets buffers."""
@@ -90,7 +102,51 @@ class Attributes(Answering, nn.Module):
             return assign(value)
         if self._shown_node.kind is not None and self._is_unread(name):
             raise self._unread(name)
+        if isinstance(value, nn.Module):
+            self._refuse_own(name, value)
         return super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        node = self._shown_node
+        if node.kind is not None and (self.shows_name(name) or name in node.parameters | node.buffers | node.children):
+            raise self._unread(name, "deleted")
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """In place of one of the model's: the next forward tells. No other."""
+        self._refuse_own(name, param)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Likewise."""
+        self._refuse_own(name, tensor)
+        super().register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """One without tensors."""
+        if self._shown_node.kind is not None and name in self._shown_node.children:
+            raise self._unread(name)
+        self._refuse_own(name, module)
+        super().add_module(name, module)
+
+    def _refuse_own(self, name: str, value: Tensor | nn.Module | None) -> None:
+        """Refuse what would be among parameters and in state dicts, and is no part of the model."""
+        node = self._shown_node
+        if node.kind is None or name in node.parameters | node.buffers or value is None:
+            return
+        if isinstance(value, nn.Module) and not any(True for _ in (*value.parameters(), *value.buffers())):
+            return
+        raise self._refuse(
+            f"{self._dotted(name)} is no part of the model that was parallelized: what saves, loads and clips the "
+            "model would leave it out",
+            "make it part of the model before parallelize(); or keep it beside the parallel module, in a variable or "
+            "in a module that holds both",
+        )
+
+    def own_children(self) -> Iterator[nn.Module | None]:
+        """Modules that the caller has set."""
+        if len(self._modules) > len(self._shown_node.children & self._modules.keys()):
+            yield from (one for name, one in self._modules.items() if name not in self._shown_node.children)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -108,7 +164,9 @@ class Attributes(Answering, nn.Module):
         message = (
             f"{self._dotted(name)} is {how}, and programs do not read it: they were made with the value that it had"
         )
-        return self._refuse(message, UNREAD)
+        node = self._shown_node
+        is_held = how == "deleted" or name in node.children | node.parameters or name.lstrip("-").isdigit()
+        return self._refuse(message, OTHERWISE if is_held else UNREAD)
 
     def shows_name(self, name: str) -> bool:
         """True if a name is of the original, and nothing of the runtime's is called so."""
@@ -296,8 +354,49 @@ class Shown(Attributes, Container):
     def __len__(self) -> int:
         return int(self._read("__len__"))
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise self._unread(str(key))
+
+    def __delitem__(self, key: Any) -> None:
+        raise self._unread(str(key), "deleted")
+
     def __bool__(self) -> bool:
         return self._static("__len__") is MISSING or bool(len(self))
+
+
+class Items:
+    """A parallel module whose original is a list or dict of modules: its items are those of the tree."""
+
+    _items: Shown
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._items[key]
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def with_items(module: Attributes, tree: Shown) -> None:
+    """Let a module have the items of a tree, if the original's class has some. Others are not to look like lists."""
+    kind = type(module)
+    if tree._static("__getitem__") is not MISSING:
+        module.__dict__["_items"] = tree
+        # what it is in truth: `__class__` is what it shows
+        object.__dict__["__class__"].__set__(
+            module, type(kind.__name__, (kind, Items), {"__module__": kind.__module__})
+        )
 
 
 def shown_tree(surface: Surface, refuse: Refuse, change: Callable[[str, Change], None]) -> Shown:

@@ -29,16 +29,24 @@ class Clip:
         self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
 
     @torch.no_grad()
-    def __call__(self, max_norm: float, names: Collection[str] | None = None) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; the norm before. `names`: of some only."""
+    def __call__(
+        self, max_norm: float, names: Collection[str] | None = None, others: Collection[Tensor] = ()
+    ) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; the norm before.
+
+        Args:
+            names: of some only.
+            others: gradients that count too, whole on each rank; they are scaled by whoever gave them.
+        """
         chosen = {
             id(one) for name, one in self._module.named_parameters() if names is None or name.partition("@")[0] in names
         }
         norm = self._norm(chosen)
-        scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
-        for parameter in self._module.parameters():
-            if parameter.grad is not None and id(parameter) in chosen:
-                parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        if others:
+            beside = [one.detach().abs().double().square().sum().to(norm.device) for one in others]
+            norm = (norm.square() + torch.stack(beside).sum()).sqrt()
+        mine = [one for one in self._module.parameters() if id(one) in chosen]
+        scale_by([one.grad for one in mine if one.grad is not None], norm, max_norm)
         self._module.gradients_are_right()
         return norm
 
@@ -55,9 +63,18 @@ class Clip:
         return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
 
 
-def clip_rank(module: Parallel, max_norm: float, names: Collection[str] | None = None) -> Tensor:
-    """Clip once; whoever clips in every step keeps a `Clip`. `names`: gradients of these parameters only."""
+def scale_by(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose common norm is this one, if it is above the bound."""
+    scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    for one in gradients:
+        one.mul_(scale.to(one.device, one.dtype))
+
+
+def clip_rank(
+    module: Parallel, max_norm: float, names: Collection[str] | None = None, others: Collection[Tensor] = ()
+) -> Tensor:
+    """Clip once; whoever clips in every step keeps a `Clip`. Arguments as of it."""
     held = vars(module).get("_clip")
     clip = held if isinstance(held, Clip) else Clip(module)
     module.__dict__["_clip"] = clip
-    return clip(max_norm, names)
+    return clip(max_norm, names, others)

@@ -24,6 +24,7 @@ from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
+from weft.runtime.checks.wrapping import TRANSFORMED, in_transform, ordinary
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
@@ -154,7 +155,8 @@ class OneRank(Stepping):
             )
         if index is not None:
             mine = take(value, index) if value.shape == part.shape else value
-            held = mine.detach().to(self._transport.device).clone(memory_format=torch.contiguous_format)
+            with ordinary():
+                held = mine.detach().to(self._transport.device).clone(memory_format=torch.contiguous_format)
             for module in self.program.modules:
                 if name in module.stored:
                     module.update(name, held)
@@ -356,6 +358,8 @@ class OneRank(Stepping):
     def refuse_surroundings(self) -> object:
         """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as
         long as nothing about them changes, None if that is not known."""
+        if in_transform():
+            raise self._refused(*TRANSFORMED)
         if not self.in_autocast and torch.is_autocast_enabled(self._device_kind):
             raise self._refused(
                 "a parallel module is called under autocast, and was made without",

@@ -102,6 +102,8 @@ class Parallel(OneRank):
         state, program = self.refuse_surroundings(), flow.program
         if program.inner is not None:
             program.inner.state = state
+        if self._unchanged is not None:
+            program.live.look(self._unchanged.trained, state)
         program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
@@ -309,6 +311,8 @@ class Parallel(OneRank):
             assert self._make_size is not None, "this module was made for the example's sizes only"
             self._make_size(flow, size, self.modes)
         self.program.join_copies()
+        if self._masters is not None:
+            self._masters.join_copies()
         flow.refresh()
         inputs = [flow.bind(*one) for one in micros]
         self._is_checked = self._transport.begin_program(self.step, f"{kind} {rows}")

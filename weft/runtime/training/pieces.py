@@ -125,10 +125,12 @@ class Pieces(Generic[P]):
         return tuple(found)
 
     def join_copies(self) -> None:
-        """One memory for copies that are alike: an update of the first is an update of all.
+        """One memory for copies that are alike: an update of the first is an update of all. All are frozen with it.
 
         Before every step: a weight that is gathered may have been laid elsewhere in the one before."""
         for copy in self.copies:
+            if copy.other.requires_grad != copy.first.requires_grad:
+                copy.other.requires_grad_(copy.first.requires_grad)
             if copy.alike and copy.other.data_ptr() != copy.first.data_ptr():
                 copy.other.data = copy.first.data
 

@@ -359,7 +359,9 @@ class Rank:
                     assert transfer is not None
                     came = self._mail.take(transfer, _tied(tie, at, into), sent[into])
                     total = came if total is None else total + came
-                give_gradient(part, total)
+                if part.requires_grad:
+                    # others may wait for what is here of one that was frozen since
+                    give_gradient(part, total)
 
     def _tell_losses(self, count: int) -> list[Tensor]:
         tensor, teller = self.loss

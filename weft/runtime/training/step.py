@@ -22,7 +22,7 @@ from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
 from weft.runtime.program.calling import Calling, sign
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.own_modes import Change, modes_after
-from weft.runtime.program.shown import Attributes, Shown, shown_tree
+from weft.runtime.program.shown import Attributes, Shown, shown_tree, with_items
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.scaling import GradScaler
 
@@ -66,6 +66,7 @@ class Stepping(Own):
             self.show(tree)
         if (node := surface.nodes.get("")) is not None:
             self.tell(node, self._refused, original=surface.original)
+        with_items(self, tree)
         self._surface, self.calling = surface, surface.calling
         sign(self, surface.calling)
         self._paths = {path: cast(Shown, one) for path, one in tree.named_modules(remove_duplicate=False) if path}
@@ -109,6 +110,7 @@ class Stepping(Own):
             self.follow(self._modes_after("", methodcaller("train", mode)))
         else:
             self.follow(frozenset({"", *self._paths} if mode else ()))
+        self._train_own(mode)
         return self
 
     @on_all_ranks
@@ -117,7 +119,15 @@ class Stepping(Own):
         if not self._surface.own_modes:
             return self.train(False)
         self.follow(self._modes_after("", methodcaller("eval")))
+        self._train_own(False)
         return self
+
+    def _train_own(self, mode: bool) -> None:
+        """Modules that the caller has set are in the mode of all."""
+        for one in (self, *self._paths.values()):
+            for child in one.own_children():
+                if child is not None:
+                    child.train(mode)
 
     def _modes_after(self, path: str, change: Change) -> Modes:
         """What a submodule's own `train()` or `eval()` makes of the modes."""
@@ -253,7 +263,8 @@ def loss_of(module: Stepping, batch: Any) -> Tensor:
     if not loss.requires_grad:
         raise module._refused(
             "train_step() has nothing to train: no parameter that requires a gradient takes part in the loss",
-            "parameter.requires_grad_() before parallelize(); parallel.eval() to evaluate",
+            "parameter.requires_grad_(), of what was to be trained when parallelize() was called; parallel.eval() to "
+            "evaluate",
         )
     return loss
 

@@ -6,6 +6,8 @@ so that every reshard is reached on every rank. The gradients of outputs come fr
 One that does not come counts as zeros, and what is reached from such outputs only is left without a gradient: inputs by
 `entered`, parameters at the end of backward.
 
+What is made of frozen parameters alone has no graph, as in eager (`LiveOutputs`).
+
 The parameters that the caller sees are inputs of the node too, though nothing goes to them from here: whoever asks
 autograd for some gradients only comes by here, and is refused, and so is who wants to differentiate them again.
 """
@@ -13,7 +15,7 @@ autograd for some gradients only comes by here, and is refused, and so is who wa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,11 @@ from weft.runtime.weights.tape import Tape
 
 if TYPE_CHECKING:
     from weft.runtime.program.module import ParallelModule
+    from weft.runtime.program.stored import Part
+
+
+Outputs = frozenset[int] | None
+"""Positions; None: all that can have a gradient."""
 
 
 def tied_loss(module: ParallelModule, tape: Tape, value: Tensor, roots: Sequence[Tensor]) -> Tensor:
@@ -33,12 +40,14 @@ def tied_loss(module: ParallelModule, tape: Tape, value: Tensor, roots: Sequence
     return loss
 
 
-def tied_outputs(module: ParallelModule, tape: Tape, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Outputs, complete on every rank. What needs no gradient stays as it is."""
-    places = tuple(at for at, value in enumerate(values) if value.requires_grad)
-    live = [values[at] for at in places]
-    made = iter(_tied(module, tape, None, live, places) if live else ())
-    return tuple(next(made) if value.requires_grad else value.detach() for value in values)
+def tied_outputs(
+    module: ParallelModule, tape: Tape, values: Sequence[Tensor], some: Collection[int] | None = None
+) -> tuple[Tensor, ...]:
+    """Outputs, complete on every rank. What needs no gradient stays as it is; `some`: those that may need one."""
+    places = [at for at, value in enumerate(values) if value.requires_grad and (some is None or at in some)]
+    made = _tied(module, tape, None, [values[at] for at in places], tuple(places)) if places else ()
+    tied = dict(zip(places, made, strict=True))
+    return tuple(tied[at] if at in tied else value.detach() for at, value in enumerate(values))
 
 
 def entered(x: Tensor, tape: Tape, outputs: Collection[int] | None) -> Tensor:
@@ -57,9 +66,12 @@ def _tied(
     inputs = (*roots, *_taken(tape))
     value = None if loss is None else loss.detach()
     returned = Returned(places)
-    found: tuple[Tensor, ...] = _Ending.apply(
+    tied: tuple[Tensor, ...] = _Ending.apply(
         (module, tape, returned), (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
     )
+    # the caller may change an output in place: what backward has kept is another tensor. Each has a node of its own,
+    # where the caller's hooks are: they are not called for an output that no gradient comes to
+    found = tuple(one.clone() for one in tied)
     returned.outputs = [weakref.ref(one) for one in found]
     return found
 
@@ -81,12 +93,14 @@ class Returned:
         self._empty = [torch.empty((), dtype=one.dtype, device=one.device).expand(one.shape) for one in values]
 
     def refuse_retained(self, found: Sequence[Tensor | None], refusal: Refuse) -> None:
-        """Refuse an output that keeps its gradient beside others that have one: what these bring to it inside of the
-        program does not come by it."""
+        """Refuse an output that keeps its gradient, or has a hook for it, beside others that have one: what these bring
+        to it inside of the program does not come by it."""
         for at, output in enumerate(one() for one in self.outputs):
-            others = (one is not None for number, one in enumerate(found) if number != at)
-            if output is not None and output.retains_grad and any(others):
-                raise refusal(*RETAINED)
+            if output is None or not (output.retains_grad or output._backward_hooks):
+                continue
+            if any(one is not None for number, one in enumerate(found) if number != at):
+                what = "retain_grad()" if output.retains_grad else "register_hook()"
+                raise refusal(f"{what} {RETAINED[0]}", RETAINED[1])
 
     def used(self, found: Sequence[Tensor | None]) -> frozenset[int]:
         """The outputs that a gradient has come to."""
@@ -122,7 +136,7 @@ AGAIN = (
 
 
 RETAINED = (
-    "retain_grad() was called on an output of a parallel module, and backward starts from another output of the same "
+    "was called on an output of a parallel module, and backward starts from another output of the same "
     "call, which may have been made from it: its gradient inside of the program is not seen",
     "let the model return that output, and make the loss of it outside: then its gradient comes by it",
 )
@@ -159,8 +173,7 @@ class _Ending(torch.autograd.Function):
         (ctx.module, ctx.tape, ctx.returned), ctx.counts, ctx.num_inputs = about, counts, len(inputs)
         ctx.is_loss = loss is not None
         ctx.set_materialize_grads(False)
-        # the caller may change an output in place: what backward has kept is another tensor
-        found = tuple(value.clone() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        found = tuple(value.detach() for value in (inputs[: counts[0]] if loss is None else (loss,)))
         ctx.returned.made(found)
         return found
 
@@ -187,3 +200,45 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         return (None if ctx.tape.outputs.isdisjoint(ctx.outputs) else gradient), None, None
+
+
+class LiveOutputs:
+    """The outputs of one program that have a gradient, though some parameters are frozen for the time being.
+
+    Args:
+        parts: how its trained parameters are stored.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self._state: object = None
+        self._found: Outputs = None
+
+    def look(self, trained: Sequence[tuple[str, Tensor]], state: object) -> None:
+        """See which parameters are frozen.
+
+        Args:
+            trained: those of the model, also what other ranks hold.
+            state: the same object as long as nothing about them changes; None if that is not known.
+        """
+        if state is None or state is not self._state:
+            frozen = {name for name, one in trained if not one.requires_grad}
+            self._state, self._found = state, self._without(frozen) if frozen else None
+
+    def _without(self, frozen: Collection[str]) -> Outputs:
+        found = frozenset[int]()
+        for name, part in self._parts.items():
+            if name not in frozen:
+                if part.reached_from is None:
+                    return None
+                found = found.union(part.reached_from)
+        return found
+
+    def now(self, inputs: Sequence[Tensor], inputs_from: Mapping[int, Collection[int]]) -> Outputs:
+        """Those of a call with these inputs; `inputs_from`: outputs that the gradients of inputs come from, if not
+        all."""
+        found = self._found
+        for at, x in enumerate(inputs):
+            if found is not None and x.requires_grad:
+                found = found.union(inputs_from[at]) if at in inputs_from else None
+        return found

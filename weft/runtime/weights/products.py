@@ -156,7 +156,8 @@ class _Product(torch.autograd.Function):
         transposed: bool,
     ) -> Tensor:
         ctx.target, ctx.beside, ctx.transposed = target, beside, transposed
-        ctx.save_for_backward(x, weight)
+        # as autograd: a weight that backward does not need may be changed before it
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
         if transposed:
             return F.linear(x, weight, bias)
         if bias is not None:
@@ -170,8 +171,9 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, seen = _rows(gradient), _rows(x)
         ctx.target(_product(rows.t(), seen) if ctx.transposed else _product(seen.t(), rows))
-        factor = weight if ctx.transposed else weight.t()
-        back = rows.mm(factor).view(x.shape) if ctx.needs_input_grad[3] else None
+        back = None
+        if ctx.needs_input_grad[3]:
+            back = rows.mm(weight if ctx.transposed else weight.t()).view(x.shape)
         return None, None, None, back, None, _of_bias(ctx, rows), None
 
 
@@ -179,7 +181,7 @@ class _Bmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, target: Target, anchor: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.target = target
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[2] else None)
         return torch.bmm(x, weight)
 
     @staticmethod

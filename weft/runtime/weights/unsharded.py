@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.errors import Refuse
 from weft.runtime.weights.gradient import Gradient
 from weft.runtime.weights.prefetch import Prefetch
 from weft.runtime.weights.unshard import Gather
@@ -38,17 +39,22 @@ def changed_since(name: str) -> tuple[str, str]:
     )
 
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack."""
+
+
 class Use:
     """One use of a parameter.
 
     Args:
         gather: how it is brought to where it is used.
         forward, backward: bring it.
+        refuse: makes the error if it was changed in between.
     """
 
-    def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch) -> None:
+    def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch, refuse: Refuse) -> None:
         self.gather, self._version = gather, gather.stored._version
-        self._forward, self._backward = forward, backward
+        self._forward, self._backward, self._refuse = forward, backward, refuse
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
 
@@ -64,7 +70,7 @@ class Use:
     def again(self) -> Tensor:
         """Gather it, for backward."""
         if self.gather.stored._version != self._version:
-            raise RuntimeError("; ".join(changed_since(self.gather.name)))
+            raise self._refuse(*changed_since(self.gather.name))
         return self._backward.get(self.gather)
 
     def unpack(self) -> Tensor:
@@ -102,6 +108,11 @@ class Gathered:
         self._hooks: saved_tensors_hooks | None = None
         self._needed: dict[Use, None] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Something was gathered."""
+        return bool(self._uses)
+
     def need(self, use: Use) -> None:
         """Backward will gather it again."""
         self._needed.pop(use, None)
@@ -137,6 +148,29 @@ class Gathered:
         use.pack()
         self.need(use)
         return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+
+
+SAVED = (
+    "torch.autograd.graph.saved_tensors_hooks change what the operators of a parallel module save for backward, and "
+    "some of it does not come by them: it is gathered, or computed, again, or saved by other threads (emulate=True)",
+    "call the module outside of these hooks; or a plan without recompute and with zero=2 or less",
+)
+
+
+def hooks_around() -> Hooks | None:
+    """What somebody else does to tensors that are saved for backward; what torch itself does leaves values alone."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if found is None or getattr(found[0], "__module__", "").startswith("torch.") else found
+
+
+@torch.no_grad()
+def change_values(hooks: Hooks) -> bool:
+    """True if a tensor does not come back as it was."""
+    probe = torch.linspace(-1, 1, 12).reshape(3, 4) / 3
+    try:
+        return not torch.equal(hooks[1](hooks[0](probe.clone())), probe)
+    except Exception:  # noqa: BLE001 - the user's code, on a tensor that it does not know
+        return True
 
 
 def _unpack(saved: Tensor | Packed) -> Tensor:
