@@ -25,6 +25,7 @@ from torch.nn.modules import container
 from weft.errors import Refuse, RunError
 from weft.runtime.program.own_modes import Change
 from weft.runtime.program.read_only import holds_tensors, read_only
+from weft.runtime.program.reads import OVER, Reads, kind_of
 from weft.runtime.program.stored import Container
 from weft.runtime.program.surface import HELD, NO_STATE, Node, Surface, joined, own_classes, set_modes
 
@@ -74,10 +75,12 @@ class Attributes(Answering, nn.Module):
     _shown_from: Callable[[], nn.Module] | None = None
     _assigned: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """What sets buffers."""
+    _shown_asked: dict[str, str]
+    """Names that forward asks the original for, which has none of them, and the lines that do."""
 
     def tell(self, node: Node, refuse: Refuse, path: str = "", original: Callable[[], nn.Module] | None = None) -> None:
         """Say what the original has here, and how to refuse a change of it."""
-        self.__dict__.update(_refuse=refuse, _shown_path=path, _shown_from=original)
+        self.__dict__.update(_refuse=refuse, _shown_path=path, _shown_from=original, _shown_asked={})
         shown = {
             name: read_only(value, partial(self._unread, name, "changed")) for name, value in node.attributes.items()
         }
@@ -88,9 +91,51 @@ class Attributes(Answering, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if (assign := self._assigned.get(name)) is not None:
             return assign(value)
-        if self._shown_node.kind is not None and self._is_unread(name):
-            raise self._unread(name)
+        self._refuse_unread(name, isinstance(value, nn.Module | nn.Parameter))
         return super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Another child, of the caller's own."""
+        self._refuse_unread(name, held=True)
+        super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Another parameter, of the caller's own."""
+        self._refuse_unread(name, held=True)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Another buffer, of the caller's own."""
+        self._refuse_unread(name, held=True)
+        super().register_buffer(name, tensor, persistent)
+
+    def ask_for(self, reads: Reads) -> None:
+        """Say what a forward asks for, there or not."""
+        if self._shown_node.kind is not None:
+            self._shown_asked.update(reads.asked_of(kind_of(self._shown_node.kind)))
+            self._shown_asked.update((kind, place) for kind, _, place in reads.asked if kind == OVER)
+
+    def ask_as(self, other: Attributes) -> None:
+        """The same is asked for as of another that shows the same, also later on."""
+        if self._shown_node.kind is not None:
+            self.__dict__["_shown_asked"] = other._shown_asked
+
+    def _refuse_unread(self, name: str, held: bool) -> None:
+        """Refuse to set what programs do not read, and forward of the original would.
+
+        Args:
+            held: it is a module, parameter or buffer.
+        """
+        if self._shown_node.kind is None:
+            return
+        if self._is_unread(name):
+            raise self._unread(name)
+        if (place := self._shown_asked.get(name) or (self._shown_asked.get(OVER) if held else None)) is not None:
+            raise self._refuse(
+                f"{self._dotted(name)} is set, and programs do not read it: there was none when they were made, and "
+                f"forward looks for it at {place}",
+                "set it before parallelize(), or under a name that forward does not look for",
+            )
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -161,6 +161,8 @@ class OneRank(Stepping):
 
     def _take_in(self, flow: Flow) -> None:
         """A program that was just made: what its forward reads is to stay as it is."""
+        for shown in (self, *self._paths.values()):
+            shown.ask_for(flow.form.reads)
         self._outside[flow] = Outside(flow.form.reads, self._surface.owners, dict(self.named_parameters()))
         if self._refusal is not None:
             for module in flow.modules:
