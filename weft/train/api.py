@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.capture.example import split_example
+from weft.capture.example import register_dataclasses, split_example
 from weft.capture.precision import chosen_precision
 from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
@@ -118,10 +118,13 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         precision: "bf16", "fp16" or a `weft.Precision`: compute so, with float32 masters of weights (docs/state.md).
     """
     wanted, reduced = _wanted_outputs(outputs), reduction_of(reduction)
+    arguments = split_example(example)
+    # one rank captures, and all are given batches
+    register_dataclasses(arguments)
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
     original = partial(_original, model, seed)
-    surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
+    surface = surface_of(start.module, original, arguments, live=isinstance(model, nn.Module))
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
