@@ -153,3 +153,87 @@ def test_what_a_function_imports(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
             parallel(batch())
         monkeypatch.undo()
         monkeypatch.syspath_prepend(tmp_path)
+
+
+def pruned(it: Any) -> None:
+    it.b._parameters.pop("weight", None)
+    it.b.weight = torch.ones(1)
+
+
+REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda it: setattr(it, "b", nn.Linear(8, 4)), "b is set, and programs go on with what"),
+    "add_module": (lambda it: it.add_module("b", nn.Linear(8, 4)), "b is set, and programs go on with what"),
+    "in _modules": (
+        lambda it: it.net._modules.update({"0": nn.Tanh()}),
+        r"net\.0 is set, and programs go on with what",
+    ),
+    "deleted": (lambda it: it.net._modules.pop("0"), r"net\.0 is set, and programs go on with what"),
+    "forward": (lambda it: setattr(it.b, "forward", torch.tanh), r"b\.forward is set, and programs go on with what"),
+    "in a list": (lambda it: it.net._modules.update(x=nn.Tanh()), r"net\.x is added"),
+    "pruned": (pruned, r"b\.weight is set, and programs go on with the parameter"),
+}
+
+
+class Listed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), 2.0
+
+    def factor(self) -> Any:
+        return self.net(torch.ones(4, dtype=torch.float64)) * self.scale
+
+
+@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("of_rank", [False, True])
+def test_a_module_that_is_replaced_is_refused_and_nothing_about_buffers_is_said(name: str, of_rank: bool) -> None:
+    change, words = REPLACED[name]
+    model, parallel = made(Listed)
+    with pytest.raises(RunError, match="b is set"):
+        parallel.ranks[0]._modules["b"] = nn.Tanh()
+    with pytest.raises(RunError, match=words) as caught:
+        change(parallel.ranks[0] if of_rank else parallel)
+    assert "call weft.parallelize() again" in caught.value.remedy and "buffer" not in caught.value.remedy
+    parallel.mine = nn.Linear(2, 2)
+    del parallel.mine
+    if name == "pruned":  # what it took away is gone
+        return
+    torch.testing.assert_close(parallel(batch()), model(batch()))
+
+
+def test_an_attribute_that_is_set_past_the_module() -> None:
+    _, parallel = made(Listed)
+    vars(parallel.ranks[0])["note"] = 3
+    parallel(batch())
+    vars(parallel.ranks[0])["scale"] = 3.0
+    with pytest.raises(RunError, match=r"scale was set to 3.0, and forward reads it at .*test_outside_absent\.py:"):
+        parallel(batch())
+
+
+def test_a_bias_that_is_taken_away() -> None:
+    _, parallel = made(Listed)
+    parallel(batch())
+    parallel.ranks[0].a.bias = None
+    with pytest.raises(RunError, match=r"a\.bias was taken away") as caught:
+        parallel(batch())
+    assert "parameter.zero_()" in caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Dropout])
+def test_the_mode_of_a_module_that_the_model_does_not_own(kind: Any) -> None:
+    class Teaches(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [nn.Sequential(nn.Linear(4, 4), kind(4 if kind is nn.BatchNorm1d else 0.5)).double().eval()]
+            self.plain = [nn.Linear(4, 4, dtype=torch.float64)]
+            for one in (*self.held, *self.plain):
+                one.requires_grad_(False)
+
+        def factor(self) -> Any:
+            return self.plain[0](self.held[0](torch.ones(2, 4, dtype=torch.float64))).sum()
+
+    model, parallel = made(Teaches)
+    model.plain[0].eval()
+    torch.testing.assert_close(parallel(batch()), model(batch()))
+    model.held[0].train()
+    with pytest.raises(RunError, match=r"held\[0\]\.1\.training was False .* is True"):
+        parallel(batch())

@@ -47,7 +47,7 @@ from weft.runtime.checks.watched import (
     Tensors,
     holds_tensor,
 )
-from weft.runtime.program.reads import Reads, kind_of
+from weft.runtime.program.reads import ANY, Reads, kind_of
 
 DEPTH, LENGTH = 6, 256
 """Of what is looked into: how deep, and how long a container may be."""
@@ -73,6 +73,12 @@ HOLDERS: Sequence[tuple[Any, tuple[str, ...]]] = (
 NUMPY = ("numpy", "ndarray")
 INSTALLED, LIBRARY = f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep
 
+ASKS_GRADIENT = "requires_grad of "
+AGAIN = "call weft.parallelize() again after the change"
+FLAG = f"pass a flag to forward in its place, for each value of which a program is made, or {AGAIN}"
+MODE = f"leave its mode as it is, make it a submodule of the model, whose modes are followed, or {AGAIN}"
+VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its values, or {AGAIN}"
+
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
@@ -85,9 +91,16 @@ class Outside:
     Args:
         owners: the submodules of the original.
         parameters: by name, those that tell whether a tensor requires a gradient.
+        shown: by path, attributes of what shows the submodules, and of these names that it shows of the original.
     """
 
-    def __init__(self, reads: Reads, owners: Owners, parameters: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        reads: Reads,
+        owners: Owners,
+        parameters: Mapping[str, Tensor] | None = None,
+        shown: Mapping[str, tuple[Mapping[str, Any], Collection[str]]] | None = None,
+    ) -> None:
         self._places = {**{name: place for _, name, place in reads.asked}, **dict(reads.names)}
         self._names, self._asked_of = list(dict(reads.names)), cache(reads.asked_of)
         self._seen, self._classes, self._kinds = set[int](), set[type](), set[type]()
@@ -109,6 +122,9 @@ class Outside:
         self._own.update(map(id, (parameters or {}).values()))
         for path, (kind, attributes) in owners.items():
             self._module(path, kind, attributes)
+        for path, (attributes, names) in (shown or {}).items():
+            of = kind_of(owners[path][0]) if path in owners else ANY
+            self._lacks(attributes, f"{path}." if path else "", of, self._places.keys() & names)
         for module, name, place in reads.globals:
             self._global(module, name, place)
         for module in {kind for kind, _, _ in reads.asked if kind in sys.modules}:
@@ -136,7 +152,7 @@ class Outside:
         for place, names in reads.gradients if parameters is not None else ():
             assert parameters is not None
             if held := [parameters[name] for name in names if name in parameters]:
-                label = f"requires_grad of {names[0]}" + (f" and {len(names) - 1} others" if names[1:] else "")
+                label = f"{ASKS_GRADIENT}{names[0]}" + (f" and {len(names) - 1} others" if names[1:] else "")
                 self._ask(lambda held=held: any(one.requires_grad for one in held), label, place)  # type: ignore[misc]
 
     def changed(self) -> str:
@@ -296,9 +312,12 @@ class Outside:
 
     def _hidden(self, module: nn.Module, label: str, place: str, depth: int) -> None:
         """A module that is not the model's: the tensors of it that forward computes with, and what it reads there."""
+        modes, uses, holds = list[tuple[str, nn.Module]](), False, False
         for path, sub in module.named_modules():
             if id(vars(sub)) in self._own or type(sub).__module__.startswith("weft."):
                 continue
+            if "training" in self._names and _reads_mode(type(sub)):
+                modes.append((f"{label}.{path}." if path else f"{label}.", sub))
             prefix, some = f"{label}.{path}." if path else f"{label}.", False
             for held in (sub._parameters, sub._buffers):
                 found = {name: one for name, one in held.items() if one is not None and id(one) not in self._own}
@@ -313,6 +332,9 @@ class Outside:
             if some or not path:
                 self._instance(type(sub), vars(sub), prefix, depth, STANDARD)
                 self._forward(type(sub))
+            uses, holds = uses or some, holds or bool(sub._parameters or sub._buffers)
+        for prefix, sub in modes if uses or not holds else ():
+            self._space(vars(sub), ["training"], prefix, depth)
 
     def _container(self, value: Any, label: str, place: str, depth: int) -> None:
         if len(value) > LENGTH:
@@ -369,6 +391,15 @@ class Outside:
         self._look(value, label, place, depth)
 
 
+def remedy_for(changed: str) -> str:
+    """What to do about a change: a function or module is no value that could be passed or kept in a buffer."""
+    if changed.startswith(ASKS_GRADIENT):
+        return FLAG
+    if ".training was " in changed:
+        return MODE
+    return AGAIN if "<function " in changed or ".forward " in changed or changed.startswith("the code of ") else VALUE
+
+
 def owners_of(module: nn.Module, *, live: bool = True) -> Owners:
     """The submodules of a module.
 
@@ -388,6 +419,11 @@ def _tensors_in(attributes: Mapping[str, Any]) -> list[Any]:
 
 def _line(function: FunctionType) -> str:
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    """Whether what modules of a class compute may depend on their mode: of the user's own any may."""
+    return _is_own(kind.__module__) or "training" in getattr(kind.forward, "__code__", _reads_mode.__code__).co_names
 
 
 def _of_class(kind: type, name: str) -> Any:

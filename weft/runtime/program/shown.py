@@ -30,6 +30,13 @@ from weft.runtime.program.stored import Container
 from weft.runtime.program.surface import HELD, NO_STATE, Node, Surface, joined, own_classes, set_modes
 
 UNREAD = "make it a buffer (register_buffer) and change its values, pass it to forward, or set it before parallelize()"
+AGAIN = "change the model and call weft.parallelize() again: a program is made of its submodules and functions"
+VALUES = (
+    "change its values: with torch.no_grad(): parameter.copy_(values); or change the model and call "
+    "weft.parallelize() again"
+)
+LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules whose forward, or whose users', goes over all children."""
 ELSEWHERE = (
     "call it on the original module before parallelize(); afterwards load parallel.full_state_dict() into a module of "
     "its own, and call it there"
@@ -130,7 +137,8 @@ class Attributes(Answering, nn.Module):
             return
         if self._is_unread(name):
             raise self._unread(name)
-        if (place := self._shown_asked.get(name) or (self._shown_asked.get(OVER) if held else None)) is not None:
+        place = self._shown_asked.get(name) or (self._shown_asked.get(OVER) if held else None)
+        if place is not None and name not in self.__dict__ and not self._is_ours(name):
             raise self._refuse(
                 f"{self._dotted(name)} is set, and programs do not read it: there was none when they were made, and "
                 f"forward looks for it at {place}",
@@ -150,16 +158,26 @@ class Attributes(Answering, nn.Module):
         return joined(self._shown_path, name)
 
     def _unread(self, name: str, how: str = "set") -> Exception:
-        message = (
-            f"{self._dotted(name)} is {how}, and programs do not read it: they were made with the value that it had"
-        )
+        node, found = self._shown_node, self._dotted(name)
+        if name in node.children or (name not in node.attributes and callable(self._static(name))):
+            return self._refuse(f"{found} is set, and programs go on with what they were made of", AGAIN)
+        if name in node.parameters:
+            return self._refuse(f"{found} is set, and programs go on with the parameter that was there", VALUES)
+        message = f"{found} is {how}, and programs do not read it: they were made with the value that it had"
         return self._refuse(message, UNREAD)
 
     def shows_name(self, name: str) -> bool:
         """True if a name is of the original, and nothing of the runtime's is called so."""
-        return name in self._shown_node.attributes or (
-            self._static(name) is not MISSING and not any(name in vars(kind) for kind in own_classes(type(self)))
-        )
+        shown = self._shown_node.attributes
+        return name in shown or (self._static(name) is not MISSING and not self._is_ours(name))
+
+    def _is_ours(self, name: str) -> bool:
+        """True if it is the name of something of the runtime's."""
+        return any(name in vars(kind) for kind in own_classes(type(self)))
+
+    def shown_names(self) -> set[str]:
+        """The attributes of the original that are shown, and no other thing of that name."""
+        return {name for name in self._shown_node.attributes if self.shows_name(name) and not self._is_ours(name)}
 
     def _is_unread(self, name: str) -> bool:
         """True if nothing would read what is set. Of a parameter that is held here the next forward tells."""
@@ -261,6 +279,39 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+class Children(dict[str, nn.Module | None]):
+    """The submodules that a module shows, by name: those of the original stay what they are."""
+
+    check: Callable[[str], None]
+    """Refuses a change under a name."""
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        self.check(name)
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        self.check(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take one out."""
+        self.check(name)
+        return super().pop(name, *default)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """Put some in."""
+        for name, module in dict(*given, **named).items():
+            self[name] = module
+
+    def clear(self) -> None:
+        """Take all out."""
+        for name in list(self):
+            del self[name]
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class Shown(Attributes, Container):
     """A submodule of the original as a parallel module shows it."""
 
@@ -323,6 +374,18 @@ class Shown(Attributes, Container):
         """The original's."""
         return self._shown_node.text
 
+    def close(self) -> None:
+        """All submodules are there."""
+        children = Children(self._modules)
+        children.check = self._check_child
+        self.__dict__["_modules"] = children
+
+    def _check_child(self, name: str) -> None:
+        self._refuse_unread(name, held=True)
+        kind = self._shown_node.kind
+        if kind is not None and issubclass(kind, LISTS):
+            raise self._refuse(f"{self._dotted(name)} is added, and programs go on without it", AGAIN)
+
     # As a list or dict.
 
     def _read(self, name: str, *args: Any) -> Any:
@@ -360,4 +423,7 @@ def shown_tree(surface: Surface, refuse: Refuse, change: Callable[[str, Change],
         holder, name = tree.holder_of(path)
         holder._modules[name] = tree.get_submodule(first)
     set_modes(tree, surface.modes)
+    for shown in {id(one): one for one in tree.modules()}.values():
+        assert isinstance(shown, Shown)
+        shown.close()
     return tree
