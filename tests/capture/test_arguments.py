@@ -88,5 +88,5 @@ class TakesBatch(nn.Linear):
 def test_a_dataclass_is_seen_into_on_ranks_that_capture_nothing() -> None:
     batch = batch_kind()(torch.ones(2, 4))
     with pytest.raises(RunError):
-        weft.parallelize(TakesBatch(4, 4), (batch,), "dp=2", emulate=True, cache=None, precision="int3")
+        weft.parallelize(TakesBatch(4, 4), (batch,), "dp=2", emulate=True, cache=None, device="cuda")
     assert pytree.tree_leaves(batch)[0] is batch.x

@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 143_760,
+    "runtime": 145_722,
     "ops": 45_518,
-    "codegen": 35_486,
+    "codegen": 35_507,
     "plan": 32_520,
-    "capture": 38_077,
+    "capture": 39_287,
     "lower": 20_000,
-    "train": 21_773,
+    "train": 21_834,
     "verify": 15_804,
     "order": 13_320,
     "ir": 13_242,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 413_895
+ALL = 417_149
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

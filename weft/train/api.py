@@ -47,6 +47,7 @@ from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.jobs.devices import Device, choose, look, use_device
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.links.transport import Transport
+from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import files_of
 from weft.runtime.program.shown import same_state
 from weft.runtime.program.surface import Surface, surface_of
@@ -118,13 +119,10 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         precision: "bf16", "fp16" or a `weft.Precision`: compute so, with float32 masters of weights (docs/state.md).
     """
     wanted, reduced = _wanted_outputs(outputs), reduction_of(reduction)
-    arguments = split_example(example)
-    # one rank captures, and all are given batches
-    register_dataclasses(arguments)
     start = started(model, seed, init, weights)
     chosen = chosen_precision(precision, start.module, error=RunError)
     original = partial(_original, model, seed)
-    surface = surface_of(start.module, original, arguments, live=isinstance(model, nn.Module))
+    surface = surface_of(start.module, original, _arguments(example), live=isinstance(model, nn.Module))
     settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
     opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
     about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
@@ -138,6 +136,13 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _arguments(example: Any) -> Arguments:
+    """Of a call. Pytree is to see into them on every rank: one captures, and all are given batches."""
+    arguments = split_example(example)
+    register_dataclasses(arguments)
+    return arguments
 
 
 def _original(model: Model, seed: int) -> nn.Module:
