@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 145_580,
+    "runtime": 147_400,
     "ops": 45_518,
-    "codegen": 35_486,
+    "codegen": 35_507,
     "plan": 32_520,
-    "capture": 40_550,
+    "capture": 41_755,
     "lower": 20_000,
-    "train": 21_855,
+    "train": 21_915,
     "verify": 15_804,
     "order": 13_320,
     "ir": 13_242,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 418_260
+ALL = 421_370
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -19,7 +19,7 @@ def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], order: list[int] | No
         for at in (places if order is None else order)
     )
     texts = tuple("" if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-    return Form(str(spec), tuple(kwargs), texts, tensors)
+    return Form(str(spec), tuple(kwargs), texts, tensors, num_args=len(args))
 
 
 X, Y, IDS = torch.ones(4, 3), torch.zeros(4, 2), torch.arange(4)
@@ -59,3 +59,22 @@ def test_nested_batches_and_flags_are_looked_at_in_full() -> None:
         form.bind(((X, Y),), {"ids": IDS, "flag": False})
     with pytest.raises(OtherForm):
         form.bind((X, Y), {"ids": IDS, "flag": True})
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"y": Y, "x": X}, r"the keys of a dict are in the order \['y', 'x'\], in the example \['x', 'y'\]"),
+        ({"x": X}, r"a dict in it has no 'y'; in the example its keys are \['x', 'y'\]"),
+        ({"x": X, "y": Y, "mask": X}, r"a dict in it has also 'mask'"),
+        ({"x": X, "z": Y}, r"a dict in it has no 'y' and has also 'z'"),
+        ((X, Y), "a tuple in it, where the example has a dict"),
+        ({"x": X, "y": None}, "is None, in the example it is a tensor"),
+    ],
+)
+def test_what_differs_in_a_nested_batch_is_named(batch: Any, words: str) -> None:
+    form = form_of(({"x": X, "y": Y},), {})
+    with pytest.raises(BatchMismatch, match=words):
+        form.bind((batch,), {})
+    with pytest.raises(BatchMismatch, match="2 positional arguments; the example has 1 positional argument"):
+        form.bind(({"x": X, "y": Y}, X), {})

@@ -2,14 +2,17 @@
 
 Enters: what the user hands over (a tensor, a tuple of positional arguments, a dict of keyword arguments), and what
 forward returned. Leaves: leaves, pytree specs, a name for every tensor (from forward's signature), which dims are
-dynamic, which output is the loss. Dataclasses are registered with torch's pytree, as `torch.export` asks for.
+dynamic, which output is the loss. Dataclasses are registered with torch's pytree, as `torch.export` asks for. An object
+whose text does not say what it holds is refused: whether a later batch has another value could not be told.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,12 @@ from weft.errors import CaptureError
 from weft.runtime.weights.precision import Precision
 
 RAGGED_REMEDY = "pass a padded batch and a mask or lengths, and mask what is padding (torch.where, key_padding_mask)"
+
+
+ADDRESS = re.compile(r"<(?!function |built-in |bound method |class )[^<>]* at 0x[0-9a-f]+")
+"""In the text of an object that does not say its value."""
+BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+"""What is known by its name."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,11 @@ def flatten_example(module: nn.Module, example: Any) -> Example:
     tops = argument_names(module, args, kwargs)
     tensors, wheres, names = [], [], []
     for position, (path, leaf) in enumerate(pairs):
-        if not isinstance(leaf, torch.Tensor):
-            continue
         top = tops[path[0].idx][path[1].idx if path[0].idx == 0 else path[1].key]
         where = top + pytree.keystr(path[2:])
+        if not isinstance(leaf, torch.Tensor):
+            refuse_object(leaf, where)
+            continue
         if leaf.device.type == "meta":
             raise CaptureError(
                 f"input {where} is on the meta device: it has a shape but no values",
@@ -74,6 +84,40 @@ def flatten_example(module: nn.Module, example: Any) -> Example:
         wheres.append(where)
         names.append(".".join([top, *(key_name(key) for key in path[2:])]))
     return Example(tuple(leaf for _, leaf in pairs), spec, tuple(tensors), tuple(wheres), tuple(names))
+
+
+def refuse_object(leaf: Any, where: str) -> None:
+    """Refuse an argument that is no tensor if its text does not say its value: it may be another one in later calls."""
+    kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    if isinstance(leaf, nn.Module):
+        raise CaptureError(
+            f"argument {where} of the example is a module ({kind}): its parameters would be constants of the program",
+            remedy="keep it in the model, as a submodule (frozen by requires_grad_(False) if it is not trained), or "
+            "pass what it gives as a tensor",
+        )
+    if isinstance(leaf, BY_NAME):
+        return
+    held = holds_any_tensor(leaf)
+    if not held and ADDRESS.search(repr(leaf)) is None:
+        return
+    why = "holds tensors that are not seen" if held else "does not say its value: a later call could have another one"
+    remedy = "pass what forward reads of it as arguments of their own, or in a plain dict, a tuple, or a dataclass "
+    if held and isinstance(leaf, Mapping):
+        remedy = "pass a plain dict, dict(batch), which forward reads by key, or a dataclass "
+    raise CaptureError(
+        f"argument {where} of the example is {kind}, which {why}",
+        remedy=f"{remedy}(torch.export.register_dataclass)" if held else f"{remedy}of plain values and tensors",
+    )
+
+
+def holds_any_tensor(leaf: Any) -> bool:
+    """Whether an object that pytree does not see into has tensors or modules in its attributes or as a container."""
+    inner = [vars(leaf)] if hasattr(leaf, "__dict__") else []
+    if isinstance(leaf, Mapping):
+        inner.append({str(key): value for key, value in leaf.items()})
+    elif isinstance(leaf, list | tuple | set | frozenset):
+        inner.append(dict(enumerate(leaf)))
+    return any(isinstance(one, torch.Tensor | nn.Module) for one in pytree.tree_leaves(inner))
 
 
 def refuse_ragged(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

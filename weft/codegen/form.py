@@ -35,6 +35,7 @@ def form_of(graph: Graph, sizes: Sequence[FreeSize] = (), names: Mapping[str, st
         guards=guards_of(graph, names) if names else (),
         asks=graph.asks,
         reads=graph.reads,
+        num_args=0 if graph.in_spec is None else graph.in_spec.child(0).num_children,
     )
 
 

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.capture.example import split_example
+from weft.capture.example import register_dataclasses, split_example
 from weft.capture.precision import chosen_precision
 from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
@@ -48,8 +48,9 @@ from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.jobs.devices import Device, choose, look, use_device
 from weft.runtime.links.single_rank import SingleRank
 from weft.runtime.links.transport import Transport
+from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import files_of
-from weft.runtime.program.shown import same_state
+from weft.runtime.program.shown.attributes import same_state
 from weft.runtime.program.surface import Surface, surface_of
 from weft.runtime.start.initialise import Start, begin, original_order
 from weft.runtime.training.parallel import Parallel
@@ -123,7 +124,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         start = started(model, seed, init, weights)
         chosen = chosen_precision(precision, start.module, error=RunError)
         original = partial(_original, model, seed)
-        surface = surface_of(start.module, original, split_example(example), live=isinstance(model, nn.Module))
+        surface = surface_of(start.module, original, _arguments(example), live=isinstance(model, nn.Module))
         settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
         opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
         about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
@@ -136,6 +137,13 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
     if generates(start.module):
         made.__dict__["generate"] = Generate(original, made, example)
     return made
+
+
+def _arguments(example: Any) -> Arguments:
+    """Of a call. Pytree is to see into them on every rank: one captures, and all are given batches."""
+    arguments = split_example(example)
+    register_dataclasses(arguments)
+    return arguments
 
 
 def _original(model: Model, seed: int) -> nn.Module:

@@ -76,6 +76,8 @@ class Emulated(Stepping):
             self.hold_apart(name, cast(nn.Module, child))
         for rank in self._crew.modules:
             rank.share_modes(self)
+        for path, shown in {"": self, **self._paths}.items():
+            shown.ask_as(self._first._paths[path] if path else self._first)
         tree.assign_by({name: partial(self._set_buffer, name) for name in surface.buffers() if name in self._shapes})
         self.__dict__["_assigned"] = tree._assigned
 

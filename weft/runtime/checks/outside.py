@@ -47,7 +47,7 @@ from weft.runtime.checks.watched import (
     Tensors,
     holds_tensor,
 )
-from weft.runtime.program.reads import Reads
+from weft.runtime.program.reads import ANY, Reads, kind_of
 
 DEPTH, LENGTH = 6, 256
 """Of what is looked into: how deep, and how long a container may be."""
@@ -73,6 +73,12 @@ HOLDERS: Sequence[tuple[Any, tuple[str, ...]]] = (
 NUMPY = ("numpy", "ndarray")
 INSTALLED, LIBRARY = f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep
 
+ASKS_GRADIENT = "requires_grad of "
+AGAIN = "call weft.parallelize() again after the change"
+FLAG = f"pass a flag to forward in its place, for each value of which a program is made, or {AGAIN}"
+MODE = f"leave its mode as it is, make it a submodule of the model, whose modes are followed, or {AGAIN}"
+VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its values, or {AGAIN}"
+
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
@@ -85,10 +91,19 @@ class Outside:
     Args:
         owners: the submodules of the original.
         parameters: by name, those that tell whether a tensor requires a gradient.
+        shown: by path, attributes of what shows the submodules, and of these names that it shows of the original.
     """
 
-    def __init__(self, reads: Reads, owners: Owners, parameters: Mapping[str, Tensor] | None = None) -> None:
-        self._places, self._seen, self._classes = dict(reads.names), set[int](), set[type]()
+    def __init__(
+        self,
+        reads: Reads,
+        owners: Owners,
+        parameters: Mapping[str, Tensor] | None = None,
+        shown: Mapping[str, tuple[Mapping[str, Any], Collection[str]]] | None = None,
+    ) -> None:
+        self._places = {**{name: place for _, name, place in reads.asked}, **dict(reads.names)}
+        self._names, self._asked_of = list(dict(reads.names)), cache(reads.asked_of)
+        self._seen, self._classes, self._kinds = set[int](), set[type](), set[type]()
         self._used = None if reads.tensors is None else frozenset(reads.tensors)
         self._spaces: list[Space] = []
         self._watched: list[Content | Memory | Answer] = []
@@ -107,8 +122,13 @@ class Outside:
         self._own.update(map(id, (parameters or {}).values()))
         for path, (kind, attributes) in owners.items():
             self._module(path, kind, attributes)
+        for path, (attributes, names) in (shown or {}).items():
+            of = kind_of(owners[path][0]) if path in owners else ANY
+            self._lacks(attributes, f"{path}." if path else "", of, self._places.keys() & names)
         for module, name, place in reads.globals:
             self._global(module, name, place)
+        for module in {kind for kind, _, _ in reads.asked if kind in sys.modules}:
+            self._lacks(vars(sys.modules[module]), f"{module}.", module)
         self._questions(reads, parameters)
         del self._seen, self._kept
         self._tensors.seal()
@@ -119,7 +139,7 @@ class Outside:
                 ((one.get, one.space) for one in self._spaces),
                 ((_code, one) for one in self._functions),
                 self._tensors.asked(),
-                ((one.names.isdisjoint, one.space) for one in self._absent),
+                ((one.ask, one.names) for one in self._absent),
             )
         )
 
@@ -132,7 +152,7 @@ class Outside:
         for place, names in reads.gradients if parameters is not None else ():
             assert parameters is not None
             if held := [parameters[name] for name in names if name in parameters]:
-                label = f"requires_grad of {names[0]}" + (f" and {len(names) - 1} others" if names[1:] else "")
+                label = f"{ASKS_GRADIENT}{names[0]}" + (f" and {len(names) - 1} others" if names[1:] else "")
                 self._ask(lambda held=held: any(one.requires_grad for one in held), label, place)  # type: ignore[misc]
 
     def changed(self) -> str:
@@ -183,19 +203,28 @@ class Outside:
         self, kind: type, attributes: Mapping[str, Any], label: str, depth: int, but: Collection[str] = ()
     ) -> None:
         """What an object holds, and what its classes do where it does not."""
-        self._space(attributes, [name for name in self._places if name in attributes and name not in but], label, depth)
-        inherited = {name: _of_class(kind, name) for name in self._places if name not in attributes}
-        names = frozenset(name for name, one in inherited.items() if one is not None and not isinstance(one, STAY))
-        if names:
-            self._absent.append(Absent(attributes, names, label, self._places))
+        self._space(attributes, [name for name in self._names if name in attributes and name not in but], label, depth)
+        inherited = {name: _of_class(kind, name) for name in self._names if name not in attributes}
+        names = [name for name, one in inherited.items() if one is not None and not isinstance(one, STAY)]
+        held = [one for key in ("_parameters", "_buffers", "_modules") for one in attributes.get(key, ())]
+        self._lacks(attributes, label, kind_of(kind), names, held)
         self._class(kind, depth)
+
+    def _lacks(
+        self, space: Mapping[str, Any], label: str, kind: str, names: Collection[str] = (), but: Collection[str] = ()
+    ) -> None:
+        """Names that are not there, and would be read if they were: of a class, or asked for in vain."""
+        places = self._asked_of(kind)
+        if absent := frozenset([*names, *places]) - space.keys() - set(but):
+            self._absent.append(Absent(space, absent, label, {**self._places, **places}))
 
     def _global(self, module: str, name: str, place: str) -> None:
         space = vars(sys.modules[module]) if module in sys.modules else {}
-        if name not in space:
+        if name not in space and (name or not space):
             return
         self.globals.add((module, name))
-        value, label = space[name], f"{module}.{name}"
+        # without a name it is the module itself that is imported
+        value, label = (space[name], f"{module}.{name}") if name else (sys.modules[module], module)
         if not isinstance(value, STAY):
             self._spaces.append(Space(space, (name,), (label,), (place,)))
         if isinstance(value, ModuleType):
@@ -213,7 +242,7 @@ class Outside:
 
     def _defined(self, space: Mapping[str, Any], label: str, depth: int, *, own: bool = True) -> None:
         """Attributes of a module or class: what is defined there by others stays."""
-        names, stay = [name for name in self._places if name in space], STAY if own else DEFINED
+        names, stay = [name for name in self._names if name in space], STAY if own else DEFINED
         self._space(space, [name for name in names if not isinstance(space[name], stay)], label, depth)
         self.names.update(names)
         for name in names:
@@ -253,9 +282,9 @@ class Outside:
             self._look(value(), label, place, depth)
         elif isinstance(value, local):
             held, label = vars(value), f"{label}."
-            self._space(held, [name for name in self._places if name in held], label, depth)
-            self._absent.append(Absent(held, frozenset(self._places.keys() - held.keys()), label, self._places))
-            self.names.update(self._places)
+            self._space(held, [name for name in self._names if name in held], label, depth)
+            self._lacks(held, label, kind_of(value), self._names)
+            self.names.update(self._names)
         elif isinstance(value, ContextVar):
             now, thread = value.get(None), get_ident()
             # each thread has values of its own
@@ -265,8 +294,8 @@ class Outside:
             dotted = value.__reduce__()[1]
             self.getters.update((one, place) for name in dotted for one in name.split("."))
         elif isinstance(value, torch.optim.Optimizer):
-            for at, group in enumerate(value.param_groups if "param_groups" in self._places else ()):
-                read = [name for name in self._places if name in group and name != "params"]
+            for at, group in enumerate(value.param_groups if "param_groups" in self._names else ()):
+                read = [name for name in self._names if name in group and name != "params"]
                 self._space(group, read, f"{label}.param_groups[{at}].", depth)
                 self.names.add("param_groups")
         else:
@@ -283,9 +312,12 @@ class Outside:
 
     def _hidden(self, module: nn.Module, label: str, place: str, depth: int) -> None:
         """A module that is not the model's: the tensors of it that forward computes with, and what it reads there."""
+        modes, uses, holds = list[tuple[str, nn.Module]](), False, False
         for path, sub in module.named_modules():
             if id(vars(sub)) in self._own or type(sub).__module__.startswith("weft."):
                 continue
+            if "training" in self._names and _reads_mode(type(sub)):
+                modes.append((f"{label}.{path}." if path else f"{label}.", sub))
             prefix, some = f"{label}.{path}." if path else f"{label}.", False
             for held in (sub._parameters, sub._buffers):
                 found = {name: one for name, one in held.items() if one is not None and id(one) not in self._own}
@@ -300,6 +332,9 @@ class Outside:
             if some or not path:
                 self._instance(type(sub), vars(sub), prefix, depth, STANDARD)
                 self._forward(type(sub))
+            uses, holds = uses or some, holds or bool(sub._parameters or sub._buffers)
+        for prefix, sub in modes if uses or not holds else ():
+            self._space(vars(sub), ["training"], prefix, depth)
 
     def _container(self, value: Any, label: str, place: str, depth: int) -> None:
         if len(value) > LENGTH:
@@ -317,12 +352,19 @@ class Outside:
             self._instance(type(value), own, label, depth)
             return
         slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
-        self._space(Attributes(value), [name for name in self._places if name in slots], label, depth)
+        self._space(Attributes(value), [name for name in self._names if name in slots], label, depth)
 
     def _class(self, kind: type, depth: int) -> None:
         """Of a class and those that it is made from: attributes that are read."""
-        for one in kind.__mro__:
-            if one not in self._classes and _is_own(one.__module__):
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        own = [one for one in kind.__mro__ if _is_own(one.__module__)]
+        for at, one in enumerate(own):
+            # a class that is made from others may hide what they have
+            hidden = {name for name in self._names for base in own[at + 1 :] if name in vars(base)}
+            self._lacks(vars(one), f"{one.__qualname__}.", kind_of(kind), hidden)
+            if one not in self._classes:
                 self._classes.add(one)
                 self._defined(vars(one), f"{one.__qualname__}.", depth)
 
@@ -349,6 +391,15 @@ class Outside:
         self._look(value, label, place, depth)
 
 
+def remedy_for(changed: str) -> str:
+    """What to do about a change: a function or module is no value that could be passed or kept in a buffer."""
+    if changed.startswith(ASKS_GRADIENT):
+        return FLAG
+    if ".training was " in changed:
+        return MODE
+    return AGAIN if "<function " in changed or ".forward " in changed or changed.startswith("the code of ") else VALUE
+
+
 def owners_of(module: nn.Module, *, live: bool = True) -> Owners:
     """The submodules of a module.
 
@@ -368,6 +419,11 @@ def _tensors_in(attributes: Mapping[str, Any]) -> list[Any]:
 
 def _line(function: FunctionType) -> str:
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    """Whether what modules of a class compute may depend on their mode: of the user's own any may."""
+    return _is_own(kind.__module__) or "training" in getattr(kind.forward, "__code__", _reads_mode.__code__).co_names
 
 
 def _of_class(kind: type, name: str) -> Any:

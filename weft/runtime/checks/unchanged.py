@@ -65,6 +65,12 @@ class _Shown:
 
     def wrong(self) -> Wrong:
         """It is not as it was: how."""
+        if self.holder.get(self.key) is None:
+            return (
+                f"{self.name} was taken away, and the program goes on to use it",
+                "change the model and call weft.parallelize() again; to leave it out for a while, set it to zero: with "
+                "torch.no_grad(): parameter.zero_()",
+            )
         if self.holder.get(self.key) is not self.parameter:
             return (
                 f"another parameter was put in the place of {self.name}, which the program goes on to use",

@@ -105,6 +105,11 @@ class Absent:
             return ""
         return f"{self.label}{name} was set to {shown(self.space[name])}, {read_at(self.places[name])}"
 
+    @property
+    def ask(self) -> Callable[[Any], bool]:
+        """Whether it has none of them: looked up in C, as many as there are fewer of."""
+        return self.space.keys().isdisjoint
+
 
 @dataclass
 class Content:

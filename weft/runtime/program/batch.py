@@ -9,6 +9,8 @@ example may have other sizes, if the program serves them.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
@@ -52,6 +54,7 @@ class Form:
         sizes: that batches choose; guards: what they must fulfil beside.
         asks: what else the forward asks about a batch.
         reads: what it reads besides the batch.
+        num_args: how many of its arguments are positional.
     """
 
     spec: str
@@ -62,6 +65,7 @@ class Form:
     guards: tuple[Guard, ...] = ()
     asks: tuple[Ask, ...] = ()
     reads: Reads = field(default_factory=Reads, compare=False)
+    num_args: int = 0
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int | None] | None = None
@@ -73,9 +77,7 @@ class Form:
         """
         leaves = self._leaves(args, kwargs)
         if leaves is None:
-            wanted = f"{', '.join(self.keywords)} by keyword" if self.keywords else "positional arguments only"
-            given = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
-            raise OtherForm(f"the batch has another form than the example: {given}; the example has {wanted}")
+            raise OtherForm(f"the batch has another form than the example: {self._other_form(args, kwargs)}")
         if self._are_as_ever(leaves):
             return [leaves[at] for at, _, _, _ in self.tensors]
         for number, (leaf, text) in enumerate(zip(leaves, self.leaves, strict=True)):
@@ -119,6 +121,20 @@ class Form:
         leaves, spec = pytree.tree_flatten((tuple(args), {**ordered, **kwargs}))
         return leaves if str(spec) == self.spec and len(leaves) == len(self.leaves) else None
 
+    def _other_form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """How the arguments of a batch are others than the example's."""
+        if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
+            given, wanted = _arguments(len(args), tuple(kwargs)), _arguments(self.num_args, self.keywords)
+            return f"{given}; the example has {wanted}"
+        ordered = {name: kwargs[name] for name in self.keywords}
+        pairs = zip(_nodes(str(pytree.tree_structure((tuple(args), ordered)))), _nodes(self.spec), strict=False)
+        for (kind, keys), (own_kind, own_keys) in pairs:
+            if kind != own_kind:
+                return f"a {kind} in it, where the example has a {own_kind}"
+            if keys != own_keys:
+                return _other_keys(keys, own_keys)
+        return "as many arguments, and others in them"
+
     @cached_property
     def _kinds(self) -> list[tuple[tuple[Dim, ...], torch.dtype, bool]] | None:
         """Shape and dtype of each leaf, if there is nothing else to be asked of a batch."""
@@ -157,13 +173,50 @@ class Form:
         guards = tuple(Guard(**one) for one in found["guards"])
         asks = tuple(map(Ask.from_json, found["asks"]))
         names, leaves = tuple(found["keywords"]), tuple(found["leaves"])
-        return Form(found["spec"], names, leaves, tensors, sizes, guards, asks, Reads.from_json(found["reads"]))
+        return Form(
+            found["spec"],
+            names,
+            leaves,
+            tensors,
+            sizes,
+            guards,
+            asks,
+            Reads.from_json(found["reads"]),
+            found["num_args"],
+        )
 
 
 @cache
 def flat_spec(num_args: int, keywords: tuple[str, ...]) -> str:
     """The text of the pytree spec of arguments each of which is a leaf."""
     return str(pytree.tree_structure(((0,) * num_args, dict.fromkeys(keywords, 0))))
+
+
+def _arguments(num_args: int, keywords: Sequence[str]) -> str:
+    """So many arguments, in words."""
+    positional = f"{num_args} positional argument{'' if num_args == 1 else 's'}"
+    return f"{positional} and {', '.join(keywords)} by keyword" if keywords else positional
+
+
+def _nodes(spec: str) -> list[tuple[str, str]]:
+    """The containers of a pytree spec's text, from the outermost: the kind of each, and the keys of a dict."""
+    return re.findall(r"TreeSpec\((\w+), (?:(\[.*?\]|\w+))", spec)
+
+
+def _other_keys(keys: str, own: str) -> str:
+    """How the keys of a dict are others than the example's."""
+    try:
+        given, wanted = map(ast.literal_eval, (keys, own))
+        lacks, has = [one for one in wanted if one not in given], [one for one in given if one not in wanted]
+    except (ValueError, SyntaxError, TypeError):  # keys that are no plain values
+        return f"a dict has the keys {keys}, in the example {own}"
+    if lacks or has:
+        found = (f"has {what} {', '.join(map(repr, one))}" for what, one in (("no", lacks), ("also", has)) if one)
+        return f"a dict in it {' and '.join(found)}; in the example its keys are {own}"
+    return (
+        f"the keys of a dict are in the order {keys}, in the example {own}: forward may go over them in their order; "
+        f"{{key: batch[key] for key in {own}}} has that of the example"
+    )
 
 
 def _other_value(number: int, leaf: Any, text: str) -> str:
@@ -177,7 +230,8 @@ def _other_value(number: int, leaf: Any, text: str) -> str:
 
 def _check_kind(given: Any, where: str, shape: tuple[Dim, ...], dtype: str) -> None:
     if not isinstance(given, Tensor):
-        raise BatchMismatch(f"{where} of the batch is a {type(given).__name__}, in the example it is a tensor")
+        told = "None" if given is None else f"a {type(given).__name__}"
+        raise BatchMismatch(f"{where} of the batch is {told}, in the example it is a tensor")
     if given.is_meta:
         raise BatchMismatch(f"{where} of the batch is on the meta device: it has no values")
     if given.dim() != len(shape) or dtype_name(given.dtype) != dtype:

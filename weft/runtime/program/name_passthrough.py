@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.runtime.program.shown import Attributes
+from weft.runtime.program.shown.attributes import Attributes
 
 
 class Own(Attributes):

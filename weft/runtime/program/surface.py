@@ -1,7 +1,7 @@
 """Surface: what the original module shows besides parameters and buffers: its submodules, their modes and attributes.
 
 In: the original module. Out: of each submodule, also of those without parameters, its class, its attributes and its
-extra state, as data (`shown.py` shows them); the attributes that its parameters have. A program is made for the modes
+extra state, as data (`shown/` shows them); the attributes that its parameters have. A program is made for the modes
 and attributes that the module had: what is in training mode now is told (`modes_of`), so that a program for these modes
 can be made.
 """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
-from weft.runtime.checks.outside import Outside
+from weft.runtime.checks.outside import Outside, remedy_for
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
@@ -163,7 +163,11 @@ class OneRank(Stepping):
 
     def _take_in(self, flow: Flow) -> None:
         """A program that was just made: what its forward reads is to stay as it is."""
-        self._outside[flow] = Outside(flow.form.reads, self._surface.owners, dict(self.named_parameters()))
+        reads, shown = flow.form.reads, {"": self, **self._paths}
+        for one in shown.values():
+            one.ask_for(reads)
+        parts = {path: (vars(one), one.shown_names()) for path, one in shown.items()}
+        self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts)
         if self._refusal is not None:
             for module in flow.modules:
                 module.refusal = self._refusal
@@ -349,11 +353,7 @@ class OneRank(Stepping):
         if flow is None and self.modes != self._surface.modes:
             return
         if changed := self._outside[flow or self._flow].changed():
-            raise self._refused(
-                f"{changed}: the program has the value from before",
-                "pass it to forward, make it a buffer (register_buffer) and change its values, or call "
-                "weft.parallelize() again after the change",
-            )
+            raise self._refused(f"{changed}: the program has the value from before", remedy_for(changed))
 
     def refuse_surroundings(self) -> object:
         """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as

@@ -22,7 +22,8 @@ from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
 from weft.runtime.program.calling import Calling, sign
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.own_modes import Change, modes_after
-from weft.runtime.program.shown import Attributes, Shown, shown_tree, with_items
+from weft.runtime.program.shown.attributes import Attributes
+from weft.runtime.program.shown.tree import Shown, shown_tree, with_items
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.scaling import GradScaler
 

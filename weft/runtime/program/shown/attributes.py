@@ -1,8 +1,9 @@
-"""Shown: the original's submodules as a parallel module shows them.
+"""Attributes: a module that shows those of the original.
 
-In: a Surface. Out: a tree of containers under the names of all submodules. Each says that it is of its original's class
-(`isinstance`, `__class__`), since users sort modules and parameters by it. Attributes can be read; one that forward may
-read cannot be set, since no program would read it. Other attributes, those of the caller's own, can. A method of the
+In: what one submodule of the original has (`surface.py`), and the names that forward asks for (`reads.py`). Out: a
+module that says that it is of the original's class (`isinstance`, `__class__`), since users sort modules and parameters
+by it. Attributes can be read; one that forward may read cannot be set, since no program would read it. Other
+attributes, those of the caller's own, can; what holds tensors cannot, since nothing would save it. A method of the
 original's would work on what the rank holds: it is refused when it is called. A property is worked out here, and
 refused where the original's is another.
 """
@@ -14,24 +15,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import methodcaller
 from types import FunctionType, MappingProxyType, MethodType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import container
 
 from weft.errors import Refuse, RunError
-from weft.runtime.program.own_modes import Change
 from weft.runtime.program.read_only import holds_tensors, read_only
-from weft.runtime.program.stored import Container
-from weft.runtime.program.surface import HELD, NO_STATE, Node, Surface, joined, own_classes, set_modes
+from weft.runtime.program.reads import OVER, Reads, kind_of
+from weft.runtime.program.surface import HELD, NO_STATE, Node, joined, own_classes
 
 UNREAD = "make it a buffer (register_buffer) and change its values, pass it to forward, or set it before parallelize()"
-OTHERWISE = (
-    "change the model before parallelize(); later on load parallel.full_state_dict() into the model, change it, and "
-    "call weft.parallelize() again. Values of parameters change in place: with torch.no_grad(): parameter.copy_(values)"
+AGAIN = (
+    "load parallel.full_state_dict() into the model, change it, and call weft.parallelize() again: a program is made "
+    "of its submodules and functions"
+)
+VALUES = (
+    "change its values: with torch.no_grad(): parameter.copy_(values); or change the model and call "
+    "weft.parallelize() again"
 )
 ELSEWHERE = (
     "call it on the original module before parallelize(); afterwards load parallel.full_state_dict() into a module of "
@@ -46,11 +49,6 @@ READS = frozenset(
     | {"_get_item_by_idx", "_get_abs_string_index", "_key_to_attr"}
 )
 """Methods of torch's containers that work on what is shown."""
-OVERRIDES = frozenset(
-    {"parameters", "named_parameters", "buffers", "named_buffers", "requires_grad_", "zero_grad", "apply"}
-    | {"to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"}
-)
-"""Methods of all modules that a class may have as its own."""
 
 
 class NotHeldError(RunError, AttributeError):
@@ -75,7 +73,7 @@ class Answering:
     def __class__(self, kind: type[Any]) -> None:
         raise self._refuse(
             f"the class of a part of a parallel module is set to {kind.__name__}, and programs do not follow",
-            OTHERWISE,
+            AGAIN,
         )
 
 
@@ -86,10 +84,12 @@ class Attributes(Answering, nn.Module):
     _shown_from: Callable[[], nn.Module] | None = None
     _assigned: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """What sets buffers."""
+    _shown_asked: dict[str, str]
+    """Names that forward asks the original for, which has none of them, and the lines that do."""
 
     def tell(self, node: Node, refuse: Refuse, path: str = "", original: Callable[[], nn.Module] | None = None) -> None:
         """Say what the original has here, and how to refuse a change of it."""
-        self.__dict__.update(_refuse=refuse, _shown_path=path, _shown_from=original)
+        self.__dict__.update(_refuse=refuse, _shown_path=path, _shown_from=original, _shown_asked={})
         shown = {
             name: read_only(value, partial(self._unread, name, "changed")) for name, value in node.attributes.items()
         }
@@ -100,8 +100,7 @@ class Attributes(Answering, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if (assign := self._assigned.get(name)) is not None:
             return assign(value)
-        if self._shown_node.kind is not None and self._is_unread(name):
-            raise self._unread(name)
+        self._refuse_unread(name, isinstance(value, nn.Module | nn.Parameter))
         if isinstance(value, nn.Module):
             self._refuse_own(name, value)
         return super().__setattr__(name, value)
@@ -112,22 +111,23 @@ class Attributes(Answering, nn.Module):
             raise self._unread(name, "deleted")
         super().__delattr__(name)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """One without tensors, of the caller's own."""
+        self._refuse_unread(name, held=True)
+        self._refuse_own(name, module)
+        super().add_module(name, module)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """In place of one of the model's: the next forward tells. No other."""
+        self._refuse_unread(name, held=True)
         self._refuse_own(name, param)
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Likewise."""
+        self._refuse_unread(name, held=True)
         self._refuse_own(name, tensor)
         super().register_buffer(name, tensor, persistent)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """One without tensors."""
-        if self._shown_node.kind is not None and name in self._shown_node.children:
-            raise self._unread(name)
-        self._refuse_own(name, module)
-        super().add_module(name, module)
 
     def _refuse_own(self, name: str, value: Tensor | nn.Module | None) -> None:
         """Refuse what would be among parameters and in state dicts, and is no part of the model."""
@@ -148,6 +148,35 @@ class Attributes(Answering, nn.Module):
         if len(self._modules) > len(self._shown_node.children & self._modules.keys()):
             yield from (one for name, one in self._modules.items() if name not in self._shown_node.children)
 
+    def ask_for(self, reads: Reads) -> None:
+        """Say what a forward asks for, there or not."""
+        if self._shown_node.kind is not None:
+            self._shown_asked.update(reads.asked_of(kind_of(self._shown_node.kind)))
+            self._shown_asked.update((kind, place) for kind, _, place in reads.asked if kind == OVER)
+
+    def ask_as(self, other: Attributes) -> None:
+        """The same is asked for as of another that shows the same, also later on."""
+        if self._shown_node.kind is not None:
+            self.__dict__["_shown_asked"] = other._shown_asked
+
+    def _refuse_unread(self, name: str, held: bool) -> None:
+        """Refuse to set what programs do not read, and forward of the original would.
+
+        Args:
+            held: it is a module, parameter or buffer.
+        """
+        if self._shown_node.kind is None:
+            return
+        if self._is_unread(name):
+            raise self._unread(name)
+        place = self._shown_asked.get(name) or (self._shown_asked.get(OVER) if held else None)
+        if place is not None and name not in self.__dict__ and not self._is_ours(name):
+            raise self._refuse(
+                f"{self._dotted(name)} is set, and programs do not read it: there was none when they were made, and "
+                f"forward looks for it at {place}",
+                "set it before parallelize(), or under a name that forward does not look for",
+            )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -161,18 +190,27 @@ class Attributes(Answering, nn.Module):
         return joined(self._shown_path, name)
 
     def _unread(self, name: str, how: str = "set") -> Exception:
-        message = (
-            f"{self._dotted(name)} is {how}, and programs do not read it: they were made with the value that it had"
-        )
-        node = self._shown_node
-        is_held = how == "deleted" or name in node.children | node.parameters or name.lstrip("-").isdigit()
-        return self._refuse(message, OTHERWISE if is_held else UNREAD)
+        node, found = self._shown_node, self._dotted(name)
+        is_made_of = name in node.children or (name not in node.attributes and callable(self._static(name)))
+        if is_made_of or how == "deleted" or name.lstrip("-").isdigit():
+            return self._refuse(f"{found} is {how}, and programs go on with what they were made of", AGAIN)
+        if name in node.parameters:
+            return self._refuse(f"{found} is set, and programs go on with the parameter that was there", VALUES)
+        message = f"{found} is {how}, and programs do not read it: they were made with the value that it had"
+        return self._refuse(message, UNREAD)
 
     def shows_name(self, name: str) -> bool:
         """True if a name is of the original, and nothing of the runtime's is called so."""
-        return name in self._shown_node.attributes or (
-            self._static(name) is not MISSING and not any(name in vars(kind) for kind in own_classes(type(self)))
-        )
+        shown = self._shown_node.attributes
+        return name in shown or (self._static(name) is not MISSING and not self._is_ours(name))
+
+    def _is_ours(self, name: str) -> bool:
+        """True if it is the name of something of the runtime's."""
+        return any(name in vars(kind) for kind in own_classes(type(self)))
+
+    def shown_names(self) -> set[str]:
+        """The attributes of the original that are shown, and no other thing of that name."""
+        return {name for name in self._shown_node.attributes if self.shows_name(name) and not self._is_ours(name)}
 
     def _is_unread(self, name: str) -> bool:
         """True if nothing would read what is set. Of a parameter that is held here the next forward tells."""
@@ -272,146 +310,3 @@ def same_state(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_state, one, other))
     return bool(one == other)
-
-
-class Shown(Attributes, Container):
-    """A submodule of the original as a parallel module shows it."""
-
-    _shown_change: Callable[[str, Change], None] | None = None
-    """Sets modes as the original does, if that has its own way."""
-
-    def __init__(self) -> None:
-        self.__dict__["_shown_mode"] = [True]
-        super().__init__()
-
-    @property
-    def training(self) -> bool:
-        """Its mode, which several trees may share."""
-        return bool(self.__dict__["_shown_mode"][0])
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.__dict__["_shown_mode"][0] = mode
-
-    def share_mode(self, other: Shown) -> None:
-        """Be in the mode of another from now on."""
-        self.__dict__["_shown_mode"] = other.__dict__["_shown_mode"]
-
-    def assign_by(self, setters: Mapping[str, Callable[[Any], None]]) -> None:
-        """Let buffers be set by these, each by its dotted name."""
-        for path, assign in setters.items():
-            holder, name = self.holder_of(path)
-            holder.__dict__["_assigned"] = {**holder.__dict__.get("_assigned", {}), name: assign}
-
-    def tell_all(self, node: Node, refuse: Refuse, path: str, surface: Surface, change: Any) -> None:
-        """Say what the original has here."""
-        self.tell(node, refuse, path, surface.original)
-        self.__dict__["_shown_change"] = change if surface.own_modes else None
-        for name in OVERRIDES:
-            method = getattr(node.kind, name, None)
-            if method is not getattr(nn.Module, name) and callable(method):
-                self.__dict__[name] = self.uncallable(name, method)
-
-    def shows_name(self, name: str) -> bool:
-        return name in self._shown_node.attributes or self._static(name) is not MISSING
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Programs call no submodules."""
-        return self.uncallable("forward", Shown.forward)()
-
-    def train(self, mode: bool = True) -> Self:
-        """As the original's."""
-        return self._changed(methodcaller("train", mode)) if self._shown_change is not None else super().train(mode)
-
-    def eval(self) -> Self:
-        """As the original's."""
-        return self._changed(methodcaller("eval")) if self._shown_change is not None else super().eval()
-
-    def _changed(self, change: Change) -> Self:
-        assert self._shown_change is not None
-        self._shown_change(self._shown_path, change)
-        return self
-
-    def extra_repr(self) -> str:
-        """The original's."""
-        return self._shown_node.text
-
-    # As a list or dict.
-
-    def _read(self, name: str, *args: Any) -> Any:
-        found = self._static(name)
-        if found is MISSING:
-            return getattr(Container, name)(self, *args)
-        is_read = getattr(found, "__module__", "") == container.__name__
-        return found(self, *args) if is_read else self.uncallable(name, found)()
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._read("__getitem__", key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._read("__iter__"))
-
-    def __len__(self) -> int:
-        return int(self._read("__len__"))
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise self._unread(str(key))
-
-    def __delitem__(self, key: Any) -> None:
-        raise self._unread(str(key), "deleted")
-
-    def __bool__(self) -> bool:
-        return self._static("__len__") is MISSING or bool(len(self))
-
-
-class Items:
-    """A parallel module whose original is a list or dict of modules: its items are those of the tree."""
-
-    _items: Shown
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._items[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._items[key]
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def with_items(module: Attributes, tree: Shown) -> None:
-    """Let a module have the items of a tree, if the original's class has some. Others are not to look like lists."""
-    kind = type(module)
-    if tree._static("__getitem__") is not MISSING:
-        module.__dict__["_items"] = tree
-        # what it is in truth: `__class__` is what it shows
-        object.__dict__["__class__"].__set__(
-            module, type(kind.__name__, (kind, Items), {"__module__": kind.__module__})
-        )
-
-
-def shown_tree(surface: Surface, refuse: Refuse, change: Callable[[str, Change], None]) -> Shown:
-    """Containers under the names of all submodules, in the modes that they are in.
-
-    Args:
-        change: sets modes as a submodule's own `train()` or `eval()` does.
-    """
-    tree = Shown()
-    for path, node in surface.nodes.items():
-        holder, _ = tree.holder_of(joined(path, "x"), make=True)
-        assert isinstance(holder, Shown)
-        holder.tell_all(node, refuse, path, surface, change)
-    for path, first in surface.aliases.items():
-        holder, name = tree.holder_of(path)
-        holder._modules[name] = tree.get_submodule(first)
-    set_modes(tree, surface.modes)
-    return tree

@@ -1,0 +1,1 @@
+"""What a parallel module shows of the original: its attributes, and its submodules."""
