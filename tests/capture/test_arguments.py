@@ -66,7 +66,7 @@ def test_refuses_arguments_that_do_not_say_their_value(other: Any, words: str, r
         *({1, 2}, torch.tanh, Plain, "a".upper, math, range(3), torch.Size([1]), SimpleNamespace(a=Plain)),
         partial(torch.sum, dim=0),
     ],
-    ids=str,
+    ids=lambda other: type(other).__name__,
 )
 def test_takes_arguments_that_say_their_value(other: Any) -> None:
     assert capture(Takes(), (torch.ones(2, 4), other)).outputs
