@@ -65,7 +65,7 @@ class Watch:
         self.objects = {id(v): (v, dict(vars(v))) for v in plain_objects(self.attributes.values(), DEPTH)}
         self.inner = Containers(one for _, held in self.objects.values() for one in held.values())
         self.hooks = dict(hooks_of(module))
-        self.children = {path: (sub, dict(sub._modules)) for path, sub in module.named_modules()}
+        self.children = {path: (sub, dict(vars(sub)["_modules"])) for path, sub in module.named_modules()}
         self.random = random_states()
         self.buffers = dict(tensors_of(module, "_buffers"))
         self.parameters = dict(tensors_of(module, "_parameters"))
@@ -77,7 +77,7 @@ class Watch:
         Plain objects and hooks stay as they are: whether they settle is seen in a second trace.
         """
         for _, sub, children in self.exchanged():
-            refill(sub._modules, children)
+            refill(vars(sub)["_modules"], children)
         modules = dict(self.module.named_modules())
         for key in dict(attributes_of(self.module)):
             if key not in self.attributes:
@@ -111,8 +111,9 @@ class Watch:
 
     def exchanged(self) -> list[tuple[str, nn.Module, dict[str, nn.Module | None]]]:
         """Submodules that have others than they had, by path, with what they had."""
-        found = [(path, *one) for path, one in self.children.items()]
-        return [one for one in found if any(one[1]._modules.get(name) is not sub for name, sub in one[2].items())]
+        # export shows a module that has two paths through proxies, which make their children anew when they are asked
+        found = ((path, sub, before, vars(sub)["_modules"]) for path, (sub, before) in self.children.items())
+        return [one[:3] for one in found if any(one[3].get(name) is not child for name, child in one[2].items())]
 
     def is_set(self, key: Key) -> bool:
         """Whether an attribute has another plain value than before, or is new and plain: it may settle."""
@@ -134,7 +135,7 @@ class Watch:
             )
         for path, sub, _ in self.exchanged():
             self.restore()
-            line = blame(rerun, lambda sub=sub: list(map(id, sub._modules.values())), self.packages())  # type: ignore[misc]
+            line = blame(rerun, lambda sub=sub: list(map(id, vars(sub)["_modules"].values())), self.packages())  # type: ignore[misc]
             raise CaptureError(
                 f"forward removes or exchanges submodules of {path or type(sub).__name__}: the change would be lost",
                 place=line or forward_place(sub),
