@@ -11,11 +11,11 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 147_400,
+    "runtime": 147_460,
     "ops": 45_518,
     "codegen": 35_507,
     "plan": 32_520,
-    "capture": 41_755,
+    "capture": 41_780,
     "lower": 20_000,
     "train": 21_915,
     "verify": 15_804,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 421_370
+ALL = 421_460
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -114,7 +114,7 @@ def test_it_is_refused_where_it_is_set_on_the_parallel_module(name: str, of_rank
 def test_what_forward_does_not_look_for_may_appear() -> None:
     model, parallel = made(lambda: Of(lambda it: getattr(it, "bonus", 2.0) * hasattr(CONFIG, "other")))
     CONFIG.bonus = OTHER.bonus = OTHER.other = DERIVED.bonus = 3.0
-    parallel.note, parallel.a.bonus, parallel.mine = 3, 3, nn.Linear(2, 2)
+    parallel.note, parallel.a.bonus, parallel.mine = 3, 3, nn.Tanh()
     setting(THIS, "BONUS", 3.0)(None, None)
     torch.testing.assert_close(parallel(batch()), model(batch()))
 
@@ -193,7 +193,7 @@ def test_a_module_that_is_replaced_is_refused_and_nothing_about_buffers_is_said(
     with pytest.raises(RunError, match=words) as caught:
         change(parallel.ranks[0] if of_rank else parallel)
     assert "call weft.parallelize() again" in caught.value.remedy and "buffer" not in caught.value.remedy
-    parallel.mine = nn.Linear(2, 2)
+    parallel.mine = nn.Tanh()
     del parallel.mine
     if name == "pruned":  # what it took away is gone
         return

@@ -91,7 +91,8 @@ class Outside:
     Args:
         owners: the submodules of the original.
         parameters: by name, those that tell whether a tensor requires a gradient.
-        shown: by path, attributes of what shows the submodules, and of these names that it shows of the original.
+        shown: by path, attributes of what shows the submodules, the names that it shows of the original, and those of
+            the runtime's.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Outside:
         reads: Reads,
         owners: Owners,
         parameters: Mapping[str, Tensor] | None = None,
-        shown: Mapping[str, tuple[Mapping[str, Any], Collection[str]]] | None = None,
+        shown: Mapping[str, tuple[Mapping[str, Any], Collection[str], Collection[str]]] | None = None,
     ) -> None:
         self._places = {**{name: place for _, name, place in reads.asked}, **dict(reads.names)}
         self._names, self._asked_of = list(dict(reads.names)), cache(reads.asked_of)
@@ -122,9 +123,9 @@ class Outside:
         self._own.update(map(id, (parameters or {}).values()))
         for path, (kind, attributes) in owners.items():
             self._module(path, kind, attributes)
-        for path, (attributes, names) in (shown or {}).items():
+        for path, (attributes, names, ours) in (shown or {}).items():
             of = kind_of(owners[path][0]) if path in owners else ANY
-            self._lacks(attributes, f"{path}." if path else "", of, self._places.keys() & names)
+            self._lacks(attributes, f"{path}." if path else "", of, self._places.keys() & names, ours)
         for module, name, place in reads.globals:
             self._global(module, name, place)
         for module in {kind for kind, _, _ in reads.asked if kind in sys.modules}:

@@ -166,7 +166,8 @@ class OneRank(Stepping):
         reads, shown = flow.form.reads, {"": self, **self._paths}
         for one in shown.values():
             one.ask_for(reads)
-        parts = {path: (vars(one), one.shown_names()) for path, one in shown.items()}
+        names = {name for _, name, _ in reads.asked}
+        parts = {path: (vars(one), one.shown_names(), one.ours_of(names)) for path, one in shown.items()}
         self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts)
         if self._refusal is not None:
             for module in flow.modules:

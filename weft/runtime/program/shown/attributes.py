@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from types import FunctionType, MappingProxyType, MethodType
@@ -207,6 +207,10 @@ class Attributes(Answering, nn.Module):
     def _is_ours(self, name: str) -> bool:
         """True if it is the name of something of the runtime's."""
         return any(name in vars(kind) for kind in own_classes(type(self)))
+
+    def ours_of(self, names: Iterable[str]) -> set[str]:
+        """Those of some names that something of the runtime's is called."""
+        return set(filter(self._is_ours, names))
 
     def shown_names(self) -> set[str]:
         """The attributes of the original that are shown, and no other thing of that name."""
