@@ -125,7 +125,7 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     results = [read(handle, builder, Context()) for handle in outputs]
     results = emit_expectations(converter.expected, results, traced.output.loss_among_tensors, builder)
     asks = tuple(Ask.of(kind, place, flat.values, grad=flat.grad) for kind, place in traced.found.asks.items())
-    refuse_identity(flat.values, traced.found.reader._lines)
+    refuse_identity(flat.values, traced.found.reader.lines)
     reads = traced.found.reader.found(module, traced.found.changed, traced.found.calls.given)
     graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks, reads=reads)
     refuse_trained_constants(graph)

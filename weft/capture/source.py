@@ -39,6 +39,11 @@ def package_of(file: str) -> str:
     return file.rpartition(INSTALLED)[2].partition(os.sep)[0] if INSTALLED in file else ""
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is the user's own: one of theirs that is not installed."""
+    return is_users(file) and not package_of(file)
+
+
 def users_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The frame to show, of a stack from the outermost to the innermost."""
     inside = [i for i, frame in enumerate(frames) if frame.filename.startswith(OURS) and frame.name == "forward"]

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from weft.capture.source import is_users, package_of, place_here
+from weft.capture.source import is_own, place_here
 from weft.errors import CaptureError
 
 
@@ -51,7 +51,7 @@ def refuse_modules(module: nn.Module) -> None:
             )
         warn_of_hooks(sub, label)
     found = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
-    if hook := next(filter(is_own, found), None):
+    if hook := next(filter(is_own_hook, found), None):
         raise CaptureError(
             f"the hook {hook_name(hook)} of all modules (register_module_forward_hook) would be frozen into the "
             "program",
@@ -69,7 +69,7 @@ def refuse_modules(module: nn.Module) -> None:
 def warn_of_hooks(module: nn.Module, label: str) -> None:
     """Forward hooks of the user's own code run while forward is traced: what they compute is computed ever after."""
     for hook in (*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()):
-        if is_own(hook):
+        if is_own_hook(hook):
             warnings.warn(
                 f"the hook {hook_name(hook)} of the module {label} becomes a part of the program: to remove it later "
                 "has no effect",
@@ -77,11 +77,11 @@ def warn_of_hooks(module: nn.Module, label: str) -> None:
             )
 
 
-def is_own(hook: Any) -> bool:
+def is_own_hook(hook: Any) -> bool:
     """Whether a hook is written in the user's own code, neither by torch nor in an installed package."""
     function = inspect.unwrap(getattr(hook, "func", hook))
     code = getattr(function, "__code__", None) or getattr(vars(type(hook)).get("__call__"), "__code__", None)
-    return code is not None and is_users(code.co_filename) and not package_of(code.co_filename)
+    return code is not None and is_own(code.co_filename)
 
 
 def hook_name(hook: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from traceback import FrameSummary
 from types import CodeType
@@ -19,7 +19,7 @@ from unittest import mock
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.source import OURS, is_users, package_of, place_here, place_of
+from weft.capture.source import OURS, is_own, place_here, place_of
 from weft.errors import CaptureError
 
 GRAD, VERSION, IS_LEAF = (getattr(Tensor, name).__get__ for name in ("grad", "_version", "is_leaf"))
@@ -46,8 +46,7 @@ def asker_is_own() -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
-    file = frame.f_code.co_filename
-    return is_users(file) and not package_of(file)
+    return is_own(frame.f_code.co_filename)
 
 
 class Attached:
@@ -97,7 +96,7 @@ class Attached:
         return property(read, write, lambda tensor: vars(tensor).pop(name))
 
 
-def refuse_identity(values: Sequence[Tensor], lines: Mapping[CodeType, set[int]]) -> None:
+def refuse_identity(values: Sequence[Tensor], lines: Mapping[CodeType, Collection[int]]) -> None:
     """Raise if the example has one tensor for two inputs and the user's own code asks whether two names are one object:
     each input has a stand-in of its own.
 
@@ -106,7 +105,7 @@ def refuse_identity(values: Sequence[Tensor], lines: Mapping[CodeType, set[int]]
     """
     if len({id(one) for one in values}) == len(values):
         return
-    own = {code: ran for code, ran in lines.items() if is_users(code.co_filename) and not package_of(code.co_filename)}
+    own = {code: ran for code, ran in lines.items() if is_own(code.co_filename)}
     for code, ran in own.items():
         before: list[str] = []
         for one in dis.get_instructions(code):

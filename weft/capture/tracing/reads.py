@@ -12,7 +12,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import FrameSummary
@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from weft.capture.source import TORCH, is_users, package_of, place_here, place_of
+from weft.capture.source import TORCH, is_own, is_users, place_here, place_of
 from weft.capture.tracing.asked import Asked
 from weft.runtime.checks.outside import Outside, owners_of
 from weft.runtime.program.reads import ANY, OVER, Reads
@@ -55,6 +55,11 @@ class Reader:
         self._gradients: dict[tuple[str, ...], str] = {}
         self._default_dtype = ""
         self._asked = Asked()
+
+    @property
+    def lines(self) -> Mapping[CodeType, Collection[int]]:
+        """Those that ran, by their code."""
+        return self._lines
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -143,7 +148,7 @@ class Reader:
         """A global that a function of the user's own reads: one that is not there is one of Python's, and may be hidden
         by another."""
         module = self._modules[code]
-        if not _is_own(code.co_filename) or module not in sys.modules:
+        if not is_own(code.co_filename) or module not in sys.modules:
             return
         if name not in vars(sys.modules[module]):
             asked.setdefault((module, name), place)
@@ -152,7 +157,7 @@ class Reader:
 
     def _listed(self, code: CodeType, opname: str, value: Any) -> Iterator[tuple[str, str]]:
         """What a function that lists all that an object or a module holds may look for there."""
-        if not _is_own(code.co_filename):
+        if not is_own(code.co_filename):
             return
         if opname in ATTRIBUTE and value in CHILDREN:
             yield OVER, value
@@ -188,11 +193,6 @@ def _instructions(code: CodeType) -> Iterable[tuple[str, Any, int | None]]:
 def _is_read(file: str) -> bool:
     """The user's files, and those of torch's layers, which read their attributes."""
     return is_users(file) or (file.startswith(LAYERS) and file not in MACHINERY)
-
-
-def _is_own(file: str) -> bool:
-    """The user's files that are not installed."""
-    return is_users(file) and not package_of(file)
 
 
 def _asks(frame: FrameType | None) -> bool:
