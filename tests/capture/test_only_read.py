@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,3 +56,30 @@ class AsksForFiles(nn.Module):
 def test_files_are_read_outside_forward(ask: Callable[[], Any]) -> None:
     with pytest.raises(CaptureError, match="forward asks for a file"):
         weft.capture(AsksForFiles(ask), torch.ones(2, 4))
+
+
+class Finder(MetaPathFinder):
+    """Looks for a file whenever something is imported, as pytest's does and that of type checkers at run time."""
+
+    def __init__(self) -> None:
+        self.asked = set[str]()
+
+    def find_spec(self, fullname: str, *_: Any) -> None:
+        self.asked.add(fullname)
+        assert not os.path.exists(fullname)  # noqa: PTH110
+
+
+class Imports(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.modules.pop("this", None)
+        import this  # noqa: F401
+
+        return super().forward(x).mean()
+
+
+def test_imports_may_look_for_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finder = Finder()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    weft.capture(Imports(4, 4), torch.ones(2, 4))
+    assert "this" in finder.asked
+    assert "Beautiful" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
@@ -26,6 +26,8 @@ OURS = f"{Path(__file__).absolute().parents[1]}{os.sep}"
 TORCH = f"{Path(torch.__file__).absolute().parent}{os.sep}"
 LIBRARY = sysconfig.get_path("stdlib") + os.sep
 INSTALLED = f"{os.sep}site-packages{os.sep}"
+IMPORTING = "<frozen importlib"
+"""The files of Python's import system."""
 
 
 def is_users(file: str) -> bool:
@@ -85,12 +87,29 @@ def place_here() -> str:
     return place_of(users_frame(traceback.extract_stack()))
 
 
-def caller_is_users() -> bool:
-    """Whether it is the user's own code that called into Weft, not torch on its behalf."""
+def caller() -> FrameType:
+    """What called into Weft."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
-    return is_users(frame.f_code.co_filename)
+    return frame
+
+
+def caller_is_users() -> bool:
+    """Whether it is the user's own code that called into Weft, not torch on its behalf."""
+    return is_users(caller().f_code.co_filename)
+
+
+def caller_is_forward() -> bool:
+    """Whether it is a forward's own code that called into Weft: neither torch nor an import on its behalf."""
+    frame: FrameType | None = caller()
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return False
+    while frame is not None and not (frame.f_code.co_name == "forward" and frame.f_code.co_filename.startswith(OURS)):
+        if frame.f_code.co_filename.startswith(IMPORTING):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def place_of_call() -> str:

@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
-from weft.capture.source import caller_is_users, is_users, keep_users_frame, place_here
+from weft.capture.source import caller_is_forward, is_users, keep_users_frame, place_here
 from weft.capture.tracing.caches import MODE, SIZE, Caches
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
@@ -297,10 +297,10 @@ def noting_grad_mode(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
 
 
 def refused(function: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
-    """`function` for everyone but the user's own code."""
+    """`function` for everyone but the user's own forward."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if caller_is_users():
+        if caller_is_forward():
             raise CaptureError(what, place=place_here(), remedy=remedy)
         return function(*args, **kwargs)
 
