@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -41,6 +42,7 @@ def package_of(file: str) -> str:
     return file.rpartition(INSTALLED)[2].partition(os.sep)[0] if INSTALLED in file else ""
 
 
+@cache
 def is_own(file: str) -> bool:
     """Whether a file is the user's own: one of theirs that is not installed."""
     return is_users(file) and not package_of(file)
@@ -57,10 +59,17 @@ def users_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
     return next(frame for frame in reversed(found[forward:]) if package_of(frame.filename) == package)
 
 
-def keep_users_frame(_tracer: object, stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Stands in for the tracer's choice of frames, which keeps nothing but `forward`s."""
-    frame = users_frame(stack)
-    return traceback.StackSummary.from_list([] if frame is None else [frame])
+def frames_of_forward() -> list[traceback.FrameSummary]:
+    """The frames that run now, from the innermost forward of ours, which calls the user's, to what asked."""
+    found = list[traceback.FrameSummary]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+        if code.co_name == "forward" and code.co_filename.startswith(OURS):
+            break
+        frame = frame.f_back
+    return found[::-1]
 
 
 def relative(file: str) -> str:

@@ -22,7 +22,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 DEPTH = 5
-PLAIN = frozenset((int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex, float))
+PLAIN: frozenset[type] = frozenset(
+    (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, complex, float)
+)
 CONTAINERS = (list, dict, set, deque)
 NESTING = (*CONTAINERS, tuple)
 """What may hold containers; what a frozenset holds does not change."""
@@ -106,10 +108,12 @@ class Containers:
             if isinstance(value, CONTAINERS):
                 self._held[id(value)] = value, value.copy()
             items = value.values() if isinstance(value, dict) else value
-            for item in items:
-                # asked here: most containers of a process hold neither
-                if isinstance(item, CHANGING):
-                    self._keep(item, depth - 1)
+            # most containers of a process hold plain values alone
+            kinds = set(map(type, items))
+            if not kinds <= PLAIN and (depth > 1 or itertools.count in kinds):
+                for item in items:
+                    if isinstance(item, CHANGING):
+                        self._keep(item, depth - 1)
 
     def before(self, held: Any) -> Any:
         """What a container held; itself if it is none of these."""
@@ -128,6 +132,15 @@ class Containers:
         for held, before in self:
             if isinstance(held, CONTAINERS) and not holds_same(held, before):
                 refill(held, before)
+
+
+def of_kinds(items: Iterable[Any], values: Iterable[Any], kinds: Collection[type]) -> Iterator[Any]:
+    """Those of the items whose values are of these very classes: there are thousands to look at in a process.
+
+    >>> list(of_kinds("ab", (1, 2.0), {int}))
+    ['a']
+    """
+    return itertools.compress(items, map(kinds.__contains__, map(type, values)))
 
 
 def refill(container: Any, saved: Any) -> None:

@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
+from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,13 +23,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from weft.capture.source import is_users, package_of
-from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint
+from weft.capture.source import is_own, is_users
+from weft.capture.tracing.fingerprint import CONTAINERS, PLAIN, Containers, fingerprint, of_kinds
 
 HOOK = "the hook"
 HOOK_REMEDY = "remove it before (handle.remove()), and return from forward what it collects"
 SEEN = PLAIN | {itertools.count, *CONTAINERS}
 """Kinds of values that are looked at."""
+MAY_CACHE = (_lru_cache_wrapper, staticmethod, classmethod, MethodType, property)
+"""A function that caches, and what may be made of one."""
 DEPTH = 3
 """Of containers that are looked into."""
 
@@ -41,10 +44,17 @@ class Surroundings:
         self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module)]
         self._caches = [(one, _misses(one)) for _, _, space, _ in self._spaces for one in _caches(space)]
         self._containers = Containers((value for *_, held in self._spaces for value in held.values()), DEPTH)
+        self._sizes = self._sizes_now()
 
     def again(self) -> Surroundings:
         """The state now."""
-        return Surroundings(self._module)
+        is_same = self._containers.is_same() and self._sizes == self._sizes_now()
+        is_same = is_same and not any(_is_rebound(space, held) for _, _, space, held in self._spaces)
+        return self if is_same else Surroundings(self._module)
+
+    def _sizes_now(self) -> list[int]:
+        """How much there is to look at."""
+        return [len(sys.modules), *(len(space) for _, _, space, _ in self._spaces)]
 
     def changed(self) -> tuple[str, Callable[[], Any]] | None:
         """The name of what is not as it was and holds no cache, and what gives its fingerprint; None if all is."""
@@ -62,6 +72,8 @@ class Surroundings:
         """Names, and where they are, of what has another value, or, unless `rebound`, holds something else."""
         is_same = self._containers.is_same()
         for label, owner, space, held in self._spaces:
+            if is_same and not (rebound and _is_rebound(space, held)):
+                continue
             for name, value in held.items():
                 now = space.get(name, value) if rebound else value
                 # the very objects in the very containers: what most processes are full of
@@ -79,7 +91,8 @@ class Surroundings:
             for label, *_, held in self._spaces
             for name, value in held.items()
         ]
-        dicts = [(name, list(self._new_within(value))) for name, value in values if isinstance(value, dict)]
+        filled = [] if self._containers.is_same() else [(name, value) for name, value in values if type(value) is dict]
+        dicts = [(name, list(self._new_within(value))) for name, value in filled]
         functions = [(one.__name__, gc.get_referents(one)) for one, misses in self._caches if _misses(one) != misses]
         # what a hook keeps is for others, who would find it in its object
         changed = (one for one in self._changed() if one[0].startswith(HOOK))
@@ -142,7 +155,7 @@ def _namespaces(module: nn.Module) -> Iterator[Found]:
     files = {str(getattr(sys.modules[kind.__module__], "__file__", "")) for kind in kinds}
 
     def is_theirs(file: str) -> bool:
-        return file in files or bool(file and is_users(file) and not package_of(file))
+        return file in files or bool(file and is_own(file))
 
     for name, found in list(sys.modules.items()):
         if isinstance(found, ModuleType) and is_theirs(getattr(found, "__file__", None) or ""):
@@ -231,16 +244,20 @@ def _is_full(cell: Any) -> bool:
     return True
 
 
+def _is_rebound(space: Space, held: Space) -> bool:
+    """Whether a name stands for another object than it did."""
+    return not all(map(is_, map(space.get, held), held.values()))
+
+
 def _seen(space: Space) -> dict[str, Any]:
-    return {name: value for name, value in space.items() if _is_seen(name, value)}
-
-
-def _is_seen(name: str, value: Any) -> bool:
-    return type(value) in SEEN and not (name.startswith("__") and name.endswith("__"))
+    found = of_kinds(list(space.items()), space.values(), SEEN)
+    return {name: value for name, value in found if not (name.startswith("__") and name.endswith("__"))}
 
 
 def _caches(space: Space) -> Iterator[Any]:
-    found = (one for value in list(space.values()) for one in _unwrapped(value))
+    values = list(space.values())
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, MAY_CACHE)}
+    found = (one for value in of_kinds(values, values, kinds) for one in _unwrapped(value))
     return (one for one in found if isinstance(one, _lru_cache_wrapper))
 
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 from unittest import mock
 
@@ -34,7 +35,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.capture.example import Example, Output, dynamic_shapes, flatten_output
 from weft.capture.sizes import refuse_fixed
-from weft.capture.source import caller_is_forward, is_users, keep_users_frame, place_here
+from weft.capture.source import (
+    caller_is_forward,
+    frames_of_forward,
+    is_users,
+    place_here,
+    users_frame,
+)
 from weft.capture.tracing.caches import MODE, SIZE, Caches
 from weft.capture.tracing.intercept import Interception, Listener, intercept
 from weft.capture.tracing.modules import to_where_it_is, without_computed
@@ -218,6 +225,9 @@ class Traced(nn.Module):
 
 def write_updates(updates: Sequence[Update]) -> None:
     """Give buffers their new values: all are taken before the first is written, for buffers may change places."""
+    if not updates:
+        # export cuts a graph apart where the grad mode changes, which takes as long as the trace
+        return
     with torch.no_grad():
         others = [{memory_of(one) for one, _ in updates if one is not old} for old, _ in updates]
         pairs = zip(updates, others, strict=True)
@@ -258,8 +268,9 @@ def trace(
         stack.callback(Watch(module).restore)
         move_to_fake(module, example.precision)
         warnings.simplefilter("ignore")
-        stack.enter_context(mock.patch.object(TracerBase, "_filter_traceback_frames", keep_users_frame))
-        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting_grad_mode(TracerBase.create_node)))
+        written = written_when_called(fx.GraphModule.recompile)
+        stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", written))
+        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting(TracerBase.create_node)))
         stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
@@ -282,18 +293,36 @@ def trace(
     return Trace(program, found, output, watch.settling, is_kept)
 
 
-def noting_grad_mode(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
-    """`create`, of nodes that know whether gradients were recorded when they were made.
+def noting(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+    """`create`, of nodes that know their line, and whether gradients were recorded when they were made.
 
-    Export has regions for that, and loses those that lie directly in an autocast and those of inference mode.
+    Export would look at each frame of the process to find the line. It has regions for grad modes, and loses those that
+    lie directly in an autocast and those of inference mode.
     """
 
     def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
+        tracer.record_stack_traces = False
         node = create(tracer, *args, **kwargs)
         node.meta[GRAD_MODE] = torch.is_grad_enabled()
+        if not node.stack_trace and (frame := users_frame(frames_of_forward())) is not None:
+            node.stack_trace = "".join(StackSummary.from_list([frame]).format()).strip()
         return node
 
     return create_node
+
+
+def written_when_called(write: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], None]:
+    """Stands in for what writes Python for a graph: export does so after each of its passes, and nobody reads it."""
+
+    def recompile(module: fx.GraphModule) -> None:
+        def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            write(self)
+            return self.forward(*args, **kwargs)
+
+        # each graph module has a class of its own
+        type(module).forward = forward
+
+    return recompile
 
 
 def refused(function: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
