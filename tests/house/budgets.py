@@ -15,7 +15,7 @@ TOKENS = {
     "ops": 45_518,
     "codegen": 35_507,
     "plan": 32_520,
-    "capture": 41_874,
+    "capture": 42_381,
     "lower": 20_000,
     "train": 21_915,
     "verify": 15_804,
