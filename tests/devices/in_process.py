@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -67,12 +67,12 @@ class Recorder:
         return [self.events.get(rank, []) for rank in range(max(self.events, default=-1) + 1)]
 
     def by_step(self) -> list[History]:
-        """The events of each step; what went before the first is left out."""
-        found = []
-        for step in range(min(map(len, self.steps.values()), default=0)):
-            ends = {rank: (*begins[step + 1 : step + 2], None)[0] for rank, begins in self.steps.items()}
-            found.append([each[self.steps[rank][step] : ends[rank]] for rank, each in enumerate(self.histories)])
-        return found
+        """The events of each step; what went before the first and after the beginning of the last is left out."""
+        spans = [list(pairwise(self.steps[rank])) for rank in sorted(self.steps)]
+        return [
+            [events[begin:end] for events, (begin, end) in zip(self.histories, each, strict=True)]
+            for each in zip(*spans, strict=True)
+        ]
 
     @contextmanager
     def counting(self, rank: int) -> Iterator[None]:

@@ -11,8 +11,9 @@ rules are those of NCCL and its like under torch:
 
 What comes after what is a graph; a cycle in it is a deadlock. In messages the sender is taken to wait for the taker.
 
-`shared=True` is stricter: as if the calls of all communicators ran on one stream of each rank. Devices may run a few at
-the same time and no more, so NCCL asks for one order over communicators too.
+`shared` is stricter: as if all collectives of a rank, or all of its calls, ran on one stream, whatever their
+communicators. Devices may run a few at the same time and no more, so NCCL asks for one order over communicators too.
+Messages keep none by design: two ranks may send each other something before either receives.
 
 >>> issue = lambda call: Event("issue", (call, 0), "all_reduce")
 >>> wait = lambda call: Event("wait", (call, 0), "all_reduce")
@@ -56,11 +57,11 @@ History = Sequence[Sequence[Event]]
 """By rank."""
 
 
-def faults(history: History, *, shared: bool = False) -> list[str]:
+def faults(history: History, *, shared: str = "") -> list[str]:
     """What would hang or clash; nothing if all is well.
 
     Args:
-        shared: calls of all communicators share one stream.
+        shared: what shares one stream on each rank: nothing, "collectives", or "all" calls.
     """
     return [*_clashes(history), *_lonely(history), *_cycles(history, shared=shared)]
 
@@ -117,7 +118,7 @@ def _lonely(history: History) -> list[str]:
     ]
 
 
-def _cycles(history: History, *, shared: bool) -> list[str]:
+def _cycles(history: History, *, shared: str) -> list[str]:
     """One of the cycles, if there are any."""
     after = _after(history, shared=shared)
     left = {node: len(before) for node, before in after.items()}
@@ -146,7 +147,7 @@ def _walked(after: Mapping[Node, set[Node]], left: Mapping[Node, int]) -> list[N
         path.append(node)
 
 
-def _after(history: History, *, shared: bool) -> dict[Node, set[Node]]:
+def _after(history: History, *, shared: str) -> dict[Node, set[Node]]:
     """For each event and call what it comes after."""
     found: dict[Node, set[Node]] = {}
     for rank, events in enumerate(history):
@@ -162,9 +163,9 @@ def _after(history: History, *, shared: bool) -> dict[Node, set[Node]]:
             call.add((rank, at))
             earlier = (event.call[0], event.call[1] - 1)
             call |= {earlier} & issued
-            if shared and before is not None:
-                call.add(before)
-            before = event.call
+            if shared == "all" or (shared and event.kind != "message"):
+                call |= {before} if before is not None else set()
+                before = event.call
     return found
 
 
