@@ -176,7 +176,12 @@ class _Member:
         return self._issue("message", came, came[:0], torch.cat, [0, 0])
 
     def _issue(
-        self, kind: str, written: Tensor, read: Tensor, make: Callable[[list[Tensor]], Tensor], sizes: Sequence[int] = ()
+        self,
+        kind: str,
+        written: Tensor,
+        read: Tensor,
+        make: Callable[[list[Tensor]], Tensor],
+        sizes: Sequence[int] = (),
     ) -> _Work:
         """Enter the next call of the communicator.
 
