@@ -54,8 +54,8 @@ OTHERS = [
     ("models/evoformer.py", "pp=4,microbatches=2,schedule=nf1b"),
     ("models/mixtral.py", "pp=2,tp=2,microbatches=4,schedule=interlaced"),
     ("moe.py", "dp=2,tp=2,spread=matrices,zero=2"),
-    ("lora.py", "dp=8,zero=2,zero_groups=2,recompute"),
-    ("custom_ops.py", "dp=3,zero=3,microbatches=2"),
+    ("lora.py", "dp=4,zero=2,zero_groups=2,recompute"),
+    ("custom_ops.py", "dp=2,zero=3,microbatches=2"),
 ]
 
 
