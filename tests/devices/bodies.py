@@ -15,6 +15,9 @@ from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import Sharded, Transport
 from weft.verify.generated import Task, train
 
+ROUNDING = {torch.bfloat16: 0.6, torch.float32: 1e-5, torch.complex64: 1e-5}
+"""Of sums of numbers of about 10."""
+
 
 def on_device(transport: ProcessTransport) -> DeviceTransport:
     """The same ranks, as if they were of devices."""

@@ -19,9 +19,6 @@ from weft.runtime.program.files import files_of
 from weft.verify.compare import compare
 from weft.verify.generated import _joined, _make_task, run_generated
 
-ROUNDING = {torch.bfloat16: 0.6, torch.float32: 1e-5, torch.complex64: 1e-5}
-"""Of sums of numbers of about 10."""
-
 
 def check_like_emulator(pool: Any, name: str) -> list[Any]:
     found = pool.run(bodies.run, name)
@@ -30,7 +27,7 @@ def check_like_emulator(pool: Any, name: str) -> list[Any]:
     ours, theirs = tree_leaves(found), tree_leaves(wanted)
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
-        tolerance = ROUNDING.get(a.dtype, 1e-12)
+        tolerance = bodies.ROUNDING.get(a.dtype, 1e-12)
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
     return found
 

@@ -50,6 +50,11 @@ def execute(transfer: Transfer, tensors: Sequence[Tensor], transport: Transport,
         assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
         return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
     dtype = tensors[0].dtype if tensors else real_dtype(dtype)
+    if transfer.even:
+        # said apart: how much others have for each other shows in no rank's own pieces
+        rows = transport.all_gather(tensors[0], transfer.group, copies=False)
+        came = {peer: [row] for peer, row in zip(transfer.group, rows, strict=True)}
+        return assembled(transfer, came, dtype, transport.device, kept=tensors)
     sends, expects = taken(transfer, tensors), expected(transfer, dtype)
     own = sends.pop(transport.rank, [])
     expects.pop(transport.rank, None)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, axes_text, whole
+from weft.runtime.layout.index import size
 from weft.runtime.layout.indices import Intervals, extent
 from weft.runtime.layout.transfer import Index, Piece, Transfer
 
@@ -77,7 +78,8 @@ class Move:
             if all(put):
                 receives.append(Piece(peer, 0, put))
         kind = self.kind if len(group) > 1 else "local"
-        return Transfer(kind, group, tuple(sends), tuple(receives), (target,), self.kind == "reduce_scatter")
+        even = kind == "all_gather" and [size(piece.index) for piece in receives] == [shape] * len(group)
+        return Transfer(kind, group, tuple(sends), tuple(receives), (target,), self.kind == "reduce_scatter", even)
 
     def _target(self, shape: Shape, place: Place) -> Shape:
         target = list(shape)

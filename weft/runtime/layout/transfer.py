@@ -29,6 +29,7 @@ class Transfer:
     The result has a tensor per entry of `shapes`, first zeros (or empty, where pieces cover it), then every received
     piece put in place, or added if `add`. The i-th piece sent to a peer is the i-th it receives from here. Peers
     enter their transfers in the same order. `all_reduce` sums the one local tensor over `group` and has no pieces.
+    `even`: a gather in which all of each member's tensor goes to every other, of one shape; all members know that.
     """
 
     kind: str
@@ -37,3 +38,4 @@ class Transfer:
     receives: tuple[Piece, ...]
     shapes: tuple[tuple[int, ...], ...]
     add: bool = False
+    even: bool = False

@@ -26,14 +26,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceScatterOptions
 
-from weft.runtime.layout.execute import together
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.links.backend import Store
 from weft.runtime.links.buffer_pool import is_private
@@ -120,9 +118,10 @@ class DeviceTransport(JobTransport):
         *,
         shapes: Sequence[tuple[int, ...]] | None = None,
         kind: str = "all_gather",
+        copies: bool = True,
     ) -> list[Tensor]:
         if shapes is not None and any(shape != tuple(tensor.shape) for shape in shapes):
-            return super().all_gather(tensor, group, shapes=shapes, kind=kind)
+            return super().all_gather(tensor, group, shapes=shapes, kind=kind, copies=copies)
         return [row.view(tensor.shape) for row in self._gathered(tensor.detach().reshape(-1), group).wait()]
 
     def all_to_all(
@@ -135,12 +134,6 @@ class DeviceTransport(JobTransport):
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> Handle[dict[int, list[Tensor]]]:
         own = [tensor.detach().clone() for tensor in sends.get(self.rank, ())] if self.rank in expects else None
-        one = self._one_for_all(sends, expects, group) if kind == "all_gather" else None
-        if one is not None:
-            return Then(
-                self._gathered(one.detach().reshape(-1), group),
-                partial(_peers, one=one, group=group, expects=expects, rank=self.rank, own=own),
-            )
         members = sorted(group)
         mine = [sends.get(peer, ()) if peer != self.rank else () for peer in members]
         wanted = [expects.get(peer, ()) if peer != self.rank else () for peer in members]
@@ -233,16 +226,6 @@ class DeviceTransport(JobTransport):
 
         return Then(Issued(work, came, sent), rows)
 
-    def _one_for_all(self, sends: Sends, expects: Expects, group: Group) -> Tensor | None:
-        """The tensor that goes to every other member, if as much comes from each."""
-        others = [peer for peer in group if peer != self.rank]
-        if not others or any(len(sends.get(peer, ())) != 1 or len(expects.get(peer, ())) != 1 for peer in others):
-            return None
-        first = sends[others[0]][0]
-        form = tuple(first.shape), first.dtype
-        same = all(_is_same(sends[peer][0], first) and expects[peer][0] == form for peer in others)
-        return first if same else None
-
     # -- messages
 
     def meet(self, pairs: Collection[tuple[int, int]]) -> None:
@@ -306,19 +289,6 @@ class DeviceTransport(JobTransport):
             work.wait(timedelta(seconds=1))
         self._leaving = []
         super().close()
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    alike = one.shape == other.shape and one.stride() == other.stride()
-    return alike and one.storage_offset() == other.storage_offset() and together(one, other)
-
-
-def _peers(
-    rows: Sequence[Tensor], one: Tensor, group: Group, expects: Expects, rank: int, own: list[Tensor] | None
-) -> dict[int, list[Tensor]]:
-    """What came of each member, as it was expected."""
-    found = {peer: [row.view(one.shape)] for peer, row in zip(group, rows, strict=True)}
-    return {peer: own if peer == rank and own is not None else found[peer] for peer in expects}
 
 
 def _lengths(tensors: Sequence[Sharded], group: Group) -> list[int]:

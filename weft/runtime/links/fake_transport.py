@@ -98,7 +98,9 @@ class FakeTransport(Transport):
         self._note(group, tensor.nbytes)
         return _like(tensor)
 
-    def all_gather(self, tensor: Tensor, group: Group, **how: Any) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, group: Group, *, copies: bool = True, **how: Any) -> list[Tensor]:
+        if not copies:
+            return super().all_gather(tensor, group, copies=False, **how)
         if tensor.numel() <= FEW:
             return [tensor for _ in group]
         self._note(group, tensor.nbytes)

@@ -185,12 +185,19 @@ class Transport(ABC):
         *,
         shapes: Sequence[tuple[int, ...]] | None = None,
         kind: str = "all_gather",
+        copies: bool = True,
     ) -> list[Tensor]:
-        """The members' tensors in the order of `group`, of one dtype. `shapes`: of each; all have one if not given."""
+        """The members' tensors in the order of `group`, of one dtype.
+
+        Args:
+            shapes: of each; all have one if not given.
+            copies: False if the rank's own may be the tensor itself.
+        """
         each = zip(group, shapes or [tuple(tensor.shape)] * len(group), strict=True)
         expects = {peer: [(shape, tensor.dtype)] for peer, shape in each if peer != self.rank}
         came = self.all_to_all({peer: [tensor] for peer in expects}, expects, group, kind)
-        return [came[peer][0] if peer in came else copied(tensor) for peer in group]
+        own = copied(tensor) if copies else tensor
+        return [came[peer][0] if peer in came else own for peer in group]
 
     def barrier(self, group: Group) -> None:
         """Wait until every member has come here."""
