@@ -1,0 +1,244 @@
+"""What a step costs the host: ours and torch's, with collectives that do nothing.
+
+    python bench/host.py [--rounds 40] [--out bench/results/host.json]
+
+On a device the host only issues work: what limits small steps is how long that takes. Here the tensors are small and
+lie on the CPU, and rank 0 of a job runs over torch's fake process group, which sends nothing and returns at once: what
+remains of a step is the host's work. Ours runs over the transport for devices (`runtime/links/device.py`), by block of
+the model. Sides take turns, step by step, in one process of their own for each pair:
+
+    dp=2,zero=3   fully_shard of every block and of the root (FSDP2)
+    tp=2          DTensor: parallelize_module with Colwise and Rowwise styles, on a stack of MLPs
+
+(DistributedDataParallel needs results that the fake group does not give.) Told for each side: medians of microseconds of a step, operators that were dispatched in a step, collectives of a step,
+and microseconds for each collective: what the step takes more than the same share of the eager module, by collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "bench" / "results" / "host.json"
+RANKS = 2
+WARM_UP = 5
+CALLS = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send", "recv")
+NAMESPACES = ("c10d", "_c10d_functional", "fsdp")
+ISSUED = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall", "broadcast")
+"""What the names of operators begin with that issue a collective."""
+
+Step = Callable[[], Any]
+
+
+class Blocks(nn.Module):
+    """A stack of MLPs: what torch's styles of tensor parallelism are made for."""
+
+    def __init__(self, layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(F.relu(up(x)))
+        return F.mse_loss(x, y)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pair of sides.
+
+    Args:
+        plan: ours; peer: makes torch's of an eager module.
+        gpt: the model is a GPT, else a stack of MLPs. shares: each rank has a share of the batch.
+    """
+
+    plan: str
+    peer: Callable[[nn.Module], nn.Module]
+    gpt: bool = True
+    shares: bool = True
+
+    def model(self) -> nn.Module:
+        from bench.gpt import GPT, Sizes  # noqa: PLC0415 - also in a process of its own
+
+        torch.manual_seed(0)
+        return GPT(Sizes(width=64, heads=4, length=16, vocabulary=256)) if self.gpt else Blocks()
+
+    def batch(self, ranks: int) -> tuple[Tensor, Tensor]:
+        """Of that many ranks' shares."""
+        torch.manual_seed(1)
+        if self.gpt:
+            tokens = torch.randint(256, (2 * ranks, 17))
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return torch.randn(4, 64), torch.randn(4, 64)
+
+
+def fully_sharded(module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
+    return fully_shard(module, mesh=mesh)
+
+
+def styled(module: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor.parallel import (  # noqa: PLC0415
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    return parallelize_module(
+        module, init_device_mesh("cpu", (RANKS,)), {"up.*": ColwiseParallel(), "down.*": RowwiseParallel()}
+    )
+
+
+CASES = {
+    "FSDP2": Case("dp=2,zero=3", fully_sharded),
+    "DTensor": Case("tp=2", styled, gpt=False, shares=False),
+}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts operators: those that compute or copy, and those that issue a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators, self.issued = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")
+        if name[0] not in NAMESPACES:
+            self.operators[func._schema.name] += 1
+        elif name[2].lstrip("_").startswith(ISSUED):
+            self.issued[name[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """A group whose calls are counted."""
+
+    def __init__(self, group: Any, calls: Counter[str]) -> None:
+        self._group, self._calls = group, calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CALLS:
+            self._calls[name] += 1
+        return getattr(self._group, name)
+
+
+def trained(module: nn.Module, batch: Any) -> Step:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        module(*batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def opened(case: Case, calls: Counter[str]) -> nn.Module:
+    """Rank 0 of our program, over the transport for devices."""
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore  # noqa: PLC0415
+
+    from weft.compile import compile_program  # noqa: PLC0415
+    from weft.runtime.links.backend import Backend  # noqa: PLC0415
+    from weft.runtime.links.device import DeviceTransport  # noqa: PLC0415
+    from weft.runtime.links.groups import Groups  # noqa: PLC0415
+    from weft.train.opened import open_rank  # noqa: PLC0415
+
+    @dataclass(frozen=True)
+    class Fake(Backend):
+        def make_group(self, store: Any, position: int, size: int, links: Any, **settings: Any) -> Any:
+            return Counted(FakeProcessGroup._create_internal(position, size), calls)  # type: ignore[attr-defined]
+
+    files = compile_program(case.model(), case.batch(RANKS if case.shares else 1), case.plan).files
+    groups = Groups(HashStore(), 0, Fake("fake", "cpu", host_waits=False), local=True)
+    transport = DeviceTransport(HashStore(), groups, RANKS, device=torch.device("cpu"))
+    return open_rank(files, transport, case.model())
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """One pair of sides, in a process of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    case, calls = CASES[name], Counter[str]()
+    share = case.batch(1)
+    steps = {
+        "ours": trained(opened(case, calls), case.batch(RANKS if case.shares else 1)),
+        "theirs": trained(case.peer(case.model()), share),
+        "eager": trained(case.model(), share),
+    }
+    times: dict[str, list[float]] = {side: [] for side in steps}
+    for at in range(WARM_UP + rounds):
+        for side in steps if at % 2 else reversed(steps):
+            start = time.perf_counter()
+            steps[side]()
+            times[side].append(time.perf_counter() - start)
+    medians = {side: statistics.median(found[WARM_UP:]) * 1e6 for side, found in times.items()}
+    told = {}
+    for side, step in steps.items():
+        calls.clear()
+        with Dispatched() as seen:
+            step()
+        issued = calls.total() if side == "ours" else seen.issued.total()
+        told[side] = {
+            "us": medians[side],
+            "operators": seen.operators.total(),
+            "collectives": issued,
+            "us per collective": (medians[side] - medians["eager"]) / issued if issued else None,
+        }
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    from bench.machine import machine  # noqa: PLC0415 - loads torch's parts: --help should not
+
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found[name] = pool.submit(measured, name, options.rounds).result()
+        for side, one in found[name].items():
+            label = {"ours": case.plan, "theirs": name}.get(side, side)
+            per = f", {one['us per collective']:.0f} us each" if one["collectives"] else ""
+            print(
+                f"{label:12} {one['us']:7.0f} us a step, {one['operators']:4} operators, "
+                f"{one['collectives']:3} collectives{per}",
+                flush=True,
+            )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine(), "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from bench.host import main as run  # the processes look for this module by its name
+
+    run()
