@@ -102,7 +102,8 @@ def run_mutants(seeds: range, num_random: int) -> Tally:
     return tally
 
 
-def expect_clean(tally: Tally) -> None:
+def expect_clean(tally: Tally, *, is_draw: bool = False) -> None:
+    """Args: is_draw: one of several draws, each of which may have three standard deviations more false alarms."""
     others = [told for told in tally.false_alarms if not told.startswith((*DECLARATIONS, *UNSAID))]
     print(f"\n{tally}, of which {len(others)} not of a declaration")
     for told in (*tally.broken[:5], *tally.missed[:10], *others[:20]):
@@ -110,7 +111,8 @@ def expect_clean(tally: Tally) -> None:
     assert sum(name.endswith("(wrong)") for name in tally.counts) >= 20
     assert not tally.broken
     assert not tally.missed
-    assert len(others) <= MOST_FALSE_ALARMS * sum(tally.counts.values())
+    expected = MOST_FALSE_ALARMS * sum(tally.counts.values())
+    assert len(others) <= expected + (3 * expected**0.5 if is_draw else 0)
 
 
 # a mutant may make torch warn; it is wrong then all the same
@@ -126,4 +128,4 @@ def test_mutants() -> None:
 def test_many_mutants(shard: int) -> None:
     """In shards, which workers share. Not every seed gives a mutant: the next shard begins far behind."""
     first = 10**6 * (shard + 1)
-    expect_clean(run_mutants(range(first, first + FULL // SHARDS), 60))
+    expect_clean(run_mutants(range(first, first + FULL // SHARDS), 60), is_draw=True)

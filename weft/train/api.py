@@ -35,8 +35,10 @@ from torch import nn
 
 from weft.capture.example import register_dataclasses, split_example
 from weft.capture.precision import chosen_precision
+from weft.capture.rerun import Rerun
 from weft.compile.cache import DEFAULT
 from weft.compile.model_file import Subject
+from weft.compile.pieces import as_example
 from weft.compile.programs import Content, Programs
 from weft.compile.subject import PlanLike
 from weft.errors import PlanError, RunError
@@ -51,7 +53,7 @@ from weft.runtime.links.transport import Transport
 from weft.runtime.program.calling import Arguments
 from weft.runtime.program.files import files_of
 from weft.runtime.program.shown.attributes import same_state
-from weft.runtime.program.surface import Surface, surface_of
+from weft.runtime.program.surface import Modes, Surface, surface_of
 from weft.runtime.start.initialise import Start, begin, original_order
 from weft.runtime.training.parallel import Parallel
 from weft.runtime.training.reduction import BadReduction, How, Reduction
@@ -124,7 +126,7 @@ def parallelize(  # noqa: PLR0913 - each is a choice of the user's
         start = started(model, seed, init, weights)
         chosen = chosen_precision(precision, start.module, error=RunError)
         original = partial(_original, model, seed)
-        surface = surface_of(start.module, original, _arguments(example), live=isinstance(model, nn.Module))
+        surface = _surface(start.module, original, example, chosen, live=isinstance(model, nn.Module))
         settings = {"seed": seed, "reduction": reduced, "surface": surface, "returns_all": outputs is None}
         opened = _opened(start, values_of(start, init), _without_extra(weights, surface), chosen, **settings)
         about = partial(Subject, example=example, batch_dims=batch_dims, reduction=reduced, precision=chosen)
@@ -148,6 +150,24 @@ def _arguments(example: Any) -> Arguments:
 
 def _original(model: Model, seed: int) -> nn.Module:
     return model if isinstance(model, nn.Module) else begin(model, seed).module
+
+
+def _surface(
+    module: nn.Module, original: Callable[[], nn.Module], example: Any, precision: Precision | None, *, live: bool
+) -> Surface:
+    """What the module shows; if it lives on, also whether its forward still does the same."""
+    found = surface_of(module, original, _arguments(example), live=live)
+    if not live:
+        return found
+    # that of training runs before ranks take the module's values: fake tensors stand there meanwhile
+    first = Rerun(module, example, found.modes, precision)
+
+    def rerun(batch: Arguments | None, modes: Modes) -> Callable[[], str]:
+        if batch is None and modes == found.modes:
+            return first.difference
+        return Rerun(module, example if batch is None else as_example(batch), modes, precision).difference
+
+    return replace(found, rerun=rerun)
 
 
 def _subject(

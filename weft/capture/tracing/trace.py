@@ -266,7 +266,9 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_rng_state, states)
         stack.callback(Watch(module).restore)
-        move_to_fake(module, example.precision)
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for held, name, _, fake in list(fakes_of(module, example.precision, fake_mode, moved=True)):
+            held[name] = fake
         warnings.simplefilter("ignore")
         written = written_when_called(fx.GraphModule.recompile)
         stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", written))
@@ -373,10 +375,16 @@ def stand_ins(example: Example) -> tuple[torch.Tensor, ...]:
     )
 
 
-def move_to_fake(module: nn.Module, precision: Precision | None = None) -> None:
-    """Put fake CPU tensors in the place of parameters and buffers that lie on another device, or nowhere (meta), and of
-    parameters that are computed with in another precision."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+Fake = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""A parameter or buffer: the dict that holds it, its name there, itself, and a fake tensor in its place."""
+
+
+def fakes_of(module: nn.Module, precision: Precision | None, mode: FakeTensorMode, *, moved: bool) -> Iterator[Fake]:
+    """Fake CPU tensors for parameters and buffers, in the precision that they are computed with.
+
+    Args:
+        moved: only for those that lie on another device, or nowhere (meta), or have another precision.
+    """
     lowered = set[int]()
     if precision is not None:
         masters = precision.masters(module)
@@ -386,12 +394,12 @@ def move_to_fake(module: nn.Module, precision: Precision | None = None) -> None:
     for sub in module.modules():
         for stored in (vars(sub)["_parameters"], vars(sub)["_buffers"]):
             for name, value in stored.items():
-                if value is None or (value.device.type == "cpu" and id(value) not in lowered):
+                if value is None or (moved and value.device.type == "cpu" and id(value) not in lowered):
                     continue
                 if id(value) not in made:
                     with mode:
                         dtype = precision.compute if precision is not None and id(value) in lowered else value.dtype
-                        fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
+                        fake = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cpu")
                     is_parameter = isinstance(value, nn.Parameter)
                     made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
-                stored[name] = made[id(value)]
+                yield stored, name, value, made[id(value)]

@@ -66,6 +66,8 @@ class Surface:
         original: gives the module again; None if nobody can.
         own_modes: it has a `train()` or `eval()` of its own.
         owners: its submodules, to be looked at when their attributes are read.
+        rerun: for the arguments of a call (None: the example) and modes, tells where forward does something else than
+            now, "" where it does not. None if nobody has the module.
     """
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Surface:
     original: Callable[[], nn.Module] | None = None
     own_modes: bool = False
     owners: Owners = field(default_factory=dict)
+    rerun: Callable[[Arguments | None, Modes], Callable[[], str]] | None = None
 
     def buffers(self) -> Iterator[str]:
         """The first names of all buffers."""

@@ -21,6 +21,7 @@ from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.outside import Outside, remedy_for
 from weft.runtime.checks.rank_tensor import RankTensor
+from weft.runtime.checks.rarely import AGAIN, Rarely
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
@@ -106,7 +107,6 @@ class OneRank(Stepping):
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
-        """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         tree = self.show_surface(surface or Surface())
         self._empty = self.masters.empty(self._surface.marks.keys() | pieces.trainable.keys())
         """What stands for parameters of which the rank holds nothing: every rank lists all of the original's."""
@@ -121,7 +121,7 @@ class OneRank(Stepping):
             flow.program.after_backward = self.gradients_came
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
-        self._outside = dict[Flow, Outside]()
+        self._outside, self._reruns = dict[Flow, Outside](), dict[Flow, Rarely]()
         self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
@@ -169,6 +169,8 @@ class OneRank(Stepping):
         names = {name for _, name, _ in reads.asked}
         parts = {path: (vars(one), one.shown_names(), one.ours_of(names)) for path, one in shown.items()}
         self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts)
+        if (rerun := self._surface.rerun) is not None and self._transport.whole.rank == 0:
+            self._reruns[flow] = Rarely(rerun(flow.batch, self.modes))
         if self._refusal is not None:
             for module in flow.modules:
                 module.refusal = self._refusal
@@ -180,7 +182,7 @@ class OneRank(Stepping):
 
     @property
     def has_forward(self) -> bool:
-        """True if its forward can be called in training."""
+        """Its forward can be called in training."""
         return self._flow.is_whole
 
     def watched_by(self, guard: Guard, remember: Callable[[], None]) -> None:
@@ -346,15 +348,15 @@ class OneRank(Stepping):
         )
 
     def refuse_outside(self, flow: Flow | None) -> None:
-        """Refuse to run a program whose forward would read other values than when it was made.
-
-        Args:
-            flow: None for one that is to be made: what was captured for training serves others in its modes.
-        """
+        """Refuse to run a program whose forward would read other values than when it was made, or to make one (None):
+        what was captured for training serves others in its modes."""
         if flow is None and self.modes != self._surface.modes:
             return
-        if changed := self._outside[flow or self._flow].changed():
+        flow = flow or self._flow
+        if changed := self._outside[flow].changed():
             raise self._refused(f"{changed}: the program has the value from before", remedy_for(changed))
+        if flow in self._reruns and (changed := self._reruns[flow]()):
+            raise self._refused(changed, AGAIN)
 
     def refuse_surroundings(self) -> object:
         """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as
