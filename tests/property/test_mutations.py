@@ -103,7 +103,11 @@ def run_mutants(seeds: range, num_random: int) -> Tally:
 
 
 def expect_clean(tally: Tally, *, is_draw: bool = False) -> None:
-    """Args: is_draw: one of several draws, each of which may have three standard deviations more false alarms."""
+    """No mutant is missed, and few that are right are refused.
+
+    Args:
+        is_draw: these are one of several draws, which may have three standard deviations more false alarms each.
+    """
     others = [told for told in tally.false_alarms if not told.startswith((*DECLARATIONS, *UNSAID))]
     print(f"\n{tally}, of which {len(others)} not of a declaration")
     for told in (*tally.broken[:5], *tally.missed[:10], *others[:20]):
