@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -40,15 +41,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-
 import torch.distributed
 import torch.export
+from torch.utils import _pytree as pytree
 
 import weft
+import weft.runtime.links.processes
 import weft.train.api
 import weft.train.emulated
-import weft.runtime.links.processes
 from weft.errors import WeftError
 
 RANKS, LIMIT, CLOSE = 2, 40.0, 1e-9
@@ -144,9 +144,11 @@ def differs(mine: Any, eager: Any) -> str:
     if spec != other:
         return f"another form: {str(spec)[:200]} instead of {str(other)[:200]}"
     for (where, one), (_, wanted) in zip(ours, theirs, strict=True):
-        if isinstance(wanted, float | int) and not isinstance(wanted, bool) and isinstance(one, float | int):
-            one, wanted = torch.tensor(float(one)), torch.tensor(float(wanted))
-        if isinstance(wanted, torch.Tensor) and isinstance(one, torch.Tensor):
+        if isinstance(wanted, float) and isinstance(one, float):
+            same = math.isclose(one, wanted, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(one) and math.isnan(wanted))
+            if not same:
+                return f"{pytree.keystr(where)}: {one} instead of {wanted}"
+        elif isinstance(wanted, torch.Tensor) and isinstance(one, torch.Tensor):
             close = CLOSE if wanted.dtype in (torch.float64, torch.complex128) else 1e-4
             same = one.shape == wanted.shape and one.dtype == wanted.dtype
             if not (same and torch.allclose(one, wanted, rtol=close, atol=close, equal_nan=True)):
