@@ -12,7 +12,8 @@ from weft.compile.model_file import load_optimizer
 from weft.runtime.links.backend import PrefixStore
 from weft.runtime.links.device import DeviceTransport
 from weft.runtime.links.processes import ProcessTransport
-from weft.runtime.links.transport import Sharded, Transport
+from weft.runtime.layout.sharding import Sharding
+from weft.runtime.links.transport import Transport
 from weft.verify.generated import Task, train
 
 ROUNDING = {torch.bfloat16: 0.6, torch.float32: 1e-5, torch.complex64: 1e-5}
@@ -55,18 +56,23 @@ def shards(transport: Transport, payload: Any) -> list[Tensor]:
     for dtype in (torch.float64, torch.int64, torch.int16):
         shapes = (2 * n, 3), (n - 1,), (2 * n,)
         mine = group.index(rank)
-        tensors = []
-        for shape, parts in zip(shapes, (even, uneven, pieces), strict=True):
-            part = parts[mine]
-            size = () if part is None else tuple(sum(stop - start for start, stop in one) for one in part)
-            tensors.append(Sharded(bodies.values(rank, dtype, shape), torch.zeros(size, dtype=dtype), parts))
-        for some in (tensors, tensors[:1], tensors[1:]):
-            transport.start_reduce_scatter(some, group).wait()
-            found += [one.shard.clone() for one in some]
-        handles = [transport.start_all_gather(some, group) for some in (tensors, tensors[:1])]
-        for handle in handles:
-            handle.wait()
-        found += [one.full.clone() for one in tensors]
+        full = [bodies.values(rank, dtype, shape) for shape in shapes]
+        parts = even, uneven, pieces
+        sizes = [
+            (0,) if one[mine] is None else tuple(sum(stop - start for start, stop in each) for each in one[mine] or ())
+            for one in parts
+        ]
+        some = slice(None), slice(1), slice(1, None)
+        shardings = [Sharding(shapes[one], parts[one], sizes[one], dtype) for one in some]
+        shards: list[Tensor] = []
+        for one, sharding in zip(some, shardings, strict=True):
+            made = transport.start_reduce_scatter(full[one], sharding, group).wait()
+            found += made
+            shards = shards or [each.reshape(-1) for each in made]
+        handles = [transport.start_all_gather(shards[one], way, group) for one, way in zip(some, shardings, strict=True)]
+        handles.append(transport.start_all_gather(shards, shardings[0], group, full))
+        found += [each for handle in handles for each in handle.wait()]
+        found += full
     return found
 
 

@@ -103,7 +103,7 @@ class Collectives:
         if not talks or self._module.keeps(name) or not torch.is_grad_enabled():
             return self._used(name, [parameter], transfers, back, parameter.dtype, tell=True)[0]
         use, tape = self._use(self._gather(name, parameter, transfers)), self._module.tape
-        return tape.first(use, *tape.expect(use, back))
+        return tape.first(use, tape.expect_now(use, back))
 
     def gather(self, name: str, moves: Moves) -> Gather:
         """How a parameter that this rank stores a shard of is brought to where it is used."""

@@ -22,7 +22,7 @@ from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.gradient import Gradient, make_leaf
-from weft.runtime.weights.unsharded import Gathered, Use, edge_and_mark
+from weft.runtime.weights.unsharded import Gathered, Use, as_edge, mark
 
 
 @dataclass(eq=False)
@@ -161,13 +161,16 @@ class Tape:
         `tell`: they are told of."""
         use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell=tell)
         if tell:
-            num_bytes = sum(part.nbytes for part in parts)
-            if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
-                self.mark = Mark()
-                self.tokens.append(edge_and_mark(self.anchor, self.anchor, Gradient(), self.mark.passed)[1])
-            self.mark.uses.append(partial(_pass, use, self.tell))
-            self.mark.num_bytes += num_bytes
+            self._mark(use, sum(part.nbytes for part in parts))
         return [self.leaf(part, sink) for part, (_, sink) in zip(parts, use.leaves, strict=True)]
+
+    def _mark(self, use: Used, num_bytes: int) -> None:
+        """A use begins, of which is told when backward has passed it."""
+        if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
+            self.mark = Mark()
+            self.tokens.append(mark(self.anchor, self.mark.passed))
+        self.mark.uses.append(partial(_pass, use, self.tell))
+        self.mark.num_bytes += num_bytes
 
     def _used(
         self,
@@ -185,13 +188,13 @@ class Tape:
 
     def edge(self, use: Use, whole: Tensor, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """What a use has gathered, as a leaf that dies with it; `passed`: is called when backward has passed it."""
-        leaf, token = edge_and_mark(whole, self.anchor, sink, passed)
         if passed is not None:
-            self.tokens.append(token)
+            self.tokens.append(mark(self.anchor, passed))
+        leaf = as_edge(whole, self.anchor, sink)
         self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, use)
         return leaf
 
-    def first(self, use: Use, sink: Gradient, passed: Callable[[], None]) -> Tensor:
+    def first(self, use: Use, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """Gather a parameter for the first time, as a leaf that dies with its use: autograd will gather it again."""
         whole = use.whole()
         if together(whole, use.gather.stored):
@@ -200,9 +203,19 @@ class Tape:
         self.gathered.add(use, whole)
         return self.edge(use, whole, sink, passed)
 
-    def expect(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
-        """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it."""
-        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.stored.dtype)
+    def _expected(self, use: Use, sync: tuple[Transfer, ...]) -> Used:
+        """A use that is gathered: how its gradient goes home."""
+        return self._used(use.gather.name, [use.gather.shape], sync, use.gather.dtype)
+
+    def expect_now(self, use: Use, sync: tuple[Transfer, ...]) -> Gradient:
+        """The same of one that begins: where its gradient is summed."""
+        used = self._expected(use, sync)
+        self._mark(used, use.gather.num_bytes)
+        return used.leaves[0][1]
+
+    def expect_later(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
+        """The same of one that begins later: also what to call when backward has passed it."""
+        used = self._expected(use, sync)
         return used.leaves[0][1], partial(_pass, used, self.tell)
 
 

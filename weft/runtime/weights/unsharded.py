@@ -16,7 +16,7 @@ error, as it is for autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Use:
     """
 
     def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch, refuse: Refuse) -> None:
-        self.gather, self._version = gather, gather.stored._version
+        self.gather, self._version = gather, gather.version
         self._forward, self._backward, self._refuse = forward, backward, refuse
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
@@ -69,7 +69,7 @@ class Use:
 
     def again(self) -> Tensor:
         """Gather it, for backward."""
-        if self.gather.stored._version != self._version:
+        if self.gather.version != self._version:
             raise self._refuse(*changed_since(self.gather.name))
         return self._backward.get(self.gather)
 
@@ -97,14 +97,26 @@ class Packed:
 
     def unpack(self) -> Tensor:
         whole = self.use.unpack()
+        if not self.offset and self.size == whole.shape and self.stride == whole.stride():
+            return whole
         return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory in which wholes of one dtype lie: where each begins and ends."""
+
+    weak: StorageWeakRef
+    """Asked for expiry: another tensor may come to lie there later."""
+    dtype: torch.dtype
+    wholes: list[tuple[int, int, Use]] = field(default_factory=list)
 
 
 class Gathered:
     """The uses of one forward, and the hooks that keep their memory out of autograd's hands."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, tuple[Any, Use, int, torch.dtype]] = {}
+        self._uses: dict[int, _Memory] = {}
         self._hooks: saved_tensors_hooks | None = None
         self._needed: dict[Use, None] = {}
 
@@ -124,10 +136,11 @@ class Gathered:
 
     def add(self, use: Use, whole: Tensor) -> None:
         """A whole that is about to be used. From the first one on, what is saved is looked at."""
-        storage = whole.untyped_storage()
-        # weak, and asked for expiry: another tensor may come to lie there later
-        weak = StorageWeakRef(storage)
-        self._uses[storage._cdata] = weak, use, int(whole.storage_offset()), whole.dtype
+        storage, start = whole.untyped_storage(), int(whole.storage_offset())
+        memory = self._uses.get(storage._cdata)
+        if memory is None or memory.weak.expired():
+            memory = self._uses[storage._cdata] = _Memory(StorageWeakRef(storage), whole.dtype)
+        memory.wholes.append((start, start + whole.numel(), use))
         if self._hooks is None:
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
@@ -141,13 +154,18 @@ class Gathered:
     def _pack(self, tensor: Tensor) -> Tensor | Packed:
         if tensor.layout is not torch.strided:
             return tensor
-        found = self._uses.get(tensor.untyped_storage()._cdata)
-        if found is None or found[0].expired() or found[3] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+        memory = self._uses.get(tensor.untyped_storage()._cdata)
+        if memory is None or memory.weak.expired() or memory.dtype != tensor.dtype:
             return tensor
-        _, use, start, _ = found
+        at = int(tensor.storage_offset())
+        # what was gathered last is what is mostly saved
+        found = next((one for one in reversed(memory.wholes) if one[0] <= at < one[1]), None)
+        if found is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        start, _, use = found
         use.pack()
         self.need(use)
-        return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+        return Packed(use, tuple(tensor.shape), tensor.stride(), at - start)
 
 
 SAVED = (
@@ -179,34 +197,34 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
 
 def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
     """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
-    return edge_and_mark(whole, anchor, sink, None)[0]
+    found: Tensor = _Edge.apply(sink, anchor, [whole], None)
+    return found
 
 
-def edge_and_mark(
-    whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None
-) -> tuple[Tensor, Tensor]:
-    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
-    had its turn, so that nothing more will come to the sink.
+def mark(anchor: Tensor, passed: Callable[[], None]) -> Tensor:
+    """A token: if backward starts from it too, `passed` is called when all that was made after this has had its turn,
+    so that nothing more will come to what stands for wholes.
 
     Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
     not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
-    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, whole, passed)
-    return found
+    token: Tensor = _Edge.apply(None, anchor, [anchor.detach()], passed)
+    return token
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, passed: Callable[[], None] | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, sink: Gradient | None, anchor: Tensor, whole: list[Tensor], passed: Callable[[], None] | None
+    ) -> Tensor:
         ctx.sink, ctx.passed = sink, passed
         ctx.set_materialize_grads(False)
-        return whole.detach(), anchor.detach()
+        # in a list, it is no input: it becomes the output as it is
+        return whole.pop()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple[None, None, None, None]:
-        if gradient is not None:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        if gradient is not None and ctx.sink is not None:
             ctx.sink.add(gradient)
         if ctx.passed is not None:
             ctx.passed()
