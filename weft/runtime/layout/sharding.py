@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from weft.runtime.layout.index import Shape, covers, size
 from weft.runtime.layout.transfer import Index
@@ -36,6 +38,7 @@ class Sharding:
     parts: Sequence[Parts]
     mine: Sequence[Shape]
     dtype: torch.dtype
+    _orders: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -72,6 +75,27 @@ class Sharding:
     def in_rows(self) -> bool:
         """True if each member has as many rows of each tensor as every other, the first member the first ones."""
         return all(self.lengths) and all(map(_in_rows, self.shapes, self.parts))
+
+    @cached_property
+    def run(self) -> int:
+        """Elements of which the shard of each tensor is a multiple, if they are in rows and lie without gaps; 0 if
+        these are too few to be moved by themselves."""
+        found = math.gcd(*self.shard_lengths)
+        few = found * self.dtype.itemsize < ALIGNED or self.aligned_lengths != self.lengths
+        return 0 if few else found
+
+    def order(self, device: torch.device) -> Tensor:
+        """Where in the members' runs, end to end, each run of the wholes is."""
+        if device not in self._orders:
+            counts = [length // self.run for length in self.shard_lengths]
+            starts, members = list(accumulate(counts, initial=0)), len(self.parts[0])
+            each = [
+                torch.arange(starts[-1] * member + start, starts[-1] * member + start + count)
+                for start, count in zip(starts[:-1], counts, strict=True)
+                for member in range(members)
+            ]
+            self._orders[device] = torch.cat(each).to(device)
+        return self._orders[device]
 
 
 def _in_rows(shape: Shape, parts: Parts) -> bool:

@@ -106,10 +106,9 @@ class DeviceTransport(JobTransport):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        source = tensor.detach().contiguous()
-        if not self._adds(source, group):
-            return self._added_here(source, group, op)
-        total = source.clone() if tensor.is_contiguous() else source
+        if not self._adds(tensor, group):
+            return self._added_here(tensor.contiguous(), group, op)
+        total = tensor.clone(memory_format=torch.contiguous_format)
         self._reduced(total, group, op).wait()
         return total
 
@@ -164,12 +163,22 @@ class DeviceTransport(JobTransport):
     def start_all_gather(
         self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
     ) -> Handle[list[Tensor]]:
-        made = self.wholes(sharding) if full is None else list(full)
-        flat = self._laid([shards[at] for at, _, _ in sharding.runs[group.index(self.rank)]], sharding)
-        arriving = self._all_gathered(flat, group)
-        if sharding.in_rows and group == tuple(sorted(group)):
+        flat = self.empty(sum(sharding.aligned_lengths), sharding.dtype) if full is None else None
+        made = list(full or ()) if flat is None else _wholes(flat, sharding)
+        sent = self._laid([shards[at] for at, _, _ in sharding.runs[group.index(self.rank)]], sharding)
+        arriving = self._all_gathered(sent, group)
+        if not sharding.in_rows or group != tuple(sorted(group)):
+            return Then(arriving, lambda came: _filled(made, sharding, _rows(came, group)))
+        if flat is None or not sharding.run:
             return Then(arriving, lambda came: _in_rows(made, sharding, came.view(len(group), -1)))
-        return Then(arriving, lambda came: _filled(made, sharding, _rows(came, group)))
+        order = sharding.order(self.device)
+
+        def ordered(came: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                torch.index_select(came.view(-1, sharding.run), 0, order, out=flat.view(-1, sharding.run))
+            return made
+
+        return Then(arriving, ordered)
 
     @torch.no_grad()
     def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
@@ -184,14 +193,6 @@ class DeviceTransport(JobTransport):
         total = addends.new_empty(sharding.most)
         work = self._group(group)._reduce_scatter_base(total, addends, self._scattering)
         return Then(Issued(work, total, addends), lambda total: _shards(total, sharding))
-
-    def wholes(self, sharding: Sharding) -> list[Tensor]:
-        # all in one memory: they come together, and go one soon after the other
-        lengths = sharding.aligned_lengths
-        pieces = self.empty(sum(lengths), sharding.dtype).split_with_sizes(lengths)
-        each = zip(pieces, sharding.lengths, sharding.shapes, strict=True)
-        cut = ((piece if len(piece) == length else piece[:length], shape) for piece, length, shape in each)
-        return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in cut]
 
     # -- how they are carried
 
@@ -218,8 +219,7 @@ class DeviceTransport(JobTransport):
         return tensor.dtype in ADDED and len(group) > 1 and tensor.numel() > 0
 
     def _reduced(self, total: Tensor, group: Group, op: str) -> Handle[Tensor]:
-        flat = total if total.dim() == 1 else total.view(-1)
-        return Issued(self._group(group).allreduce([flat], self._adding[op]), total)
+        return Issued(self._group(group).allreduce([total], self._adding[op]), total)
 
     def _added_here(self, source: Tensor, group: Group, op: str) -> Tensor:
         rows = self._gathered(source.view(-1), group).wait()
@@ -314,6 +314,14 @@ def _rows(came: Tensor, group: Group) -> list[Tensor]:
     at = {peer: row for row, peer in enumerate(sorted(group))}
     found = came.view(len(group), len(came) // len(group)).unbind()
     return [found[at[peer]] for peer in group]
+
+
+def _wholes(flat: Tensor, sharding: Sharding) -> list[Tensor]:
+    """A flat tensor as wholes: they come together, and go one soon after the other."""
+    pieces = flat.split_with_sizes(sharding.aligned_lengths)
+    each = zip(pieces, sharding.lengths, sharding.shapes, strict=True)
+    cut = ((piece if len(piece) == length else piece[:length], shape) for piece, length, shape in each)
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in cut]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.gradient import Gradient, make_leaf
-from weft.runtime.weights.unsharded import Gathered, Use, as_edge, mark
+from weft.runtime.weights.unsharded import Gathered, Use, as_edge, edge_and_mark
 
 
 @dataclass(eq=False)
@@ -106,6 +106,8 @@ class Tape:
 
     anchor: Tensor
     tell: Tell
+    marks: bool = False
+    """Gathered weights that are small share a mark: their gradients wait for each other."""
     tokens: list[Tensor] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
     leaves: dict[int, Leaf] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class Tape:
         """A use begins, of which is told when backward has passed it."""
         if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
             self.mark = Mark()
-            self.tokens.append(mark(self.anchor, self.mark.passed))
+            self.tokens.append(edge_and_mark(self.anchor.detach(), self.anchor, Gradient(), self.mark.passed)[1])
         self.mark.uses.append(partial(_pass, use, self.tell))
         self.mark.num_bytes += num_bytes
 
@@ -188,9 +190,11 @@ class Tape:
 
     def edge(self, use: Use, whole: Tensor, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """What a use has gathered, as a leaf that dies with it; `passed`: is called when backward has passed it."""
-        if passed is not None:
-            self.tokens.append(mark(self.anchor, passed))
-        leaf = as_edge(whole, self.anchor, sink)
+        if passed is None:
+            leaf = as_edge(whole, self.anchor, sink)
+        else:
+            leaf, token = edge_and_mark(whole, self.anchor, sink, passed)
+            self.tokens.append(token)
         self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, use)
         return leaf
 
@@ -203,20 +207,16 @@ class Tape:
         self.gathered.add(use, whole)
         return self.edge(use, whole, sink, passed)
 
-    def _expected(self, use: Use, sync: tuple[Transfer, ...]) -> Used:
-        """A use that is gathered: how its gradient goes home."""
-        return self._used(use.gather.name, [use.gather.shape], sync, use.gather.dtype)
-
-    def expect_now(self, use: Use, sync: tuple[Transfer, ...]) -> Gradient:
-        """The same of one that begins: where its gradient is summed."""
-        used = self._expected(use, sync)
-        self._mark(used, use.gather.num_bytes)
-        return used.leaves[0][1]
-
-    def expect_later(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
-        """The same of one that begins later: also what to call when backward has passed it."""
-        used = self._expected(use, sync)
-        return used.leaves[0][1], partial(_pass, used, self.tell)
+    def expect(
+        self, use: Use, sync: tuple[Transfer, ...], *, now: bool = False
+    ) -> tuple[Gradient, Callable[[], None] | None]:
+        """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it; None:
+        a mark sees to that. `now`: it begins."""
+        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.dtype)
+        passed = None if now and self.marks else partial(_pass, used, self.tell)
+        if passed is None:
+            self._mark(used, use.gather.num_bytes)
+        return used.leaves[0][1], passed
 
 
 def _pass(use: Used, tell: Tell) -> None:

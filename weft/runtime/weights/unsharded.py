@@ -201,30 +201,30 @@ def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
     return found
 
 
-def mark(anchor: Tensor, passed: Callable[[], None]) -> Tensor:
-    """A token: if backward starts from it too, `passed` is called when all that was made after this has had its turn,
-    so that nothing more will come to what stands for wholes.
+def edge_and_mark(whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
+    had its turn, so that nothing more will come to the sink.
 
     Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
     not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
-    token: Tensor = _Edge.apply(None, anchor, [anchor.detach()], passed)
-    return token
+    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, [whole], passed)
+    return found
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sink: Gradient | None, anchor: Tensor, whole: list[Tensor], passed: Callable[[], None] | None
-    ) -> Tensor:
+        ctx: Any, sink: Gradient, anchor: Tensor, whole: list[Tensor], passed: Callable[[], None] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.sink, ctx.passed = sink, passed
         ctx.set_materialize_grads(False)
         # in a list, it is no input: it becomes the output as it is
-        return whole.pop()
+        return whole.pop() if passed is None else (whole.pop(), anchor.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
-        if gradient is not None and ctx.sink is not None:
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None = None) -> tuple[None, None, None, None]:
+        if gradient is not None:
             ctx.sink.add(gradient)
         if ctx.passed is not None:
             ctx.passed()

@@ -113,7 +113,8 @@ class UseSync:
 
     def _take(self, use: Used) -> None:
         """Let the gradient of a use go: home, or to the others of its kind."""
-        dtype, first = real_dtype(use.dtype), use not in self._gone
+        came = next((sink.total.dtype for _, sink in use.leaves if sink.total is not None), None)
+        dtype, first = use.dtype if came == use.dtype else real_dtype(use.dtype), use not in self._gone
         self._gone.add(use)
         owned = len(use.leaves) == 1 and use.leaves[0][1].is_writable()
         parts = [total_of(sink, shape, dtype, self._transport.device) for shape, sink in use.leaves]
