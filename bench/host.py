@@ -11,8 +11,8 @@ own, the same model, share of the batch and optimizer on all sides:
     tp=2          DTensor: parallelize_module with Colwise and Rowwise styles, on a stack of 6 MLPs
 
 (DistributedDataParallel needs results that the fake group does not give.) Sides take turns, step by step, the eager
-module on the rank's share among them. Told for each: medians of microseconds of forward and backward, and of zero_grad
-and the optimizer's step; operators that were dispatched in forward and backward, and collectives; microseconds for each
+module on the rank's share among them. Told for each: medians of microseconds (of the process, so that what else runs on
+the machine does not count) of forward and backward, and of zero_grad and the optimizer's step; operators that were dispatched in forward and backward, and collectives; microseconds for each
 collective: what forward and backward take more than the eager module, by collective.
 
 Operators are those that reach a device's tensors: what DTensor does for one operator, not that operator again; FSDP2's
@@ -226,11 +226,11 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for at in range(WARM_UP + rounds):
         for side in sides if at % 2 else reversed(sides):
-            start = time.perf_counter()
+            start = time.process_time()
             sides[side].gradients()
-            between = time.perf_counter()
+            between = time.process_time()
             sides[side].update()
-            times[side].append((between - start, time.perf_counter() - between))
+            times[side].append((between - start, time.process_time() - between))
     medians = {
         side: [statistics.median(one) * 1e6 for one in zip(*found[WARM_UP:], strict=True)]
         for side, found in times.items()

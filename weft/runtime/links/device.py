@@ -186,7 +186,7 @@ class DeviceTransport(JobTransport):
             return super().start_reduce_scatter(full, sharding, group)
         members = sorted(group)
         if sharding.in_rows and list(group) == members:
-            addends = torch._chunk_cat(full, 0, len(group)).view(-1)
+            addends = torch._chunk_cat(list(full), 0, len(group)).view(-1)
         else:
             runs = [sharding.runs[group.index(peer)] for peer in members]
             addends = torch.cat([self._laid([take(full[at], part) for at, part, _ in each], sharding) for each in runs])

@@ -22,7 +22,7 @@ from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.gradient import Gradient, make_leaf
-from weft.runtime.weights.unsharded import Gathered, Use, as_edge, edge_and_mark
+from weft.runtime.weights.unsharded import Gathered, Use, as_edge, edge_and_mark, mark
 
 
 @dataclass(eq=False)
@@ -170,7 +170,7 @@ class Tape:
         """A use begins, of which is told when backward has passed it."""
         if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
             self.mark = Mark()
-            self.tokens.append(edge_and_mark(self.anchor.detach(), self.anchor, Gradient(), self.mark.passed)[1])
+            self.tokens.append(mark(self.anchor, self.mark.passed))
         self.mark.uses.append(partial(_pass, use, self.tell))
         self.mark.num_bytes += num_bytes
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -197,34 +197,42 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
 
 def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
     """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
-    found: Tensor = _Edge.apply(sink, anchor, [whole], None)
-    return found
+    (found,) = _Edge.apply(anchor, [whole], sink, None)
+    return cast(Tensor, found)
 
 
 def edge_and_mark(whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None]) -> tuple[Tensor, Tensor]:
-    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
-    had its turn, so that nothing more will come to the sink.
+    """The same, and a token (`mark`), which is of the same node."""
+    found: tuple[Tensor, Tensor] = _Edge.apply(anchor, [whole, anchor.detach()], sink, passed)
+    return found
+
+
+def mark(anchor: Tensor, passed: Callable[[], None]) -> Tensor:
+    """A token: if backward starts from it too, `passed` is called when all that was made after this has had its turn,
+    so that nothing more will come to the sinks of what was.
 
     Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
     not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
-    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, [whole], passed)
-    return found
+    (found,) = _Edge.apply(anchor, [anchor.detach()], None, passed)
+    return cast(Tensor, found)
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sink: Gradient, anchor: Tensor, whole: list[Tensor], passed: Callable[[], None] | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, anchor: Tensor, made: list[Tensor], sink: Gradient | None, passed: Callable[[], None] | None
+    ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.passed = sink, passed
         ctx.set_materialize_grads(False)
-        # in a list, it is no input: it becomes the output as it is
-        return whole.pop() if passed is None else (whole.pop(), anchor.detach())
+        # in a list, they are no inputs: they become the outputs as they are
+        found = tuple(made)
+        made.clear()
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None = None) -> tuple[None, None, None, None]:
-        if gradient is not None:
+        if gradient is not None and ctx.sink is not None:
             ctx.sink.add(gradient)
         if ctx.passed is not None:
             ctx.passed()
