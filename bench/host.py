@@ -11,9 +11,10 @@ own, the same model, share of the batch and optimizer on all sides:
     tp=2          DTensor: parallelize_module with Colwise and Rowwise styles, on a stack of 6 MLPs
 
 (DistributedDataParallel needs results that the fake group does not give.) Sides take turns, step by step, the eager
-module on the rank's share among them. Told for each: medians of microseconds (of the process, so that what else runs on
-the machine does not count) of forward and backward, and of zero_grad and the optimizer's step; operators that were dispatched in forward and backward, and collectives; microseconds for each
-collective: what forward and backward take more than the eager module, by collective.
+module on the rank's share among them. Told for each: medians of microseconds of forward and backward, and of zero_grad
+and the optimizer's step (time of the process: what else runs on the machine does not count); operators that were
+dispatched in forward and backward, and collectives; microseconds for each collective: what forward and backward take
+more than the eager module, by collective.
 
 Operators are those that reach a device's tensors: what DTensor does for one operator, not that operator again; FSDP2's
 own operators, which copy, count too; calls of the backend and ranges of the profiler do not.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tests.processes import bodies
 from weft.compile.model_file import load_optimizer
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import PrefixStore
 from weft.runtime.links.device import DeviceTransport
 from weft.runtime.links.processes import ProcessTransport
-from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.transport import Transport
 from weft.verify.generated import Task, train
 
@@ -69,7 +69,9 @@ def shards(transport: Transport, payload: Any) -> list[Tensor]:
             made = transport.start_reduce_scatter(full[one], sharding, group).wait()
             found += made
             shards = shards or [each.reshape(-1) for each in made]
-        handles = [transport.start_all_gather(shards[one], way, group) for one, way in zip(some, shardings, strict=True)]
+        handles = [
+            transport.start_all_gather(shards[one], way, group) for one, way in zip(some, shardings, strict=True)
+        ]
         handles.append(transport.start_all_gather(shards, shardings[0], group, full))
         found += [each for handle in handles for each in handle.wait()]
         found += full

@@ -13,8 +13,8 @@ from tests.devices import bodies
 from tests.devices.in_process import Recorder, run_ranks
 from tests.devices.stream_order import faults, never_waited_for
 from tests.processes import bodies as known
-from weft.runtime.links.emulator import run_ranks as emulated
 from weft.runtime.layout.sharding import Sharding
+from weft.runtime.links.emulator import run_ranks as emulated
 from weft.runtime.links.transport import RankFailed, Transport
 
 PAIR = (0, 1)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.replicas import Replica
-from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.transport import Doing, GroupComm, PeerLost, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import PIECE, Segments

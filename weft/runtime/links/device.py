@@ -209,7 +209,7 @@ class DeviceTransport(JobTransport):
     def _laid(self, tensors: Sequence[Tensor], sharding: Sharding) -> Tensor:
         """Tensors laid end to end, and behind them as much as any member has, of any content."""
         flats = [one if one.dim() == 1 else one.reshape(-1) for one in tensors]
-        missing = sharding.most - sum(map(len, flats))
+        missing = sharding.most - sum(map(Tensor.numel, flats))
         if missing or not flats:
             flats.append(self.empty(missing, sharding.dtype))
         return torch.cat(flats) if len(flats) > 1 else flats[0].contiguous()
@@ -312,22 +312,23 @@ def _options(kind: Any, op: Any) -> Any:
 def _rows(came: Tensor, group: Group) -> list[Tensor]:
     """What came of each member, in group order."""
     at = {peer: row for row, peer in enumerate(sorted(group))}
-    found = came.view(len(group), len(came) // len(group)).unbind()
+    found = came.view(len(group), came.numel() // len(group)).unbind()
     return [found[at[peer]] for peer in group]
 
 
 def _wholes(flat: Tensor, sharding: Sharding) -> list[Tensor]:
     """A flat tensor as wholes: they come together, and go one soon after the other."""
-    pieces = flat.split_with_sizes(sharding.aligned_lengths)
-    each = zip(pieces, sharding.lengths, sharding.shapes, strict=True)
-    cut = ((piece if len(piece) == length else piece[:length], shape) for piece, length, shape in each)
-    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in cut]
+    pieces: Sequence[Tensor] = flat.split_with_sizes(sharding.aligned_lengths)
+    if sharding.aligned_lengths != sharding.lengths:
+        pieces = [piece[:length] for piece, length in zip(pieces, sharding.lengths, strict=True)]
+    each = zip(pieces, sharding.shapes, strict=True)
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in each]
 
 
 @torch.no_grad()
 def _in_rows(full: list[Tensor], sharding: Sharding, came: Tensor) -> list[Tensor]:
     """Each whole from the members' rows, in one operator."""
-    members = len(came)
+    members = came.shape[0]
     sizes = [length // members for length in sharding.lengths]
     torch.split_with_sizes_copy(came, sizes, 1, out=[one.view(members, -1) for one in full])
     return full
@@ -338,7 +339,7 @@ def _filled(full: list[Tensor], sharding: Sharding, rows: Sequence[Tensor]) -> l
     """Each whole from the members' runs, in as few kernels as there can be."""
     views, sources = list[Tensor](), list[Tensor]()
     for runs, row in zip(sharding.runs, rows, strict=True):
-        pieces = row.split_with_sizes(_lengths([shape for _, _, shape in runs], len(row)))
+        pieces = row.split_with_sizes(_lengths([shape for _, _, shape in runs], row.numel()))
         for (at, part, shape), piece in zip(runs, pieces, strict=False):
             view = narrowed(full[at], part)
             if view is None:
@@ -360,7 +361,7 @@ def _lengths(shapes: Sequence[tuple[int, ...]], total: int) -> list[int]:
 def _shards(total: Tensor, sharding: Sharding) -> list[Tensor]:
     """A sum, as the shards that it is of."""
     length = sum(sharding.shard_lengths)
-    return as_shards(total if len(total) == length else total[:length], sharding)
+    return as_shards(total if total.numel() == length else total[:length], sharding)
 
 
 def open_transport(

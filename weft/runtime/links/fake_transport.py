@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.layout.sharding import Sharding
+from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.mailbox import SMALL
@@ -85,9 +85,7 @@ class FakeTransport(Transport):
             return Done(self.wholes(sharding) if full is None else list(full))
         return super().start_all_gather(shards, sharding, group, full)
 
-    def start_reduce_scatter(
-        self, full: Sequence[Tensor], sharding: Sharding, group: Group
-    ) -> Handle[list[Tensor]]:
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
         if self._shared("reduce_scatter", sharding, full):
             return Done(self.shards(sharding))
         return super().start_reduce_scatter(full, sharding, group)

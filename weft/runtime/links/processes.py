@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.inbox import OwnPosts
 from weft.runtime.links.progress import Began
-from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -238,9 +238,7 @@ class ProcessTransport(JobTransport):
         handle = self._start_sharded("all_gather", made, shards, sharding, group)
         return handle or super().start_all_gather(shards, sharding, group, made)
 
-    def start_reduce_scatter(
-        self, full: Sequence[Tensor], sharding: Sharding, group: Group
-    ) -> Handle[list[Tensor]]:
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
         handle = self._start_sharded("reduce_scatter", full, None, sharding, group)
         return handle or super().start_reduce_scatter(full, sharding, group)
 

@@ -68,9 +68,7 @@ class Subgroup(Transport):
     ) -> Handle[list[Tensor]]:
         return self.whole.start_all_gather(shards, sharding, self.outside(group), full)
 
-    def start_reduce_scatter(
-        self, full: Sequence[Tensor], sharding: Sharding, group: Group
-    ) -> Handle[list[Tensor]]:
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
         return self.whole.start_reduce_scatter(full, sharding, self.outside(group))
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:

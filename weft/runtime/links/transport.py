@@ -236,16 +236,14 @@ class Transport(ABC):
         arriving = self.start_all_to_all(dict.fromkeys(expects, sends), expects, group, "all_gather")
         return Then(arriving, lambda came: self._fill_in(made, sharding, group, {**came, self.rank: sends}))
 
-    def start_reduce_scatter(
-        self, full: Sequence[Tensor], sharding: Sharding, group: Group
-    ) -> Handle[list[Tensor]]:
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
         """Begin this rank's part of the sums, in group order, of the members' wholes: a shard of each."""
         shards = self.shards(sharding)
         cut = {
             peer: [take(full[number], part) for number, part, _ in sharding.runs[at]] for at, peer in enumerate(group)
         }
         own, mine = cut.pop(self.rank), group.index(self.rank)
-        expects = dict.fromkeys(cut, [(shape, sharding.dtype) for _, _, shape in sharding.runs[mine]])
+        expects = {peer: [(shape, sharding.dtype) for _, _, shape in sharding.runs[mine]] for peer in cut}
         arriving = self.start_all_to_all(cut, expects, group, "reduce_scatter")
         return Then(arriving, lambda came: self._add_up(shards, sharding, group, {**came, self.rank: own}))
 
@@ -340,9 +338,7 @@ class Transport(ABC):
 def as_shards(flat: Tensor, sharding: Sharding) -> list[Tensor]:
     """A flat tensor as this rank's shards."""
     pieces = flat.split_with_sizes(sharding.shard_lengths)
-    return [
-        piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, sharding.mine, strict=True)
-    ]
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, sharding.mine, strict=True)]
 
 
 def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.runtime.layout.index import narrowed, size, take
-from weft.runtime.layout.transfer import Index
 from weft.runtime.layout.sharding import Sharding
+from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import combine, put_shard
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.pool import SharedPool

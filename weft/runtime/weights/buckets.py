@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-import torch
-
 BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
 FULL = 4 << 20

@@ -117,11 +117,11 @@ class FullWeights:
                 made = in_buckets(gathers, bucket_size(sum(one.num_bytes for one in gathers), FULL))
             else:
                 made = self._blocks.split(gathers)
-            self._planned = self._order, [(Together(bucket), self._laid_out(bucket)) for bucket in made]
-        for together, kept in self._planned[1]:
+            self._planned = self._order, [(Together(some), self._laid_out(some)) for some in made]
+        for bucket, kept in self._planned[1]:
             # what autograd knows of the tensors is no business of what fills them
-            coming = together.start([one.tensors[0].data for one in kept])
-            for full, gather in zip(kept, together.gathers, strict=True):
+            coming = bucket.start([one.tensors[0].data for one in kept])
+            for full, gather in zip(kept, bucket.gathers, strict=True):
                 full.coming, full.turn, full.shards = coming, self._turn, (gather.stored,)
 
     def _key(self, gather: Gather) -> Key:

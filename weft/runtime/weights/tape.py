@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,8 +82,7 @@ class Mark:
             one()
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """What a tape knows of a leaf, which it does not hold: a gathered weight must go."""
 
     tensor: weakref.ref[Tensor]
@@ -184,7 +183,7 @@ class Tape:
         tell: bool = True,
     ) -> Used:
         use = Used(parameter, transfers, dtype)
-        use.leaves = tuple((torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes)
+        use.leaves = tuple([(torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes])
         self.used.append(use)
         return use
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -85,8 +85,7 @@ class Use:
         return found
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """What is saved in place of a gathered weight, or of a view of it."""
 
     use: Use
@@ -152,20 +151,18 @@ class Gathered:
             hooks.__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Tensor | Packed:
-        if tensor.layout is not torch.strided:
-            return tensor
-        memory = self._uses.get(tensor.untyped_storage()._cdata)
+        # most of what comes by is no weight
+        memory = self._uses.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if memory is None or memory.weak.expired() or memory.dtype != tensor.dtype:
             return tensor
         at = int(tensor.storage_offset())
         # what was gathered last is what is mostly saved
-        found = next((one for one in reversed(memory.wholes) if one[0] <= at < one[1]), None)
-        if found is None or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        start, _, use = found
-        use.pack()
-        self.need(use)
-        return Packed(use, tuple(tensor.shape), tensor.stride(), at - start)
+        for start, stop, use in reversed(memory.wholes):
+            if start <= at < stop and not (tensor.is_conj() or tensor.is_neg()):
+                use.pack()
+                self.need(use)
+                return Packed(use, tensor.shape, tensor.stride(), at - start)
+        return tensor
 
 
 SAVED = (

@@ -145,7 +145,8 @@ class UseSync:
 
     def _bring(self, name: str, parts: Sequence[Tensor], transfers: tuple[Transfer, ...], dtype: torch.dtype) -> None:
         sent = self._sums.sent(dtype) if transfers or not parts else parts[0].dtype
-        self._found.setdefault(name, Gradient(dtype=self._sums.added(dtype)))
+        if name not in self._found:
+            self._found[name] = Gradient(dtype=self._sums.added(dtype))
         if len(parts) == 1 and self.scatters(transfers):
             self._scatter.post(name, parts[0].to(sent), transfers[0])
             return
