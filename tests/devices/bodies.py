@@ -78,6 +78,30 @@ def shards(transport: Transport, payload: Any) -> list[Tensor]:
     return found
 
 
+def rows(transport: Transport, payload: Any) -> list[Tensor]:
+    """Buckets of which each member has as many rows: runs long enough to be moved by themselves, and shorter ones."""
+    n, rank = transport.num_ranks, transport.rank
+    group, found = tuple(range(n)), list[Tensor]()
+    shapes = (2 * n, 16), (8 * n,), (4 * n, 2, 8)
+    parts = [
+        tuple(
+            (((shape[0] // n * at, shape[0] // n * (at + 1)),), *(((0, size),) for size in shape[1:])) for at in group
+        )
+        for shape in shapes
+    ]
+    mine = [(shape[0] // n, *shape[1:]) for shape in shapes]
+    for dtype in (torch.float64, torch.int32, torch.bfloat16, torch.bool):
+        sharding = Sharding(shapes, parts, mine, dtype)
+        assert sharding.in_rows and (sharding.run > 0) == (dtype == torch.float64)
+        full = [bodies.values(rank, dtype, shape) for shape in shapes]
+        if dtype != torch.bfloat16:
+            found += transport.start_reduce_scatter(full, sharding, group).wait()
+        shards = [bodies.values(rank, dtype, shape).reshape(-1) for shape in mine]
+        handles = [transport.start_all_gather(shards, sharding, group, to) for to in (None, full)]
+        found += [each for handle in handles for each in handle.wait()]
+    return [*found, *full]
+
+
 def sums(transport: Transport, payload: Any) -> list[Tensor]:
     """Sums begun and waited for later, past other calls; what others see is not written to."""
     group = tuple(range(transport.num_ranks))

@@ -20,7 +20,7 @@ from weft.runtime.links.transport import RankFailed, Transport
 PAIR = (0, 1)
 
 
-@pytest.mark.parametrize("name", ["everything", "shards", "sums", "letters"])
+@pytest.mark.parametrize("name", ["everything", "shards", "rows", "sums", "letters"])
 def test_every_call_is_the_emulators(name: str) -> None:
     body: Callable[[Transport, Any], Any] = getattr(bodies, name, None) or getattr(known, name)
     recorder = Recorder()

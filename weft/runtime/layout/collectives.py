@@ -132,7 +132,7 @@ class Collectives:
         key = name, self._numbers.of(transfers)
         found = self._gathers.get(key)
         if found is None or found.stored is not parameter:
-            found = self._gathers[key] = Gather(name, parameter, transfers, self._transport, key[1])
+            found = self._gathers[key] = Gather(name, parameter, transfers, self._transport)
         return found
 
     def _use(self, gather: Gather) -> Use:

@@ -23,25 +23,15 @@ from weft.runtime.weights.buckets import by_key
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """One parameter's way to where it is used.
-
-    Args:
-        number: of the transfers (`intern.py`).
-    """
+    """One parameter's way to where it is used."""
 
     name: str
     stored: Tensor
     transfers: tuple[Transfer, ...]
     transport: Transport
-    number: int
     known: dict[tuple[Gather, ...], list[Together]] = field(default_factory=dict)
     """What comes together with it (`batches`)."""
     _alias: Tensor | None = None
-
-    @cached_property
-    def use(self) -> tuple[str, int]:
-        """What tells the gathers of one module apart."""
-        return self.name, self.number
 
     @cached_property
     def key(self) -> tuple[Group, torch.dtype]:
