@@ -41,10 +41,11 @@ smoke: $(READY)  ## under a minute
 test-full: check  ## everything, with ten times the random examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=full
 
-bench: $(READY)  ## time of each pass, of compiling Llama-3-8B, of a step against eager, DDP, FSDP2 and torch's pipelines; memory
+bench: $(READY)  ## time of each pass, of compiling Llama-3-8B, of a step against eager, DDP, FSDP2, DTensor and torch's pipelines; memory
 	$(BIN)/python bench/passes.py
 	PYTHONPATH=. $(BIN)/python bench/compile.py
 	PYTHONPATH=. $(BIN)/python bench/overhead.py
+	PYTHONPATH=. $(BIN)/python bench/host.py
 	PYTHONPATH=. $(BIN)/python bench/pipeline.py
 	PYTHONPATH=. $(BIN)/python bench/state.py
 	PYTHONPATH=. $(BIN)/python bench/memory.py

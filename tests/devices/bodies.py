@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tests.processes import bodies
 from weft.compile.model_file import load_optimizer
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import PrefixStore
 from weft.runtime.links.device import DeviceTransport
 from weft.runtime.links.processes import ProcessTransport
-from weft.runtime.links.transport import Sharded, Transport
+from weft.runtime.links.transport import Transport
 from weft.verify.generated import Task, train
 
 ROUNDING = {torch.bfloat16: 0.6, torch.float32: 1e-5, torch.complex64: 1e-5}
@@ -55,19 +56,50 @@ def shards(transport: Transport, payload: Any) -> list[Tensor]:
     for dtype in (torch.float64, torch.int64, torch.int16):
         shapes = (2 * n, 3), (n - 1,), (2 * n,)
         mine = group.index(rank)
-        tensors = []
-        for shape, parts in zip(shapes, (even, uneven, pieces), strict=True):
-            part = parts[mine]
-            size = () if part is None else tuple(sum(stop - start for start, stop in one) for one in part)
-            tensors.append(Sharded(bodies.values(rank, dtype, shape), torch.zeros(size, dtype=dtype), parts))
-        for some in (tensors, tensors[:1], tensors[1:]):
-            transport.start_reduce_scatter(some, group).wait()
-            found += [one.shard.clone() for one in some]
-        handles = [transport.start_all_gather(some, group) for some in (tensors, tensors[:1])]
-        for handle in handles:
-            handle.wait()
-        found += [one.full.clone() for one in tensors]
+        full = [bodies.values(rank, dtype, shape) for shape in shapes]
+        parts = even, uneven, pieces
+        sizes = [
+            (0,) if one[mine] is None else tuple(sum(stop - start for start, stop in each) for each in one[mine] or ())
+            for one in parts
+        ]
+        some = slice(None), slice(1), slice(1, None)
+        shardings = [Sharding(shapes[one], parts[one], sizes[one], dtype) for one in some]
+        shards: list[Tensor] = []
+        for one, sharding in zip(some, shardings, strict=True):
+            made = transport.start_reduce_scatter(full[one], sharding, group).wait()
+            found += made
+            shards = shards or [each.reshape(-1) for each in made]
+        handles = [
+            transport.start_all_gather(shards[one], way, group) for one, way in zip(some, shardings, strict=True)
+        ]
+        handles.append(transport.start_all_gather(shards, shardings[0], group, full))
+        found += [each for handle in handles for each in handle.wait()]
+        found += full
     return found
+
+
+def rows(transport: Transport, payload: Any) -> list[Tensor]:
+    """Buckets of which each member has as many rows: runs long enough to be moved by themselves, and shorter ones."""
+    n, rank = transport.num_ranks, transport.rank
+    group, found = tuple(range(n)), list[Tensor]()
+    shapes = (2 * n, 16), (8 * n,), (4 * n, 2, 8)
+    parts = [
+        tuple(
+            (((shape[0] // n * at, shape[0] // n * (at + 1)),), *(((0, size),) for size in shape[1:])) for at in group
+        )
+        for shape in shapes
+    ]
+    mine = [(shape[0] // n, *shape[1:]) for shape in shapes]
+    for dtype in (torch.float64, torch.int32, torch.bfloat16, torch.bool):
+        sharding = Sharding(shapes, parts, mine, dtype)
+        assert sharding.in_rows and (sharding.run > 0) == (dtype == torch.float64)
+        full = [bodies.values(rank, dtype, shape) for shape in shapes]
+        if dtype != torch.bfloat16:
+            found += transport.start_reduce_scatter(full, sharding, group).wait()
+        shards = [bodies.values(rank, dtype, shape).reshape(-1) for shape in mine]
+        handles = [transport.start_all_gather(shards, sharding, group, to) for to in (None, full)]
+        found += [each for handle in handles for each in handle.wait()]
+    return [*found, *full]
 
 
 def sums(transport: Transport, payload: Any) -> list[Tensor]:

@@ -255,7 +255,7 @@ class _Work:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def run_ranks(

@@ -13,13 +13,14 @@ from tests.devices import bodies
 from tests.devices.in_process import Recorder, run_ranks
 from tests.devices.stream_order import faults, never_waited_for
 from tests.processes import bodies as known
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.emulator import run_ranks as emulated
-from weft.runtime.links.transport import RankFailed, Sharded, Transport
+from weft.runtime.links.transport import RankFailed, Transport
 
 PAIR = (0, 1)
 
 
-@pytest.mark.parametrize("name", ["everything", "shards", "sums", "letters"])
+@pytest.mark.parametrize("name", ["everything", "shards", "rows", "sums", "letters"])
 def test_every_call_is_the_emulators(name: str) -> None:
     body: Callable[[Transport, Any], Any] = getattr(bodies, name, None) or getattr(known, name)
     recorder = Recorder()
@@ -30,8 +31,7 @@ def test_every_call_is_the_emulators(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=bodies.ROUNDING.get(ours.dtype, 1e-12))
 
 
-def sharded(transport: Transport, full: torch.Tensor, shard: torch.Tensor) -> list[Sharded]:
-    return [Sharded(full, shard, ((((0, 2),),), (((2, 4),),)))]
+SHARDING = Sharding([(4,)], [((((0, 2),),), (((2, 4),),))], [(2,)], torch.float32)
 
 
 def test_results_are_not_there_before_they_are_waited_for() -> None:
@@ -39,7 +39,7 @@ def test_results_are_not_there_before_they_are_waited_for() -> None:
         total, part = torch.ones(4), torch.ones(2)
         handle = transport.start_all_reduce([total.clone()], PAIR)
         gathered = torch.ones(4)
-        gathering = transport.start_all_gather(sharded(transport, gathered, part), PAIR)
+        gathering = transport.start_all_gather([part], SHARDING, PAIR, [gathered])
         transport.meet([(0, 1)])
         before = bool((gathered == 1).all())
         gathering.wait()
@@ -70,7 +70,7 @@ def change(body: Callable[[Transport], None]) -> None:
 @change
 def shard_before_the_gather_has_ended(transport: Transport) -> None:
     part = torch.ones(2)
-    handle = transport.start_all_gather(sharded(transport, torch.zeros(4), part), PAIR)
+    handle = transport.start_all_gather([part], SHARDING, PAIR, [torch.zeros(4)])
     part.add_(1)
     handle.wait()
 

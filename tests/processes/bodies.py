@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.replicas import Replica
-from weft.runtime.links.transport import Doing, GroupComm, PeerLost, Sharded, Transport
+from weft.runtime.links.transport import Doing, GroupComm, PeerLost, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.segments import PIECE, Segments
 from weft.runtime.training.load import load_pipeline
@@ -124,9 +125,8 @@ def scattered(transport: ProcessTransport, payload: Any) -> Tensor:
     starts = [rank * (rank + 1) // 2 for rank in (*group, len(group))]
     parts = tuple((((start, stop),), ((0, 2),)) for start, stop in itertools.pairwise(starts))
     full = torch.cat([values(transport.rank, torch.float64, (p + 1, 2)) for p in group])
-    shard = torch.empty(transport.rank + 1, 2, dtype=torch.float64)
-    transport.start_reduce_scatter([Sharded(full, shard, parts)], group).wait()
-    return shard
+    sharding = Sharding([tuple(full.shape)], [parts], [(transport.rank + 1, 2)], torch.float64)
+    return transport.start_reduce_scatter([full], sharding, group).wait()[0]
 
 
 def unchecked(transport: ProcessTransport, payload: Any) -> Tensor:

@@ -36,7 +36,7 @@ def part(name: str, run: int, rank: int, num_ranks: int) -> Tensor:
     return whole(name, run).tensor_split(num_ranks, SHAPES[name][1])[rank].contiguous()
 
 
-def gather_of(name: str, stored: Tensor, transport: ProcessTransport, number: int) -> Gather:
+def gather_of(name: str, stored: Tensor, transport: ProcessTransport) -> Gather:
     shape, dim = SHAPES[name]
     ranks = tuple(range(transport.num_ranks))
     bounds = torch.arange(shape[dim]).tensor_split(transport.num_ranks)
@@ -48,14 +48,14 @@ def gather_of(name: str, stored: Tensor, transport: ProcessTransport, number: in
     everything = tuple(((0, length),) for length in stored.shape)
     sends = tuple(Piece(rank, 0, everything) for rank in ranks)
     receives = tuple(Piece(rank, 0, index(rank)) for rank in ranks)
-    return Gather(name, stored, (Transfer("all_gather", ranks, sends, receives, (shape,)),), transport, number)
+    return Gather(name, stored, (Transfer("all_gather", ranks, sends, receives, (shape,)),), transport)
 
 
 def runs(transport: ProcessTransport, payload: dict[str, Any]) -> list[list[Tensor]]:
     """Runs that ask for weights in one order, then in another; between them parts change, or get other memory."""
     rank, num_ranks = transport.rank, transport.num_ranks
     stored = {name: nn.Parameter(part(name, 0, rank, num_ranks)) for name in SHAPES}
-    gathers = {name: gather_of(name, one, transport, at) for at, (name, one) in enumerate(stored.items())}
+    gathers = {name: gather_of(name, one, transport) for name, one in stored.items()}
     prefetch = Prefetch()
     transport.lay(list(stored.values()), tuple(range(num_ranks)))
     found: list[list[Tensor]] = []

@@ -13,7 +13,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.links.transport import Sharded, Transport
+from weft.runtime.layout.sharding import Sharding
+from weft.runtime.links.transport import Transport
 
 TRIALS = ("processes", "barrier", "all-reduce", "all-gather", "reduce-scatter", "point to point")
 """In the order in which they are run; the first is to start, and to communicate nothing."""
@@ -47,9 +48,9 @@ def _call(transport: Transport, name: str, mine: Tensor, turn: int) -> Tensor:
         case "all-gather":
             return torch.cat(transport.all_gather(mine, group))
         case "reduce-scatter":
-            shard, parts = mine.new_empty(length), tuple((((length * at, length * (at + 1)),),) for at in group)
-            transport.start_reduce_scatter([Sharded(mine[: length * count], shard, parts)], group).wait()
-            return shard
+            parts = tuple((((length * at, length * (at + 1)),),) for at in group)
+            sharding = Sharding([(length * count,)], [parts], [(length,)], mine.dtype)
+            return transport.start_reduce_scatter([mine[: length * count]], sharding, group).wait()[0]
         case "point to point":
             # to the next rank, from the one before; a tag is used once: ranks are not at the same turn
             transport.meet([(rank, (rank + 1) % count) for rank in group])

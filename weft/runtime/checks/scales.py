@@ -27,7 +27,8 @@ class _Then:
 
     parameter: nn.Parameter
     state: tuple[int, int]
-    elements: Tensor
+    first: int
+    """Of its elements, among those that are remembered."""
 
 
 class Scales:
@@ -36,6 +37,8 @@ class Scales:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = sorted(parameters, key=lambda one: -one.numel())[:NUM_TENSORS]
         self._then: list[_Then] = []
+        self._elements = torch.empty(0)
+        """Of all that are remembered, one after the other."""
 
     @property
     def tolerance(self) -> float:
@@ -45,11 +48,15 @@ class Scales:
     @torch.no_grad()
     def remember(self) -> None:
         """Gradients are complete now."""
-        self._then = []
+        self._then, rows, length = [], list[Tensor](), 0
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.numel() and gradient.is_floating_point():
-                self._then.append(_Then(parameter, _state(gradient), _row(gradient).clone()))
+                self._then.append(_Then(parameter, _state(gradient), length))
+                rows.append(_row(gradient))
+                length += len(rows[-1])
+        # always a copy
+        self._elements = torch.cat(rows) if rows else torch.empty(0)
 
     @property
     def written(self) -> bool:
@@ -62,9 +69,11 @@ class Scales:
         found = [torch.zeros(0, dtype=torch.float64)]
         for one in self._then:
             now = one.parameter.grad
-            if now is not None and now.numel() and _row(now).shape == one.elements.shape:
-                usable = (one.elements != 0) & torch.isfinite(one.elements)
-                found.append((_row(now)[usable].double() / one.elements[usable].double()).cpu())
+            if now is not None and now.numel():
+                row = _row(now)
+                then = self._elements[one.first : one.first + len(row)]
+                usable = (then != 0) & torch.isfinite(then)
+                found.append((row[usable].double() / then[usable].double()).cpu())
         ratios = torch.cat(found)
         if not ratios.numel() or not bool(torch.isfinite(ratios).all()):
             return math.nan
@@ -99,6 +108,8 @@ def _state(gradient: Tensor) -> tuple[int, int]:
 
 def _row(gradient: Tensor) -> Tensor:
     """The first elements, without a copy."""
+    if gradient.is_contiguous():
+        return gradient.as_strided((min(gradient.shape[-1] if gradient.dim() else 1, NUM_ELEMENTS),), (1,))
     while gradient.dim() > 1:
         gradient = gradient[0]
     return gradient.reshape(-1)[:NUM_ELEMENTS]

@@ -47,6 +47,15 @@ class Irregular(Reshard):
     """For a parameter that is gathered chunk by chunk: the ways of each."""
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How a parameter is brought to where it is used, and its gradient back. `gather`: anew for each use."""
+
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...]
+    gather: Gather | None
+
+
 class Collectives:
     """Changes of layout along the axes of the grid, for one rank.
 
@@ -60,6 +69,7 @@ class Collectives:
         self._steps: dict[Any, tuple[str, Reshard]] = {}
         self._numbers = Numbers()
         self._gathers: dict[tuple[str, int], Gather] = {}
+        self._ways: dict[tuple[str, tuple[Move, ...], tuple[Move, ...]], _Way] = {}
         self._chains: dict[Any, tuple[tuple[Transfer, ...], tuple[int, ...]]] = {}
         self._groups: dict[tuple[str, ...], GroupComm] = {}
 
@@ -94,16 +104,24 @@ class Collectives:
 
     def use(self, parameter: Tensor, forward: Moves, *, sync: Moves) -> Tensor:
         """A trained parameter in another layout than it is stored in; `sync` brings the gradient of this use back."""
-        transfers, shape = self._chain(tuple(forward), tuple(parameter.shape))
-        back, _ = self._chain(tuple(sync), shape)
         name = self._module.name_of(parameter)
         # gradients of this use have a leaf of their own, and the parameter may be laid elsewhere
         parameter = self._module.part(name)
-        talks = any(transfer.kind != "local" for transfer in transfers)
-        if not talks or self._module.keeps(name) or not torch.is_grad_enabled():
-            return self._used(name, [parameter], transfers, back, parameter.dtype, tell=True)[0]
-        use, tape = self._use(self._gather(name, parameter, transfers)), self._module.tape
-        return tape.first(use, *tape.expect(use, back))
+        way = self._way(name, parameter, tuple(forward), tuple(sync))
+        if way.gather is None or not torch.is_grad_enabled():
+            return self._used(name, [parameter], way.forward, way.backward, parameter.dtype, tell=True)[0]
+        use, tape = self._use(way.gather), self._module.tape
+        return tape.first(use, *tape.expect(use, way.backward, now=True))
+
+    def _way(self, name: str, parameter: Tensor, forward: tuple[Move, ...], sync: tuple[Move, ...]) -> _Way:
+        key = name, forward, sync
+        found = self._ways.get(key)
+        if found is None or (found.gather is not None and found.gather.stored is not parameter):
+            transfers, shape = self._chain(forward, tuple(parameter.shape))
+            talks = any(transfer.kind != "local" for transfer in transfers) and not self._module.keeps(name)
+            gather = self._gather(name, parameter, transfers) if talks else None
+            found = self._ways[key] = _Way(transfers, self._chain(sync, shape)[0], gather)
+        return found
 
     def gather(self, name: str, moves: Moves) -> Gather:
         """How a parameter that this rank stores a shard of is brought to where it is used."""
@@ -114,7 +132,7 @@ class Collectives:
         key = name, self._numbers.of(transfers)
         found = self._gathers.get(key)
         if found is None or found.stored is not parameter:
-            found = self._gathers[key] = Gather(name, parameter, transfers, self._transport, key[1])
+            found = self._gathers[key] = Gather(name, parameter, transfers, self._transport)
         return found
 
     def _use(self, gather: Gather) -> Use:
@@ -147,7 +165,7 @@ class Collectives:
         if self._module.keeps(name):
             parts = self._module.full_weights.get(name, sources, forward, self._transport, dtype)
         else:
-            parts = execute_all(forward, [source.detach() for source in sources], self._transport, dtype=dtype)
+            parts = execute_all(forward, sources, self._transport, dtype=dtype)
         if sync is None or not torch.is_grad_enabled():
             return [part.detach() for part in parts]
         self._module.tape.relied.add(name)

@@ -40,15 +40,14 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def execute(transfer: Transfer, tensors: Sequence[Tensor], transport: Transport, *, dtype: torch.dtype) -> list[Tensor]:
-    """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`.
+    """Carry out one Transfer; the result has a tensor per entry of `transfer.shapes`, which may be one of those given.
 
     Args:
         dtype: of the value, where the rank holds no part of the source.
     """
-    tensors = [tensor.detach() for tensor in tensors]
     if transfer.kind == "all_reduce":
         assert len(tensors) == 1, f"an all_reduce sums one local tensor, not {len(tensors)}"
-        return tensors if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
+        return list(tensors) if len(transfer.group) == 1 else [transport.all_reduce(tensors[0], transfer.group)]
     dtype = tensors[0].dtype if tensors else real_dtype(dtype)
     if transfer.even:
         # said apart: how much others have for each other shows in no rank's own pieces

@@ -7,6 +7,8 @@
     slice_to(dim, axes)           the rank's own part of a dim: nothing travels
     first(axes)                   the value becomes addends: itself in the first place, zeros elsewhere
 
+Programs make their moves anew in every step: equal ones are one object.
+
 In: a move, the shape of the local tensor, the rank's place. Out: the Transfer that carries it. `of` is the size of a
 joined dim where its parts are not all equal.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from weft.runtime.layout.cuts import Axes, Cut, Place, as_axes, as_cut, axes_text, whole
 from weft.runtime.layout.index import size
@@ -40,6 +43,14 @@ class Move:
     joined_dim: int = -1
     joined: Cut = UNCUT
     of: int | None = None
+
+    def __hash__(self) -> int:
+        # programs look for what they know of their moves in every step
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.axes, self.cut_dim, self.cut, self.joined_dim, self.joined, self.of))
 
     def __str__(self) -> str:
         """The call that makes it, as it is written in a program.
@@ -100,23 +111,27 @@ def chain(moves: Sequence[Move], shape: Shape, place: Place) -> tuple[tuple[Tran
     return tuple(found), shape
 
 
+@cache
 def all_reduce(axes: Axes) -> Move:
     """Addends along the axes become their sum, on every rank."""
     return Move("all_reduce", as_axes(axes))
 
 
+@cache
 def all_gather(dim: int, axes: Axes | Cut, *, of: int | None = None) -> Move:
     """Parts of a dim become the whole dim, on every rank."""
     cut = as_cut(axes)
     return Move("all_gather", as_axes(cut.axes), joined_dim=dim, joined=cut, of=of)
 
 
+@cache
 def reduce_scatter(dim: int, axes: Axes | Cut) -> Move:
     """Addends become parts of their sum, cut along a dim."""
     cut = as_cut(axes)
     return Move("reduce_scatter", as_axes(cut.axes), cut_dim=dim, cut=cut)
 
 
+@cache
 def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Axes | Cut | None = None, of: int | None = None) -> Move:
     """Parts of the dim `joined` become parts of another. `by`: how the joined dim was cut, if not plainly."""
     cut = as_cut(axes)
@@ -124,12 +139,14 @@ def all_to_all(dim: int, axes: Axes | Cut, *, joined: int, by: Axes | Cut | None
     return Move("all_to_all", names, cut_dim=dim, cut=cut, joined_dim=joined, joined=as_cut(by or names), of=of)
 
 
+@cache
 def slice_to(dim: int, axes: Axes | Cut) -> Move:
     """The rank's own part of a dim that it holds whole."""
     cut = as_cut(axes)
     return Move("slice_to", as_axes(cut.axes), cut_dim=dim, cut=cut)
 
 
+@cache
 def first(axes: Axes) -> Move:
     """The value becomes addends along the axes: itself in the first place, zeros elsewhere."""
     return Move("first", as_axes(axes))

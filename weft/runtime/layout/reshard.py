@@ -64,11 +64,16 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, step: Reshard, transport: Transport, anchor: Tensor, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.name, ctx.step, ctx.transport, ctx.dtype = name, step, transport, real_dtype(step.dtype)
+        ctx.name, ctx.step, ctx.transport = name, step, transport
         ctx.set_materialize_grads(False)
         outputs = _forward(name, step, sources, transport)
-        # two slots may be one tensor: each needs its own place in the autograd graph
-        return (*(tensor.detach() for tensor in outputs), anchor.new_zeros(()))
+        ctx.dtype = outputs[0].dtype if outputs else real_dtype(step.dtype)
+        # two slots may be one tensor, or a source: each needs its own place in the autograd graph
+        taken = {id(one) for one in sources}
+        for at, one in enumerate(outputs):
+            outputs[at] = one.detach() if id(one) in taken else one
+            taken.add(id(one))
+        return (*outputs, anchor.detach())
 
     @staticmethod
     @once_differentiable

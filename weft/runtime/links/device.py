@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceScatterOptions
 
-from weft.runtime.layout.index import narrowed, put, size, take
+from weft.runtime.layout.index import narrowed, put, take
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Store
 from weft.runtime.links.buffer_pool import is_private
 from weft.runtime.links.groups import Groups
@@ -46,8 +47,8 @@ from weft.runtime.links.transport import (
     Group,
     Handle,
     Sends,
-    Sharded,
     Then,
+    as_shards,
     combine,
 )
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
@@ -94,6 +95,8 @@ class DeviceTransport(JobTransport):
         self._posted, self._received = Counter[int](), Counter[int]()
         self._leaving: list[tuple[Any, Tensor]] = []
         self._met: set[tuple[int, int]] = set()
+        self._adding = {op: _options(AllreduceOptions, kind) for op, kind in OPS.items()}
+        self._scattering = _options(ReduceScatterOptions, ReduceOp.SUM)
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -103,10 +106,9 @@ class DeviceTransport(JobTransport):
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        source = tensor.detach().contiguous()
-        if not self._adds(source, group):
-            return self._added_here(source, group, op)
-        total = source.clone() if tensor.is_contiguous() else source
+        if not self._adds(tensor, group):
+            return self._added_here(tensor.contiguous(), group, op)
+        total = tensor.clone(memory_format=torch.contiguous_format)
         self._reduced(total, group, op).wait()
         return total
 
@@ -158,34 +160,39 @@ class DeviceTransport(JobTransport):
         return self._reduced(flat.clone() if others_see else flat, group, "sum")
 
     @torch.no_grad()
-    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        if len({one.full.dtype for one in tensors}) != 1:
-            return super().start_all_gather(tensors, group)
-        mine, most = group.index(self.rank), max(_lengths(tensors, group))
-        shards = [one.shard.detach().reshape(-1) for one in tensors if one.parts[mine] is not None]
-        filled = _with_padding(shards, most, tensors[0].full)
-        flat = filled[0].contiguous() if len(filled) == 1 else torch.cat(filled)
-        return Then(self._gathered(flat, group), lambda rows: _filled(tensors, rows))
+    def start_all_gather(
+        self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
+    ) -> Handle[list[Tensor]]:
+        flat = self.empty(sum(sharding.aligned_lengths), sharding.dtype) if full is None else None
+        made = list(full or ()) if flat is None else _wholes(flat, sharding)
+        sent = self._laid([shards[at] for at, _, _ in sharding.runs[group.index(self.rank)]], sharding)
+        arriving = self._all_gathered(sent, group)
+        if not sharding.in_rows or group != tuple(sorted(group)):
+            return Then(arriving, lambda came: _filled(made, sharding, _rows(came, group)))
+        if flat is None or not sharding.run:
+            return Then(arriving, lambda came: _in_rows(made, sharding, came.view(len(group), -1)))
+        order = sharding.order(self.device)
+
+        def ordered(came: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                torch.index_select(came.view(-1, sharding.run), 0, order, out=flat.view(-1, sharding.run))
+            return made
+
+        return Then(arriving, ordered)
 
     @torch.no_grad()
-    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        alike = len({one.full.dtype for one in tensors}) == 1
-        if not (alike and self._adds(tensors[0].full, group)):
-            return super().start_reduce_scatter(tensors, group)
-        most, by_member = max(_lengths(tensors, group)), dict(zip(group, range(len(group)), strict=True))
-        pieces = []
-        for peer in sorted(group):
-            at = by_member[peer]
-            cut = [take(one.full, part).reshape(-1) for one in tensors if (part := one.parts[at]) is not None]
-            pieces += _with_padding(cut, most, tensors[0].full)
-        addends = torch.cat([one.detach() for one in pieces]) if len(pieces) > 1 else pieces[0].detach()
-        total = addends.new_empty(most)
-        options = ReduceScatterOptions()
-        options.reduceOp = OPS["sum"]
-        work = self._group(group)._reduce_scatter_base(total, addends, options)
-        mine = by_member[self.rank]
-        shards = [one.shard for one in tensors if one.parts[mine] is not None]
-        return Then(Issued(work, total, addends), lambda total: _laid(shards, total))
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
+        if not self._adds(full[0], group):
+            return super().start_reduce_scatter(full, sharding, group)
+        members = sorted(group)
+        if sharding.in_rows and list(group) == members:
+            addends = torch._chunk_cat(list(full), 0, len(group)).view(-1)
+        else:
+            runs = [sharding.runs[group.index(peer)] for peer in members]
+            addends = torch.cat([self._laid([take(full[at], part) for at, part, _ in each], sharding) for each in runs])
+        total = addends.new_empty(sharding.most)
+        work = self._group(group)._reduce_scatter_base(total, addends, self._scattering)
+        return Then(Issued(work, total, addends), lambda total: _shards(total, sharding))
 
     # -- how they are carried
 
@@ -199,32 +206,37 @@ class DeviceTransport(JobTransport):
     def _bytes(self, length: int) -> Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self.device)
 
+    def _laid(self, tensors: Sequence[Tensor], sharding: Sharding) -> Tensor:
+        """Tensors laid end to end, and behind them as much as any member has, of any content."""
+        flats = [one if one.dim() == 1 else one.reshape(-1) for one in tensors]
+        missing = sharding.most - sum(map(Tensor.numel, flats))
+        if missing or not flats:
+            flats.append(self.empty(missing, sharding.dtype))
+        return torch.cat(flats) if len(flats) > 1 else flats[0].contiguous()
+
     def _adds(self, tensor: Tensor, group: Group) -> bool:
         """True if the backend is to add such numbers."""
         return tensor.dtype in ADDED and len(group) > 1 and tensor.numel() > 0
 
     def _reduced(self, total: Tensor, group: Group, op: str) -> Handle[Tensor]:
-        options = AllreduceOptions()
-        options.reduceOp = OPS[op]
-        return Issued(self._group(group).allreduce([total.view(-1)], options), total)
+        return Issued(self._group(group).allreduce([total], self._adding[op]), total)
 
     def _added_here(self, source: Tensor, group: Group, op: str) -> Tensor:
         rows = self._gathered(source.view(-1), group).wait()
         return combine([row.view(source.shape) for row in rows], op)
 
-    def _gathered(self, flat: Tensor, group: Group) -> Handle[list[Tensor]]:
-        """Everybody's flat tensor, all of one length, in group order; as bytes: backends know few dtypes."""
+    def _all_gathered(self, flat: Tensor, group: Group) -> Handle[Tensor]:
+        """Everybody's flat tensor, all of one length, end to end by rank; as bytes where backends may not know the
+        dtype."""
         if len(group) == 1 or not flat.numel():
-            return Done([flat.clone() for _ in group])
-        came, sent = flat.new_empty(len(group) * flat.numel()), as_bytes(flat)
-        work = self._group(group)._allgather_base(came.view(torch.uint8), sent)
-        at = {peer: row for row, peer in enumerate(sorted(group))}
+            return Done(flat.clone() if len(group) == 1 else flat.new_empty(0))
+        came = flat.new_empty(len(group) * flat.numel())
+        sent, into = (flat, came) if flat.dtype in ADDED else (as_bytes(flat), came.view(torch.uint8))
+        return Issued(self._group(group)._allgather_base(into, sent), came, sent)
 
-        def rows(came: Tensor) -> list[Tensor]:
-            found = came.view(len(group), -1).unbind()
-            return [found[at[peer]] for peer in group]
-
-        return Then(Issued(work, came, sent), rows)
+    def _gathered(self, flat: Tensor, group: Group) -> Handle[list[Tensor]]:
+        """The same one by one, in group order."""
+        return Then(self._all_gathered(flat, group), lambda came: _rows(came, group))
 
     # -- messages
 
@@ -291,48 +303,65 @@ class DeviceTransport(JobTransport):
         super().close()
 
 
-def _lengths(tensors: Sequence[Sharded], group: Group) -> list[int]:
-    """Elements of each member's parts, in the order of the group."""
-    return [
-        sum(math.prod(size(part)) for one in tensors if (part := one.parts[at]) is not None) for at in range(len(group))
-    ]
+def _options(kind: Any, op: Any) -> Any:
+    made = kind()
+    made.reduceOp = op
+    return made
 
 
-def _with_padding(parts: Sequence[Tensor], length: int, like: Tensor) -> list[Tensor]:
-    """Parts laid end to end to that length, the last of any content."""
-    missing = length - sum(part.numel() for part in parts)
-    return [*parts, *([like.new_empty(missing)] if missing or not parts else [])]
+def _rows(came: Tensor, group: Group) -> list[Tensor]:
+    """What came of each member, in group order."""
+    at = {peer: row for row, peer in enumerate(sorted(group))}
+    found = came.view(len(group), came.numel() // len(group)).unbind()
+    return [found[at[peer]] for peer in group]
+
+
+def _wholes(flat: Tensor, sharding: Sharding) -> list[Tensor]:
+    """A flat tensor as wholes: they come together, and go one soon after the other."""
+    pieces: Sequence[Tensor] = flat.split_with_sizes(sharding.aligned_lengths)
+    if sharding.aligned_lengths != sharding.lengths:
+        pieces = [piece[:length] for piece, length in zip(pieces, sharding.lengths, strict=True)]
+    each = zip(pieces, sharding.shapes, strict=True)
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in each]
 
 
 @torch.no_grad()
-def _filled(tensors: Sequence[Sharded], rows: Sequence[Tensor]) -> None:
-    """Each full tensor from the members' shards, in as few kernels as there can be."""
+def _in_rows(full: list[Tensor], sharding: Sharding, came: Tensor) -> list[Tensor]:
+    """Each whole from the members' rows, in one operator."""
+    members = came.shape[0]
+    sizes = [length // members for length in sharding.lengths]
+    torch.split_with_sizes_copy(came, sizes, 1, out=[one.view(members, -1) for one in full])
+    return full
+
+
+@torch.no_grad()
+def _filled(full: list[Tensor], sharding: Sharding, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Each whole from the members' runs, in as few kernels as there can be."""
     views, sources = list[Tensor](), list[Tensor]()
-    for at, row in enumerate(rows):
-        start = 0
-        for one in tensors:
-            part = one.parts[at]
-            if part is None:
-                continue
-            shape = size(part)
-            piece = row[start : start + math.prod(shape)].view(shape)
-            start += piece.numel()
-            view = narrowed(one.full, part)
+    for runs, row in zip(sharding.runs, rows, strict=True):
+        pieces = row.split_with_sizes(_lengths([shape for _, _, shape in runs], row.numel()))
+        for (at, part, shape), piece in zip(runs, pieces, strict=False):
+            view = narrowed(full[at], part)
             if view is None:
-                put(one.full, part, piece)
+                put(full[at], part, piece.view(shape))
             else:
                 views.append(view)
-                sources.append(piece)
+                sources.append(piece.view(shape))
     if views:
         torch._foreach_copy_(views, sources)
+    return full
 
 
-@torch.no_grad()
-def _laid(shards: Sequence[Tensor], total: Tensor) -> None:
-    """A sum, in the shards that it is of."""
-    pieces = total.split([*(one.numel() for one in shards), total.numel() - sum(one.numel() for one in shards)])
-    if shards:
-        torch._foreach_copy_(list(shards), [piece.view(one.shape) for piece, one in zip(pieces, shards, strict=False)])
+def _lengths(shapes: Sequence[tuple[int, ...]], total: int) -> list[int]:
+    """Elements of each, and how many more there are."""
+    lengths = list(map(math.prod, shapes))
+    return [*lengths, total - sum(lengths)]
+
+
+def _shards(total: Tensor, sharding: Sharding) -> list[Tensor]:
+    """A sum, as the shards that it is of."""
+    length = sum(sharding.shard_lengths)
+    return as_shards(total if total.numel() == length else total[:length], sharding)
 
 
 def open_transport(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.inbox import OwnPosts
-from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Sharded, Transport
+from weft.runtime.links.transport import Doing, Done, Expected, Expects, Group, Handle, Sends, Transport
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.mailbox import SMALL
 from weft.runtime.shm.segments import ALIGNED, BEGIN, PIECE
@@ -77,22 +78,26 @@ class FakeTransport(Transport):
         self._seen.add(made.untyped_storage()._cdata)
         return made[:num_bytes]
 
-    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        started = self._shared("all_gather", tensors, [one.shard for one in tensors])
-        return started or super().start_all_gather(tensors, group)
+    def start_all_gather(
+        self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
+    ) -> Handle[list[Tensor]]:
+        if self._shared("all_gather", sharding, shards):
+            return Done(self.wholes(sharding) if full is None else list(full))
+        return super().start_all_gather(shards, sharding, group, full)
 
-    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        started = self._shared("reduce_scatter", tensors, [one.full for one in tensors])
-        return started or super().start_reduce_scatter(tensors, group)
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
+        if self._shared("reduce_scatter", sharding, full):
+            return Done(self.shards(sharding))
+        return super().start_reduce_scatter(full, sharding, group)
 
-    def _shared(self, kind: str, tensors: Sequence[Sharded], sent: Sequence[Tensor]) -> Handle[None] | None:
-        """Others read what is sent where it lies, or where it was copied to; None: it is sent."""
-        if sum(one.full.nbytes for one in tensors) < LARGE:
-            return None
+    def _shared(self, kind: str, sharding: Sharding, sent: Sequence[Tensor]) -> bool:
+        """True if others read what is sent where it lies, or where it was copied to."""
+        if sharding.nbytes < LARGE:
+            return False
         staged = sum(one.nbytes for one in sent if one.untyped_storage()._cdata not in self._seen)
         if staged:
             self._staged[kind] = max(self._staged.get(kind, 0), _aligned(max(staged, LARGE)))
-        return Done(None)
+        return True
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
         self._note(group, tensor.nbytes)

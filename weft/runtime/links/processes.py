@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
@@ -35,7 +36,6 @@ from weft.runtime.links.transport import (
     PeerFailed,
     PeerLost,
     Sends,
-    Sharded,
     Then,
     Transport,
 )
@@ -231,11 +231,16 @@ class ProcessTransport(JobTransport):
         flat = torch.cat([part.detach().reshape(-1) for part in parts]) if len(parts) > 1 else _flat(parts[0])
         return self._start(group, lambda: self._background.reduce(flat, "sum", group, in_place=private))
 
-    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        return self._start_sharded("all_gather", tensors, group) or super().start_all_gather(tensors, group)
+    def start_all_gather(
+        self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
+    ) -> Handle[list[Tensor]]:
+        made = self.wholes(sharding) if full is None else list(full)
+        handle = self._start_sharded("all_gather", made, shards, sharding, group)
+        return handle or super().start_all_gather(shards, sharding, group, made)
 
-    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        return self._start_sharded("reduce_scatter", tensors, group) or super().start_reduce_scatter(tensors, group)
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
+        handle = self._start_sharded("reduce_scatter", full, None, sharding, group)
+        return handle or super().start_reduce_scatter(full, sharding, group)
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         num_bytes = numel * dtype.itemsize
@@ -255,15 +260,20 @@ class ProcessTransport(JobTransport):
             for tensor, laid in zip(tensors, shared(pool, [one.data for one in tensors], brief=False)[0], strict=True):
                 tensor.data = laid
 
-    def _start_sharded(self, kind: str, tensors: Sequence[Sharded], group: Group) -> Handle[None] | None:
-        """Members read what lies in their pools; None: it is sent."""
-        alike = torch.empty(sum(one.full.nbytes for one in tensors), dtype=torch.uint8, device="meta")
+    def _start_sharded(
+        self, kind: str, full: Sequence[Tensor], shards: Sequence[Tensor] | None, sharding: Sharding, group: Group
+    ) -> Handle[list[Tensor]] | None:
+        """Members read what lies in their pools; None: it is sent. `shards`: None where they are what is made."""
+        alike = torch.empty(sharding.nbytes, dtype=torch.uint8, device="meta")
         pool = self._pool(group, alike.nbytes)
         if pool is None:
             return None
         from weft.runtime.shm.collectives import SHARDED  # noqa: PLC0415 - loaded where it is used only
 
-        return self._start_shared(kind, alike, group, SHARDED[kind](pool, tensors))
+        made = self.shards(sharding) if shards is None else list(full)
+        work = SHARDED[kind](pool, full, made if shards is None else shards, sharding)
+        started = self._start_shared(kind, alike, group, work)
+        return Then(started, lambda _: made)
 
     @torch.no_grad()
     def _sum_shared(self, pool: SharedPool, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.runtime.links.transport import Doing, Expected, Expects, Group, Handle, Sends, Sharded, Then, Transport
+from weft.runtime.layout.sharding import Sharding
+from weft.runtime.links.transport import Doing, Expected, Expects, Group, Handle, Sends, Then, Transport
 
 
 class Subgroup(Transport):
@@ -62,11 +63,13 @@ class Subgroup(Transport):
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
         return self.whole.start_all_reduce(parts, self.outside(group))
 
-    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        return self.whole.start_all_gather(tensors, self.outside(group))
+    def start_all_gather(
+        self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
+    ) -> Handle[list[Tensor]]:
+        return self.whole.start_all_gather(shards, sharding, self.outside(group), full)
 
-    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        return self.whole.start_reduce_scatter(tensors, self.outside(group))
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
+        return self.whole.start_reduce_scatter(full, sharding, self.outside(group))
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         return self.whole.buffer(numel, dtype, self.outside(group), brief=brief)

@@ -13,6 +13,7 @@ reduce_scatter, all_to_all, exchange), so that a backend may carry it by the col
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import RunError
-from weft.runtime.layout.index import narrowed, put, size, take
+from weft.runtime.layout.index import narrowed, put, take
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.progress import Began
 
@@ -136,21 +138,6 @@ class Then(Generic[S, T]):
         return self._result
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """A tensor of which the members of a group have parts.
-
-    Args:
-        full: all of it, here.
-        shard: this rank's part.
-        parts: the part of each member, in group order; None: nothing.
-    """
-
-    full: Tensor
-    shard: Tensor
-    parts: tuple[Index | None, ...]
-
-
 Sends = Mapping[int, Sequence[Tensor]]
 Expects = Mapping[int, Sequence[Expected]]
 
@@ -233,23 +220,42 @@ class Transport(ABC):
         they are not looked at again if they are copied."""
         return Done(self.all_reduce(torch.cat([part.detach().reshape(-1) for part in parts]), group))
 
-    def start_all_gather(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        """Begin to fill in each `full` from the members' shards. These stay as they are until it has ended."""
-        sends = [one.shard for one in tensors if one.parts[group.index(self.rank)] is not None]
-        expects = {peer: self._parts_of(tensors, at) for at, peer in enumerate(group) if peer != self.rank}
-        arriving = self.start_all_to_all(dict.fromkeys(expects, sends), expects, group, "all_gather")
-        return Then(arriving, lambda came: self._fill_in(tensors, group, {**came, self.rank: sends}))
+    def start_all_gather(
+        self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
+    ) -> Handle[list[Tensor]]:
+        """Begin to put wholes together from the members' shards; these stay as they are until it has ended.
 
-    def start_reduce_scatter(self, tensors: Sequence[Sharded], group: Group) -> Handle[None]:
-        """Begin to fill each `shard` with this rank's part of the sum, in group order, of the members' `full`."""
+        Args:
+            shards: this rank's, each as a flat tensor.
+            full: where to.
+        """
+        made = self.wholes(sharding) if full is None else list(full)
+        sends = [shards[at] for at, _, _ in sharding.runs[group.index(self.rank)]]
+        flat = [[((math.prod(shape),), sharding.dtype) for _, _, shape in runs] for runs in sharding.runs]
+        expects = {peer: each for peer, each in zip(group, flat, strict=True) if peer != self.rank}
+        arriving = self.start_all_to_all(dict.fromkeys(expects, sends), expects, group, "all_gather")
+        return Then(arriving, lambda came: self._fill_in(made, sharding, group, {**came, self.rank: sends}))
+
+    def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
+        """Begin this rank's part of the sums, in group order, of the members' wholes: a shard of each."""
+        shards = self.shards(sharding)
         cut = {
-            peer: [take(one.full, part) for one in tensors if (part := one.parts[at]) is not None]
-            for at, peer in enumerate(group)
+            peer: [take(full[number], part) for number, part, _ in sharding.runs[at]] for at, peer in enumerate(group)
         }
-        own = cut.pop(self.rank)
-        mine = self._parts_of(tensors, group.index(self.rank))
-        arriving = self.start_all_to_all(cut, dict.fromkeys(cut, mine), group, "reduce_scatter")
-        return Then(arriving, lambda came: self._add_up(tensors, group, {**came, self.rank: own}))
+        own, mine = cut.pop(self.rank), group.index(self.rank)
+        expects = {peer: [(shape, sharding.dtype) for _, _, shape in sharding.runs[mine]] for peer in cut}
+        arriving = self.start_all_to_all(cut, expects, group, "reduce_scatter")
+        return Then(arriving, lambda came: self._add_up(shards, sharding, group, {**came, self.rank: own}))
+
+    def wholes(self, sharding: Sharding) -> list[Tensor]:
+        """Memory for tensors, each of which may soon be let go."""
+        each = zip(sharding.lengths, sharding.shapes, strict=True)
+        return [self.empty(length, sharding.dtype, brief=True).view(shape) for length, shape in each]
+
+    def shards(self, sharding: Sharding) -> list[Tensor]:
+        """Memory for this rank's shards, one after the other."""
+        lengths = sharding.shard_lengths
+        return as_shards(self.empty(sum(lengths), sharding.dtype), sharding)
 
     def buffer(self, numel: int, dtype: torch.dtype, group: Group, *, brief: bool = False) -> Tensor:
         """A flat tensor with any content, which members' calls use as it lies. `brief`: it is soon let go."""
@@ -263,24 +269,19 @@ class Transport(ABC):
         """Let tensors lie where members' calls use them as they lie, if there is such memory: their `data` moves."""
         return
 
-    def _parts_of(self, tensors: Sequence[Sharded], member: int) -> list[Expected]:
-        return [(size(part), one.full.dtype) for one in tensors if (part := one.parts[member]) is not None]
+    @torch.no_grad()
+    def _fill_in(self, full: list[Tensor], sharding: Sharding, group: Group, came: Sends) -> list[Tensor]:
+        for peer, runs in zip(group, sharding.runs, strict=True):
+            for (at, part, shape), shard in zip(runs, came[peer], strict=True):
+                put_shard(full[at], part, shard.view(shape))
+        return full
 
     @torch.no_grad()
-    def _fill_in(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
-        for at, peer in enumerate(group):
-            shards = iter(came[peer])
-            for one in tensors:
-                part = one.parts[at]
-                if part is not None:
-                    put_shard(one.full, part, next(shards))
-
-    @torch.no_grad()
-    def _add_up(self, tensors: Sequence[Sharded], group: Group, came: Sends) -> None:
-        mine, addends = group.index(self.rank), [iter(came[peer]) for peer in group]
-        for one in tensors:
-            if one.parts[mine] is not None:
-                combine([next(each) for each in addends], "sum", one.shard)
+    def _add_up(self, shards: list[Tensor], sharding: Sharding, group: Group, came: Sends) -> list[Tensor]:
+        addends = zip(*(came[peer] for peer in group), strict=True)
+        for (at, _, _), each in zip(sharding.runs[group.index(self.rank)], addends, strict=True):
+            combine(each, "sum", shards[at])
+        return shards
 
     # What it is a part of.
 
@@ -332,6 +333,12 @@ class Transport(ABC):
             whether they do.
         """
         return False
+
+
+def as_shards(flat: Tensor, sharding: Sharding) -> list[Tensor]:
+    """A flat tensor as this rank's shards."""
+    pieces = flat.split_with_sizes(sharding.shard_lengths)
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, sharding.mine, strict=True)]
 
 
 def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:

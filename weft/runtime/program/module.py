@@ -172,7 +172,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
 
     def new_tape(self) -> Tape:
         """For a forward, or for a function that runs again."""
-        return Tape(self.anchor, self.used)
+        return Tape(self.anchor, self.used, marks=self.transport.by_block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tape = self.tape = self.new_tape()

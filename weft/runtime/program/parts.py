@@ -8,7 +8,7 @@ very same parameters (`adopt`), or read those that another trains (`borrow`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,9 +117,7 @@ class StoredParts(Own):
     def part(self, name: str) -> Any:
         """What the rank stores under a name; None if nothing."""
         held = self._parts.get(name)
-        if held is None or isinstance(held, nn.Parameter):
-            return held
-        return self.model.at(name)
+        return self.model.at(name) if held is not None and name in self._buffered else held
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Use this very parameter under a name, as another program of the same model does."""
@@ -168,9 +166,8 @@ class StoredParts(Own):
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters that this rank stores a part of, in the order of use."""
         for name, part in self._stored.items():
-            held = self._parts.get(name)
-            if part.trained and isinstance(held, nn.Parameter) and name not in self._borrowed:
-                yield name, held
+            if part.trained and name in self._parts and name not in self._borrowed:
+                yield name, cast(nn.Parameter, self._parts[name])
 
     def sync_order(self) -> Iterator[tuple[str, Part]]:
         """All trained parameters, as their gradients become complete: in the reverse order of use."""

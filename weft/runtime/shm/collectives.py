@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.runtime.layout.index import narrowed, size, take
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.layout.transfer import Index
-from weft.runtime.links.transport import Sharded, combine, put_shard
+from weft.runtime.links.transport import combine, put_shard
 from weft.runtime.links.wire import LARGE
 from weft.runtime.shm.pool import SharedPool
 from weft.runtime.shm.segments import BEGIN, Segment
@@ -68,46 +69,40 @@ def all_reduce(pool: SharedPool, flat: Tensor, address: bytes) -> Work:
     return work
 
 
-def all_gather(pool: SharedPool, tensors: Sequence[Sharded]) -> Work:
+def all_gather(pool: SharedPool, full: Sequence[Tensor], shards: Sequence[Tensor], sharding: Sharding) -> Work:
     """Each member reads the others' shards to their places."""
-    shards, addresses = shared(pool, [one.shard.detach() for one in tensors])
+    laid, addresses = shared(pool, [one.detach() for one in shards])
 
     @torch.no_grad()
     def work(order: Sequence[int]) -> None:
         theirs = pool.find(addresses)
-        for member, position in enumerate(order):
-            for at, one in enumerate(tensors):
-                part = one.parts[member]
-                if part is None:
-                    continue
+        for runs, position in zip(sharding.runs, order, strict=True):
+            for at, part, shape in runs:
                 if position == pool.position:
-                    put_shard(one.full, part, shards[at])
+                    put_shard(full[at], part, laid[at].view(shape))
                 else:
-                    _read_shard(one.full, part, *theirs[position][at])
+                    _read_shard(full[at], part, *theirs[position][at])
         pool.meet()
 
     return work
 
 
-def reduce_scatter(pool: SharedPool, tensors: Sequence[Sharded]) -> Work:
+def reduce_scatter(pool: SharedPool, full: Sequence[Tensor], shards: Sequence[Tensor], sharding: Sharding) -> Work:
     """Each member adds up its own part of all."""
-    full, addresses = shared(pool, [one.full.detach() for one in tensors])
+    laid, addresses = shared(pool, [one.detach() for one in full])
 
     @torch.no_grad()
     def work(order: Sequence[int]) -> None:
-        theirs, segments = _views(pool, full, addresses)
-        mine = order.index(pool.position)
-        for at, one in enumerate(tensors):
-            part = one.parts[mine]
-            if part is not None:
-                addends = [full[at] if position == pool.position else theirs[position][at] for position in order]
-                _add([take(addend, part) for addend in addends], one.shard)
+        theirs, segments = _views(pool, laid, addresses)
+        for at, part, _ in sharding.runs[order.index(pool.position)]:
+            addends = [laid[at] if position == pool.position else theirs[position][at] for position in order]
+            _add([take(addend, part) for addend in addends], shards[at])
         _end(pool, segments)
 
     return work
 
 
-SHARDED: Mapping[str, Callable[[SharedPool, Sequence[Sharded]], Work]] = {
+SHARDED: Mapping[str, Callable[[SharedPool, Sequence[Tensor], Sequence[Tensor], Sharding], Work]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
 }

@@ -284,7 +284,7 @@ class Rank:
                 tensor = self._mail.receive(one, micro, share.readers)
                 if one.trained and torch.is_grad_enabled():
                     sink = sinks[one.tensor] = Gradient()
-                    tensor = as_edge(tensor, piece.module.anchor, sink)
+                    tensor = as_edge(tensor.detach(), piece.module.anchor, sink)
                 taken[one.tensor] = tensor
         queue = Queue() if (piece.name, micro) in self._divided or (sinks and self._many) else None
         with self._mode(piece, queue):

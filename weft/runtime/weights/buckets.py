@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-import torch
-
 BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
 FULL = 4 << 20
@@ -35,8 +33,6 @@ def bucket_size(total: int, size: int) -> int:
 
 BLOCK = 256 << 20
 """Bytes of a block above which numbers further along the path divide it, if there are any."""
-ALIGNED = 64
-"""Bytes: tensors begin where vector instructions like it."""
 
 
 class Travels(Protocol):
@@ -137,9 +133,3 @@ def by_key(tensors: Iterable[T]) -> list[list[T]]:
     for one in tensors:
         found[one.key].append(one)
     return list(found.values())
-
-
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """Elements that a tensor takes, so that the next one begins where it is best read."""
-    step = max(1, ALIGNED // dtype.itemsize)
-    return -(-numel // step) * step

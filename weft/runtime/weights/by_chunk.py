@@ -43,7 +43,7 @@ class ByChunk:
 
     def __init__(self, module: ParallelModule, uses: Sequence[Use], syncs: Sequence[tuple[Transfer, ...]]) -> None:
         self._module, self._tape, self._uses = module, module.tape, tuple(uses)
-        self._sinks: list[tuple[Gradient, Callable[[], None]]] = []
+        self._sinks: list[tuple[Gradient, Callable[[], None] | None]] = []
         if torch.is_grad_enabled():
             self._sinks = [self._tape.expect(use, sync) for use, sync in zip(uses, syncs, strict=True)]
 

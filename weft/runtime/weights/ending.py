@@ -64,7 +64,8 @@ def _tied(
         relied = [one for one in module.trained() if tape.reruns or one[0] in tape.relied]
         tape.seen = AsSeen(relied, module.samples)
     inputs = (*roots, *_taken(tape))
-    value = None if loss is None else loss.detach()
+    # in a list, it is no input: it becomes the output as it is
+    value = None if loss is None else [loss.detach()]
     returned = Returned(places)
     tied: tuple[Tensor, ...] = _Ending.apply(
         (module, tape, returned), (len(roots), len(inputs)), module.anchor, value, *inputs, *module.shown()
@@ -86,11 +87,11 @@ class Returned:
     def __init__(self, places: Sequence[int] = ()) -> None:
         self._places = places
         self.outputs: Sequence[weakref.ref[Tensor]] = ()
-        self._empty: Sequence[Tensor] = ()
+        self._forms: Sequence[tuple[torch.Size, torch.dtype, torch.device]] = ()
 
     def made(self, values: Sequence[Tensor]) -> None:
         """These will be returned: where no gradient comes, zeros in their form stand for it."""
-        self._empty = [torch.empty((), dtype=one.dtype, device=one.device).expand(one.shape) for one in values]
+        self._forms = [(one.shape, one.dtype, one.device) for one in values]
 
     def refuse_retained(self, found: Sequence[Tensor | None], refusal: Refuse) -> None:
         """Refuse an output that keeps its gradient, or has a hook for it, beside others that have one: what these bring
@@ -109,8 +110,8 @@ class Returned:
     def gradients(self, found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The gradients of all outputs."""
         return tuple(
-            torch.zeros_like(empty, memory_format=torch.contiguous_format) if one is None else one
-            for one, empty in zip(found, self._empty, strict=True)
+            torch.zeros(shape, dtype=dtype, device=device) if one is None else one
+            for one, (shape, dtype, device) in zip(found, self._forms, strict=True)
         )
 
 
@@ -167,13 +168,13 @@ class _Ending(torch.autograd.Function):
         about: tuple[ParallelModule, Tape, Returned],
         counts: Counts,
         anchor: Tensor,
-        loss: Tensor | None,
+        loss: list[Tensor] | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         (ctx.module, ctx.tape, ctx.returned), ctx.counts, ctx.num_inputs = about, counts, len(inputs)
         ctx.is_loss = loss is not None
         ctx.set_materialize_grads(False)
-        found = tuple(value.detach() for value in (inputs[: counts[0]] if loss is None else (loss,)))
+        found = tuple(value.detach() for value in inputs[: counts[0]]) if loss is None else (loss.pop(),)
         ctx.returned.made(found)
         return found
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from weft.runtime.layout.execute import execute_all, together
 from weft.runtime.layout.index import narrowed
 from weft.runtime.layout.intern import Numbers
+from weft.runtime.layout.sharding import aligned
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Handle, Transport
 from weft.runtime.links.wire import LARGE
-from weft.runtime.weights.buckets import FULL, Blocks, aligned, bucket_size, in_buckets
-from weft.runtime.weights.unshard import Gather, start_gathers
+from weft.runtime.weights.buckets import FULL, Blocks, bucket_size, in_buckets
+from weft.runtime.weights.unshard import Gather, Together
 
 LIES = "_weft_lies"
 """The attribute of parameters that lie in full weights: their place."""
@@ -63,7 +64,7 @@ class FullWeights:
         self._turn = 0
         self._order: Sequence[Gather] = ()
         self._started = True
-        self._planned: tuple[Sequence[Gather], list[tuple[list[Gather], list[_Full]]]] = ((), [])
+        self._planned: tuple[Sequence[Gather], list[tuple[Together, list[_Full]]]] = ((), [])
         """The buckets of an order."""
 
     def begin(self, order: Sequence[Gather]) -> None:
@@ -116,10 +117,11 @@ class FullWeights:
                 made = in_buckets(gathers, bucket_size(sum(one.num_bytes for one in gathers), FULL))
             else:
                 made = self._blocks.split(gathers)
-            self._planned = self._order, [(bucket, self._laid_out(bucket)) for bucket in made]
-        for gathers, kept in self._planned[1]:
-            coming = start_gathers(gathers, [one.tensors[0] for one in kept])
-            for full, gather in zip(kept, gathers, strict=True):
+            self._planned = self._order, [(Together(some), self._laid_out(some)) for some in made]
+        for bucket, kept in self._planned[1]:
+            # what autograd knows of the tensors is no business of what fills them
+            coming = bucket.start([one.tensors[0].data for one in kept])
+            for full, gather in zip(kept, bucket.gathers, strict=True):
                 full.coming, full.turn, full.shards = coming, self._turn, (gather.stored,)
 
     def _key(self, gather: Gather) -> Key:

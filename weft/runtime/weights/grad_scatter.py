@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.runtime.layout.index import covers
+from weft.runtime.layout.sharding import Parts, Sharding, aligned
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Transport, listed
-from weft.runtime.weights.buckets import Blocks, aligned
+from weft.runtime.links.transport import Doing, Group, Handle, Transport, listed
+from weft.runtime.weights.buckets import Blocks
 
 MOST = 32 << 20
 """Bytes of full gradients under way and the next one's together, unless that is more by itself."""
@@ -40,8 +42,7 @@ class _Bucket:
     names: list[str] = field(default_factory=list)
     full: list[tuple[Tensor, Transfer]] = field(default_factory=list)
     num_bytes: int = 0
-    shards: list[Tensor] = field(default_factory=list)
-    handle: Handle[None] | None = None
+    handle: Handle[list[Tensor]] | None = None
 
 
 class Scatter:
@@ -60,6 +61,8 @@ class Scatter:
         self._started: _Bucket | None = None
         self._shared: dict[tuple[Group, torch.dtype], tuple[Tensor, int]] = {}
         """Memory in which the next gradients may lie, and how much of it is taken."""
+        self._shardings: dict[tuple[Any, ...], tuple[list[Transfer], Sharding]] = {}
+        """By the identity of transfers, which it holds: no other object gets that."""
 
     @staticmethod
     def takes(transfers: Sequence[Transfer]) -> bool:
@@ -128,27 +131,30 @@ class Scatter:
         self._wait()
         transport = self._transport
         before, transport.doing = transport.doing, Doing(f"gradient sync of {listed(bucket.names)}")
-        shapes = [transfer.shapes[0] for _, transfer in bucket.full]
-        lengths = [prod(shape) for shape in shapes]
-        flat = transport.empty(sum(lengths), bucket.full[0][0].dtype)
-        bucket.shards = [part.view(shape) for part, shape in zip(flat.split(lengths), shapes, strict=True)]
-        bucket.handle = transport.start_reduce_scatter(
-            [_sharded(full, shard, way) for (full, way), shard in zip(bucket.full, bucket.shards, strict=True)],
-            bucket.group,
-        )
+        full = [one for one, _ in bucket.full]
+        bucket.handle = transport.start_reduce_scatter(full, self._sharding(bucket.full), bucket.group)
         # whoever carries them out holds them as long as they are needed
         bucket.full = []
         self._started = bucket
         transport.doing = before
 
+    def _sharding(self, full: Sequence[tuple[Tensor, Transfer]]) -> Sharding:
+        """How gradients that go together are cut: the same ones do so in every step."""
+        key = (full[0][0].dtype, *(id(transfer) for _, transfer in full))
+        if key not in self._shardings:
+            transfers = [transfer for _, transfer in full]
+            parts = [_parts(transfer) for transfer in transfers]
+            shapes, mine = [tuple(one.shape) for one, _ in full], [transfer.shapes[0] for transfer in transfers]
+            self._shardings[key] = transfers, Sharding(shapes, parts, mine, full[0][0].dtype)
+        return self._shardings[key][1]
+
     def _wait(self) -> None:
         bucket, self._started = self._started, None
         if bucket is not None and bucket.handle is not None:
-            bucket.handle.wait()
-            for name, shard in zip(bucket.names, bucket.shards, strict=True):
+            for name, shard in zip(bucket.names, bucket.handle.wait(), strict=True):
                 self._deliver(name, shard)
 
 
-def _sharded(full: Tensor, shard: Tensor, transfer: Transfer) -> Sharded:
+def _parts(transfer: Transfer) -> Parts:
     parts = {piece.peer: piece.index for piece in transfer.sends}
-    return Sharded(full, shard, tuple(parts.get(peer) for peer in transfer.group))
+    return tuple(parts.get(peer) for peer in transfer.group)

@@ -16,39 +16,34 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from weft.runtime.weights.buckets import AHEAD, Blocks, bucket_size, by_key
-from weft.runtime.weights.unshard import Gather, start_gathers
+from weft.runtime.weights.buckets import AHEAD, Blocks, bucket_size
+from weft.runtime.weights.unshard import Gather, batches
 
 
 class _Batch:
     """Weights that come together. Operators may ask for their own in any order."""
 
     def __init__(self, gathers: Sequence[Gather]) -> None:
-        each = by_key(gathers)
-        self._handles = [start_gathers(some) for some in each]
-        self._left = [(one, one.stored._version) for some in each for one in some]
-        self._come: list[Tensor] = []
+        self._handles = [(one, one.start()) for one in batches(gathers)]
+        self._left = {one: one.version for one in gathers}
+        self._come: dict[Gather, Tensor] = {}
         self.is_new = True
         """Nothing has been taken."""
 
     def has(self, gather: Gather) -> bool:
-        return self._place(gather) is not None
+        return gather in self._left
 
     def take(self, gather: Gather) -> tuple[Tensor | None, bool]:
         """One of them, None if its shard was changed since; and whether it was the last."""
         self.wait()
         self.is_new = False
-        at = self._place(gather)
-        assert at is not None, f"{gather.name} is not under way"
-        (one, version), full = self._left.pop(at), self._come.pop(at)
-        return full if one.stored._version == version else None, not self._left
+        version, full = self._left.pop(gather), self._come.pop(gather)
+        return full if gather.version == version else None, not self._left
 
     def wait(self) -> None:
         while self._handles:
-            self._come += self._handles.pop(0).wait()
-
-    def _place(self, gather: Gather) -> int | None:
-        return next((at for at, (one, _) in enumerate(self._left) if one.use == gather.use), None)
+            together, handle = self._handles.pop(0)
+            self._come.update(zip(together.gathers, handle.wait(), strict=True))
 
 
 class Prefetch:
@@ -74,7 +69,7 @@ class Prefetch:
     def get(self, gather: Gather) -> Tensor:
         """A full weight."""
         found = self._found(gather)
-        now = start_gathers([gather]) if found is None and gather.parts is not None else None
+        now = batches([gather])[0].start() if found is None and gather.parts is not None else None
         if not self._coming or (self._blocks is not None and not self._coming[-1].is_new):
             self._start()
         if found is not None:
@@ -89,7 +84,7 @@ class Prefetch:
                 if last:
                     self._coming.remove(batch)
                 return found
-        at = next((at for at in range(self._at, len(self._order)) if self._order[at].use == gather.use), None)
+        at = next((at for at in range(self._at, len(self._order)) if self._order[at] is gather), None)
         if at is None:
             return None
         # the run has passed over what is under way

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from weft.runtime.layout.execute import together
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.weights.as_seen import AsSeen
 from weft.runtime.weights.gradient import Gradient, make_leaf
-from weft.runtime.weights.unsharded import Gathered, Use, edge_and_mark
+from weft.runtime.weights.unsharded import Gathered, Use, as_edge, edge_and_mark, mark
 
 
 @dataclass(eq=False)
@@ -82,8 +82,7 @@ class Mark:
             one()
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """What a tape knows of a leaf, which it does not hold: a gathered weight must go."""
 
     tensor: weakref.ref[Tensor]
@@ -106,6 +105,8 @@ class Tape:
 
     anchor: Tensor
     tell: Tell
+    marks: bool = False
+    """Gathered weights that are small share a mark: their gradients wait for each other."""
     tokens: list[Tensor] = field(default_factory=list)
     used: list[Used] = field(default_factory=list)
     leaves: dict[int, Leaf] = field(default_factory=dict)
@@ -161,13 +162,16 @@ class Tape:
         `tell`: they are told of."""
         use = self._used(parameter, [part.shape for part in parts], transfers, dtype, tell=tell)
         if tell:
-            num_bytes = sum(part.nbytes for part in parts)
-            if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
-                self.mark = Mark()
-                self.tokens.append(edge_and_mark(self.anchor, self.anchor, Gradient(), self.mark.passed)[1])
-            self.mark.uses.append(partial(_pass, use, self.tell))
-            self.mark.num_bytes += num_bytes
+            self._mark(use, sum(part.nbytes for part in parts))
         return [self.leaf(part, sink) for part, (_, sink) in zip(parts, use.leaves, strict=True)]
+
+    def _mark(self, use: Used, num_bytes: int) -> None:
+        """A use begins, of which is told when backward has passed it."""
+        if self.mark is None or self.mark.num_bytes + num_bytes > MARKED:
+            self.mark = Mark()
+            self.tokens.append(mark(self.anchor, self.mark.passed))
+        self.mark.uses.append(partial(_pass, use, self.tell))
+        self.mark.num_bytes += num_bytes
 
     def _used(
         self,
@@ -179,19 +183,21 @@ class Tape:
         tell: bool = True,
     ) -> Used:
         use = Used(parameter, transfers, dtype)
-        use.leaves = tuple((torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes)
+        use.leaves = tuple([(torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes])
         self.used.append(use)
         return use
 
     def edge(self, use: Use, whole: Tensor, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """What a use has gathered, as a leaf that dies with it; `passed`: is called when backward has passed it."""
-        leaf, token = edge_and_mark(whole, self.anchor, sink, passed)
-        if passed is not None:
+        if passed is None:
+            leaf = as_edge(whole, self.anchor, sink)
+        else:
+            leaf, token = edge_and_mark(whole, self.anchor, sink, passed)
             self.tokens.append(token)
         self.leaves[id(leaf)] = Leaf(weakref.ref(leaf), sink, use)
         return leaf
 
-    def first(self, use: Use, sink: Gradient, passed: Callable[[], None]) -> Tensor:
+    def first(self, use: Use, sink: Gradient, passed: Callable[[], None] | None = None) -> Tensor:
         """Gather a parameter for the first time, as a leaf that dies with its use: autograd will gather it again."""
         whole = use.whole()
         if together(whole, use.gather.stored):
@@ -200,10 +206,16 @@ class Tape:
         self.gathered.add(use, whole)
         return self.edge(use, whole, sink, passed)
 
-    def expect(self, use: Use, sync: tuple[Transfer, ...]) -> tuple[Gradient, Callable[[], None]]:
-        """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it."""
-        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.stored.dtype)
-        return used.leaves[0][1], partial(_pass, used, self.tell)
+    def expect(
+        self, use: Use, sync: tuple[Transfer, ...], *, now: bool = False
+    ) -> tuple[Gradient, Callable[[], None] | None]:
+        """Where the gradient of a use that is gathered is summed, and what to call when backward has passed it; None:
+        a mark sees to that. `now`: it begins."""
+        used = self._used(use.gather.name, [use.gather.shape], sync, use.gather.dtype)
+        passed = None if now and self.marks else partial(_pass, used, self.tell)
+        if passed is None:
+            self._mark(used, use.gather.num_bytes)
+        return used.leaves[0][1], passed
 
 
 def _pass(use: Used, tell: Tell) -> None:

@@ -6,7 +6,7 @@ In: the rank's shard and the transfers that bring it. Out: the full weight, or s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -15,33 +15,32 @@ from torch import Tensor
 
 from weft.runtime.layout.execute import execute_all
 from weft.runtime.layout.index import covers
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.layout.transfer import Index, Transfer
-from weft.runtime.links.transport import Doing, Group, Handle, Sharded, Then, Transport, listed
+from weft.runtime.links.transport import Doing, Group, Handle, Transport, listed
+from weft.runtime.weights.buckets import by_key
 
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """One parameter's way to where it is used.
-
-    Args:
-        number: of the transfers (`intern.py`).
-    """
+    """One parameter's way to where it is used."""
 
     name: str
     stored: Tensor
     transfers: tuple[Transfer, ...]
     transport: Transport
-    number: int
-
-    @cached_property
-    def use(self) -> tuple[str, int]:
-        """What tells the gathers of one module apart."""
-        return self.name, self.number
+    known: dict[tuple[Gather, ...], list[Together]] = field(default_factory=dict)
+    """What comes together with it (`batches`)."""
+    _alias: Tensor | None = None
 
     @cached_property
     def key(self) -> tuple[Group, torch.dtype]:
         """What all of a bucket have in common."""
         return self.transfers[0].group, self.stored.dtype
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -71,23 +70,50 @@ class Gather:
         self.transport.doing = Doing(f"use of {self.name}")
         return execute_all(self.transfers, [self.stored.detach()], self.transport, dtype=self.stored.dtype)[0]
 
-    def sharded(self, full: Tensor) -> Sharded:
-        """The same as a collective sees it; `full`: where it is put together."""
-        assert self.parts is not None
-        # of its own: what autograd knows of the tensors is no business of what fills them
-        return Sharded(full.data, self.stored.data, self.parts)
+    def shard(self) -> Tensor:
+        """The rank's shard as an ordinary flat tensor, of one version with the parameter."""
+        found, stored = self._alias, self.stored
+        if found is None or found.data_ptr() != stored.data_ptr():
+            found = stored.detach()
+            # another memory could not follow
+            found = vars(self)["_alias"] = found.view(-1) if found.is_contiguous() else found
+        return found if found.dim() == 1 else found.reshape(-1)
+
+    @property
+    def version(self) -> int:
+        """Another one when the parameter was written to."""
+        # who asks a parameter itself may be asked back what for (`shard_tensor.py`)
+        return (self.stored if self._alias is None else self._alias)._version
 
 
-@torch.no_grad()
-def start_gathers(gathers: Sequence[Gather], full: Sequence[Tensor] | None = None) -> Handle[list[Tensor]]:
-    """Begin to gather weights of one group and dtype, which all have shards; `full`: where to."""
-    # nothing here is the model's: whoever watches its operators need not see it
-    with torch._C.DisableTorchFunction():
-        transport, group = gathers[0].transport, gathers[0].key[0]
-        if full is None:
-            full = [transport.empty(prod(one.shape), one.stored.dtype, brief=True).view(one.shape) for one in gathers]
-        before, transport.doing = transport.doing, Doing(f"use of {listed([one.name for one in gathers])}")
-        made = list(full)
-        handle = transport.start_all_gather([one.sharded(to) for one, to in zip(gathers, full, strict=True)], group)
-        transport.doing = before
-    return Then(handle, lambda _: made)
+class Together:
+    """Weights of one group and dtype, which all have shards, that come in one call."""
+
+    def __init__(self, gathers: Sequence[Gather]) -> None:
+        self.gathers, first = tuple(gathers), gathers[0]
+        parts = [one.parts for one in gathers if one.parts is not None]
+        shapes, mine = [one.shape for one in gathers], [tuple(one.stored.shape) for one in gathers]
+        self._sharding = Sharding(shapes, parts, mine, first.stored.dtype)
+        self._transport, self._group = first.transport, first.key[0]
+        self._doing = Doing(f"use of {listed([one.name for one in gathers])}")
+
+    @torch.no_grad()
+    def start(self, full: Sequence[Tensor] | None = None) -> Handle[list[Tensor]]:
+        """Begin to gather them; `full`: where to."""
+        # nothing here is the model's: whoever watches its operators need not see it
+        with torch._C.DisableTorchFunction():
+            transport = self._transport
+            before, transport.doing = transport.doing, self._doing
+            handle = transport.start_all_gather(
+                [one.shard() for one in self.gathers], self._sharding, self._group, full
+            )
+            transport.doing = before
+        return handle
+
+
+def batches(gathers: Sequence[Gather]) -> list[Together]:
+    """Weights that all have shards, by group and dtype. The same ones are asked for in every step."""
+    known, key = gathers[0].known, tuple(gathers)
+    if key not in known:
+        known[key] = list(map(Together, by_key(gathers)))
+    return known[key]

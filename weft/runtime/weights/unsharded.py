@@ -16,8 +16,8 @@ error, as it is for autograd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Use:
     """
 
     def __init__(self, gather: Gather, forward: Prefetch, backward: Prefetch, refuse: Refuse) -> None:
-        self.gather, self._version = gather, gather.stored._version
+        self.gather, self._version = gather, gather.version
         self._forward, self._backward, self._refuse = forward, backward, refuse
         self._cached: Tensor | None = None
         self._num_packed = self._num_left = 0
@@ -69,7 +69,7 @@ class Use:
 
     def again(self) -> Tensor:
         """Gather it, for backward."""
-        if self.gather.stored._version != self._version:
+        if self.gather.version != self._version:
             raise self._refuse(*changed_since(self.gather.name))
         return self._backward.get(self.gather)
 
@@ -85,8 +85,7 @@ class Use:
         return found
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """What is saved in place of a gathered weight, or of a view of it."""
 
     use: Use
@@ -97,14 +96,26 @@ class Packed:
 
     def unpack(self) -> Tensor:
         whole = self.use.unpack()
+        if not self.offset and self.size == whole.shape and self.stride == whole.stride():
+            return whole
         return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory in which wholes of one dtype lie: where each begins and ends."""
+
+    weak: StorageWeakRef
+    """Asked for expiry: another tensor may come to lie there later."""
+    dtype: torch.dtype
+    wholes: list[tuple[int, int, Use]] = field(default_factory=list)
 
 
 class Gathered:
     """The uses of one forward, and the hooks that keep their memory out of autograd's hands."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, tuple[Any, Use, int, torch.dtype]] = {}
+        self._uses: dict[int, _Memory] = {}
         self._hooks: saved_tensors_hooks | None = None
         self._needed: dict[Use, None] = {}
 
@@ -124,10 +135,11 @@ class Gathered:
 
     def add(self, use: Use, whole: Tensor) -> None:
         """A whole that is about to be used. From the first one on, what is saved is looked at."""
-        storage = whole.untyped_storage()
-        # weak, and asked for expiry: another tensor may come to lie there later
-        weak = StorageWeakRef(storage)
-        self._uses[storage._cdata] = weak, use, int(whole.storage_offset()), whole.dtype
+        storage, start = whole.untyped_storage(), int(whole.storage_offset())
+        memory = self._uses.get(storage._cdata)
+        if memory is None or memory.weak.expired():
+            memory = self._uses[storage._cdata] = _Memory(StorageWeakRef(storage), whole.dtype)
+        memory.wholes.append((start, start + whole.numel(), use))
         if self._hooks is None:
             self._hooks = saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
@@ -139,15 +151,18 @@ class Gathered:
             hooks.__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Tensor | Packed:
-        if tensor.layout is not torch.strided:
+        # most of what comes by is no weight
+        memory = self._uses.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if memory is None or memory.weak.expired() or memory.dtype != tensor.dtype:
             return tensor
-        found = self._uses.get(tensor.untyped_storage()._cdata)
-        if found is None or found[0].expired() or found[3] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        _, use, start, _ = found
-        use.pack()
-        self.need(use)
-        return Packed(use, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()) - start)
+        at = int(tensor.storage_offset())
+        # what was gathered last is what is mostly saved
+        for start, stop, use in reversed(memory.wholes):
+            if start <= at < stop and not (tensor.is_conj() or tensor.is_neg()):
+                use.pack()
+                self.need(use)
+                return Packed(use, tensor.shape, tensor.stride(), at - start)
+        return tensor
 
 
 SAVED = (
@@ -179,34 +194,42 @@ def _unpack(saved: Tensor | Packed) -> Tensor:
 
 def as_edge(whole: Tensor, anchor: Tensor, sink: Gradient) -> Tensor:
     """The tensor, requiring a gradient, which is summed in the sink; the graph does not hold its memory."""
-    return edge_and_mark(whole, anchor, sink, None)[0]
+    (found,) = _Edge.apply(anchor, [whole], sink, None)
+    return cast(Tensor, found)
 
 
-def edge_and_mark(
-    whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None] | None
-) -> tuple[Tensor, Tensor]:
-    """The same, and a token: if backward starts from it too, `passed` is called when all that was made after this has
-    had its turn, so that nothing more will come to the sink.
+def edge_and_mark(whole: Tensor, anchor: Tensor, sink: Gradient, passed: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    """The same, and a token (`mark`), which is of the same node."""
+    found: tuple[Tensor, Tensor] = _Edge.apply(anchor, [whole, anchor.detach()], sink, passed)
+    return found
+
+
+def mark(anchor: Tensor, passed: Callable[[], None]) -> Tensor:
+    """A token: if backward starts from it too, `passed` is called when all that was made after this has had its turn,
+    so that nothing more will come to the sinks of what was.
 
     Autograd runs what is ready in the reverse order of creation. Of the nodes that were made after this one and have
     not run, the latest is ready: what its gradients come from is later still, and has run. So it runs first."""
-    found: tuple[Tensor, Tensor] = _Edge.apply(sink, anchor, whole, passed)
-    return found
+    (found,) = _Edge.apply(anchor, [anchor.detach()], None, passed)
+    return cast(Tensor, found)
 
 
 class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sink: Gradient, anchor: Tensor, whole: Tensor, passed: Callable[[], None] | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, anchor: Tensor, made: list[Tensor], sink: Gradient | None, passed: Callable[[], None] | None
+    ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.passed = sink, passed
         ctx.set_materialize_grads(False)
-        return whole.detach(), anchor.detach()
+        # in a list, they are no inputs: they become the outputs as they are
+        found = tuple(made)
+        made.clear()
+        return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> tuple[None, None, None, None]:
-        if gradient is not None:
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None = None) -> tuple[None, None, None, None]:
+        if gradient is not None and ctx.sink is not None:
             ctx.sink.add(gradient)
         if ctx.passed is not None:
             ctx.passed()

@@ -113,7 +113,8 @@ class UseSync:
 
     def _take(self, use: Used) -> None:
         """Let the gradient of a use go: home, or to the others of its kind."""
-        dtype, first = real_dtype(use.dtype), use not in self._gone
+        came = next((sink.total.dtype for _, sink in use.leaves if sink.total is not None), None)
+        dtype, first = use.dtype if came == use.dtype else real_dtype(use.dtype), use not in self._gone
         self._gone.add(use)
         owned = len(use.leaves) == 1 and use.leaves[0][1].is_writable()
         parts = [total_of(sink, shape, dtype, self._transport.device) for shape, sink in use.leaves]
@@ -144,7 +145,8 @@ class UseSync:
 
     def _bring(self, name: str, parts: Sequence[Tensor], transfers: tuple[Transfer, ...], dtype: torch.dtype) -> None:
         sent = self._sums.sent(dtype) if transfers or not parts else parts[0].dtype
-        self._found.setdefault(name, Gradient(dtype=self._sums.added(dtype)))
+        if name not in self._found:
+            self._found[name] = Gradient(dtype=self._sums.added(dtype))
         if len(parts) == 1 and self.scatters(transfers):
             self._scatter.post(name, parts[0].to(sent), transfers[0])
             return
