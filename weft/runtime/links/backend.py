@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
 
 FOREVER = timedelta(days=7)
 """Given to the backends: the transport keeps time itself, and says what it waited for when time is up."""
+LATER = 10
 LOOPBACK = "127.0.0.1"
 
 
@@ -55,8 +56,17 @@ class Backend:
     host_waits: bool
 
     def limit(self, seconds: float) -> timedelta:
-        """What a call of it may take. Where the process waits, the transport keeps time and says what for."""
-        return FOREVER if self.host_waits else timedelta(seconds=seconds)
+        """What a call of it may take. The transport keeps time, and says what for; a backend of devices, which ends the
+        process without a word of ours, much later: messages too, which may wait long for whoever takes them."""
+        return FOREVER if self.host_waits else timedelta(seconds=LATER * seconds)
+
+    def mark(self, device: torch.device) -> Callable[[], bool]:
+        """Says whether the device has come to where the program stands now."""
+        if device.type == "cpu":
+            return lambda: True
+        event = torch.Event(device)
+        event.record()
+        return event.query
 
     def links(self, *, local: bool) -> Sequence[Any]:
         """What all groups of a process share: gloo's sockets and their thread. `local`: all ranks are on this host."""

@@ -15,6 +15,9 @@ Messages of one rank for another (`post`, `take`) travel in the order of posting
 alone, so that both ranks may send first. What comes when is told through the store: a rank receives what was posted
 before, and keeps what was not asked for yet.
 
+The watch knows of every call from its issue until the device is done with it, and keeps time: a message that nobody has
+taken yet keeps nobody waiting, and has no limit.
+
 Sums are added in the backend's order: results equal the emulator's to rounding. It has run over gloo, and never on a
 device.
 """
@@ -24,9 +27,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceScatter
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.links.backend import Store
 from weft.runtime.links.buffer_pool import is_private
-from weft.runtime.links.groups import Groups
+from weft.runtime.links.groups import Groups, name_of
 from weft.runtime.links.inbox import Inbox
 from weft.runtime.links.processes import TIMEOUT, JobTransport, ProcessTransport
 from weft.runtime.links.transport import (
@@ -50,6 +53,7 @@ from weft.runtime.links.transport import (
     Then,
     combine,
 )
+from weft.runtime.links.watch import MAIN, UnderWay
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
 
 T = TypeVar("T")
@@ -65,16 +69,37 @@ POLL = 0.0005
 
 
 class Issued(Generic[T]):
-    """A call that was issued. What it reads and writes is held until it is waited for."""
+    """A call that was issued. What it reads and writes is held until it is waited for.
 
-    def __init__(self, work: Any, result: T, *held: Tensor) -> None:
-        self._work, self._result, self._held = work, result, held
+    Args:
+        call: is told when it is over.
+        mark: as of the backend.
+    """
+
+    def __init__(
+        self, work: Any, result: T, *held: Tensor, call: UnderWay, mark: Callable[[], Callable[[], bool]]
+    ) -> None:
+        self._work, self._result, self._held, self._call, self._mark = work, result, held, call, mark
+        call.is_over = work.is_completed
 
     def wait(self) -> T:
         if self._work is not None:
             self._work.wait()
+            # the work holds tensors
+            self._call.is_over = self._mark()
             self._work, self._held = None, ()
         return self._result
+
+
+class Asked(NamedTuple):
+    """A call in words, put together when they are asked for."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class DeviceTransport(JobTransport):
@@ -94,6 +119,8 @@ class DeviceTransport(JobTransport):
         self._posted, self._received = Counter[int](), Counter[int]()
         self._leaving: list[tuple[Any, Tensor]] = []
         self._met: set[tuple[int, int]] = set()
+        self._opened: dict[Group, tuple[Any, str, Group]] = {}
+        """Of each group the communicator, its name, and the members in its order."""
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -140,13 +167,17 @@ class DeviceTransport(JobTransport):
         flat, lengths = pack(mine, self.device, lambda name, length: self._bytes(length))
         sizes = [num_bytes(one) for one in wanted]
         came = self._bytes(sum(sizes))
-        work = self._group(group).alltoall_base(came, flat, sizes, lengths) if len(group) > 1 else None
+        arriving: Handle[Tensor] = Done(came)
+        if len(group) > 1:
+            arriving = self._issue(
+                kind, group, flat, lambda ranks: ranks.alltoall_base(came, flat, sizes, lengths), came, flat
+            )
 
         def arrived(came: Tensor) -> dict[int, list[Tensor]]:
             found = dict(zip(members, unpack(came, wanted), strict=True))
             return {peer: own if peer == self.rank and own is not None else found[peer] for peer in expects}
 
-        return Then(Issued(work, came, flat), arrived)
+        return Then(arriving, arrived)
 
     @torch.no_grad()
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
@@ -182,19 +213,46 @@ class DeviceTransport(JobTransport):
         total = addends.new_empty(most)
         options = ReduceScatterOptions()
         options.reduceOp = OPS["sum"]
-        work = self._group(group)._reduce_scatter_base(total, addends, options)
+        issued = self._issue(
+            "reduce_scatter",
+            group,
+            addends,
+            lambda ranks: ranks._reduce_scatter_base(total, addends, options),
+            total,
+            addends,
+        )
         mine = by_member[self.rank]
         shards = [one.shard for one in tensors if one.parts[mine] is not None]
-        return Then(Issued(work, total, addends), lambda total: _laid(shards, total))
+        return Then(issued, lambda total: _laid(shards, total))
 
     # -- how they are carried
 
-    def _group(self, group: Group) -> Any:
+    def _issue(
+        self, kind: str, group: Group, like: Tensor, begin: Callable[[Any], Any], result: T, *held: Tensor
+    ) -> Issued[T]:
+        """Begin a call on the communicator of a group.
+
+        Args:
+            like: a tensor that tells what is sent.
+            held: until the call is waited for.
+        """
         self._watch.check()
+        if group not in self._opened:
+            self._open(group)
+        ranks, key, members = self._opened[group]
+        call = self._watch.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
+        return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
+
+    def _open(self, group: Group) -> None:
         if self.rank not in group:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is {self.doing}"})
-        return self._groups.get(group, LANE)
+        members = tuple(sorted(group))
+        with self._watch.opening(MAIN, members):
+            self._opened[group] = self._groups.get(members, LANE), f"{LANE} {name_of(members)}", members
+
+    def _mark(self) -> Callable[[], bool]:
+        return self.backend.mark(self.device)
 
     def _bytes(self, length: int) -> Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self.device)
@@ -206,7 +264,9 @@ class DeviceTransport(JobTransport):
     def _reduced(self, total: Tensor, group: Group, op: str) -> Handle[Tensor]:
         options = AllreduceOptions()
         options.reduceOp = OPS[op]
-        return Issued(self._group(group).allreduce([total.view(-1)], options), total)
+        return self._issue(
+            f"all_reduce({op})", group, total, lambda ranks: ranks.allreduce([total.view(-1)], options), total
+        )
 
     def _added_here(self, source: Tensor, group: Group, op: str) -> Tensor:
         rows = self._gathered(source.view(-1), group).wait()
@@ -217,23 +277,27 @@ class DeviceTransport(JobTransport):
         if len(group) == 1 or not flat.numel():
             return Done([flat.clone() for _ in group])
         came, sent = flat.new_empty(len(group) * flat.numel()), as_bytes(flat)
-        work = self._group(group)._allgather_base(came.view(torch.uint8), sent)
+        issued = self._issue(
+            "all_gather", group, flat, lambda ranks: ranks._allgather_base(came.view(torch.uint8), sent), came, sent
+        )
         at = {peer: row for row, peer in enumerate(sorted(group))}
 
         def rows(came: Tensor) -> list[Tensor]:
             found = came.view(len(group), -1).unbind()
             return [found[at[peer]] for peer in group]
 
-        return Then(Issued(work, came, sent), rows)
+        return Then(issued, rows)
 
     # -- messages
 
     def meet(self, pairs: Collection[tuple[int, int]]) -> None:
         for sender, taker in sorted(set(pairs) - self._met):
             if sender != taker and self.rank in (sender, taker):
-                group, word = self._way(sender, taker), self._bytes(1)
-                # the first use waits for the other rank: all meet in one order, now
-                (group.send([word], 1, 0) if self.rank == sender else group.recv([word], 0, 0)).wait()
+                word = self._bytes(1)
+                with self._watch.opening(MAIN, (sender, taker)):
+                    group = self._way(sender, taker)
+                    # the first use waits for the other rank: all meet in one order, now
+                    (group.send([word], 1, 0) if self.rank == sender else group.recv([word], 0, 0)).wait()
         self._met |= set(pairs)
 
     def _way(self, sender: int, taker: int) -> Any:
@@ -251,6 +315,7 @@ class DeviceTransport(JobTransport):
         body = torch.cat(parts) if parts else self._bytes(0)
         number = self._posted[peer]
         self._posted[peer] += 1
+        self._watch.posted(MAIN, peer)
         self.store.set(f"post/{self.rank}/{peer}/{number}", f"{body.numel()} {tag}")
         self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
         if body.numel():
@@ -269,19 +334,18 @@ class DeviceTransport(JobTransport):
     def _receive(self, peer: int, wanted: str) -> None:
         """The next message of a rank, whatever its tag."""
         key = f"post/{peer}/{self.rank}/{self._received[peer]}"
+        self._watch.enter_message(MAIN, peer, self._received[peer], f"wait for {wanted}")
         self._received[peer] += 1
-        until = time.monotonic() + self._timeout
         while not self.store.check([key]):
             self._watch.check()
-            if time.monotonic() > until:
-                message = f"rank {self.rank} waited {self._timeout:g} s for {wanted} from rank {peer}"
-                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
             time.sleep(POLL)
+        self._watch.leave(MAIN)
         length, _, tag = self.store.get(key).decode().partition(" ")
         self.store.delete_key(key)
         body = self._bytes(int(length))
         if body.numel():
-            self._way(peer, self.rank).recv([body], 0, 0).wait()
+            call = self._watch.issued(f"{LANE} {peer} to {self.rank}", (self.rank,), f"{tag} from rank {peer}")
+            Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
         self._inbox.put(peer, tag, body)
 
     def close(self) -> None:

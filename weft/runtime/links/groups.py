@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from weft.runtime.shm.pipes import Pipes
 
 
+def name_of(ranks: Group) -> str:
+    """Ranks in few words.
+
+    >>> name_of((0, 1, 2)), name_of((1, 5, 9)), name_of((0, 1, 5))
+    ('ranks 0-2', 'ranks 1-9 by 4', 'ranks 0,1,5')
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) < 3 or step < 1 or ranks != tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"ranks {','.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}-{ranks[-1]}{f' by {step}' if step > 1 else ''}"
+
+
 class Groups:
     """The groups of one process.
 

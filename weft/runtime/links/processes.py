@@ -92,7 +92,7 @@ class JobTransport(Transport):
         self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
         self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy)
+        self._watch = Watch(store, self.rank, num_ranks, self._busy, timeout)
         self._timeout, self._num_raised = timeout, 0
 
     @property
@@ -164,8 +164,7 @@ class ProcessTransport(JobTransport):
         self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
         self._main, self._background = (
-            Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
-            for lane in (MAIN, BACKGROUND)
+            Channel(groups, self._watch, self.device, lane=lane, check=check) for lane in (MAIN, BACKGROUND)
         )
         self._spare = {True: BufferPool(SPARES), False: BufferPool(0)}
         self._worker: ThreadPoolExecutor | None = None
