@@ -55,6 +55,7 @@ from weft.runtime.links.transport import (
 )
 from weft.runtime.links.watch import MAIN, UnderWay
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
+from weft.runtime.program.lines import span
 
 T = TypeVar("T")
 
@@ -241,7 +242,8 @@ class DeviceTransport(JobTransport):
             self._open(group)
         ranks, key, members = self._opened[group]
         call = self._watch.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
-        return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
+        with span(kind, self.doing):
+            return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
 
     def _open(self, group: Group) -> None:
         if self.rank not in group:
@@ -345,7 +347,8 @@ class DeviceTransport(JobTransport):
         body = self._bytes(int(length))
         if body.numel():
             call = self._watch.issued(f"{LANE} {peer} to {self.rank}", (self.rank,), f"{tag} from rank {peer}")
-            Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
+            with span("message", tag, "from rank", peer):
+                Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
         self._inbox.put(peer, tag, body)
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ from weft.runtime.links.transport import (
 )
 from weft.runtime.links.watch import MAIN, Failure, Watch, failure_of
 from weft.runtime.links.wire import LARGE
+from weft.runtime.program.lines import span
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -71,7 +72,8 @@ class Started(Generic[T]):
     def wait(self) -> T:
         """The result, when it is there."""
         self._watch.wait_for(BACKGROUND)
-        found = self._future.result()
+        with span("wait for a collective"):
+            found = self._future.result()
         self._watch.wait_for(None)
         return found
 
@@ -189,12 +191,14 @@ class ProcessTransport(JobTransport):
     # -- the Transport interface
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        return self._main.reduce(tensor, op, group)
+        with span("all_reduce", self.doing):
+            return self._main.reduce(tensor, op, group)
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        return self._main.exchange(sends, expects, group, kind)
+        with span(kind, self.doing):
+            return self._main.exchange(sends, expects, group, kind)
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         if peer == self.rank:

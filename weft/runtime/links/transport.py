@@ -25,6 +25,7 @@ from weft.errors import RunError
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.progress import Began
+from weft.runtime.program.lines import place_here
 
 Group = tuple[int, ...]
 """Ranks; all members name them in the same order, which is that of sums."""
@@ -377,12 +378,20 @@ class GroupComm:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         if self.size == 1:
             return copied(tensor)
+        self._tell("all_reduce")
         return self._transport.all_reduce(tensor, self._ranks, op)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Shapes may differ: sizes are exchanged first, so that the transport knows what to expect."""
         if self.size == 1:
             return [copied(tensor)]
+        self._tell("all_gather")
         sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
         return self._transport.all_gather(tensor, self._ranks, shapes=shapes)
+
+    def _tell(self, what: str) -> None:
+        place = place_here()
+        if place:
+            # in backward it is not known
+            self._transport.doing = Doing(what, place)

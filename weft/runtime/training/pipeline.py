@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from weft.runtime.layout.execute import real_dtype
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Transport
+from weft.runtime.program.lines import span
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
 from weft.runtime.training.stage_io import Crossing, Readers, StageIO
@@ -187,10 +188,11 @@ class Rank:
             # replicas run different events: one without a micro-batch sends nothing
             self.transport.open_mail()
         for event, share, piece in self._running(sizes):
-            if event.phase == F:
-                piece.module.stream = Stream(seed, step, first + event.micro)
-                self._forward(share, piece, event.micro, batches[event.micro])
-            else:
+            with span(event):
+                if event.phase == F:
+                    piece.module.stream = Stream(seed, step, first + event.micro)
+                    self._forward(share, piece, event.micro, batches[event.micro])
+                    continue
                 piece.module.of_others = False
                 if event.phase == B:
                     self._backward(share, piece, event.micro, shares[event.micro])
@@ -219,7 +221,8 @@ class Rank:
         self._meet()
         for event, share, piece in self._running(size_of):
             piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
-            self._forward(share, piece, event.micro, batches[event.micro])
+            with span(event):
+                self._forward(share, piece, event.micro, batches[event.micro])
         self.transport.doing = Doing("what the model returns")
         found = []
         for micro, number in enumerate(size_of):
