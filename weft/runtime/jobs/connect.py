@@ -27,7 +27,7 @@ from weft.runtime.links.device import open_transport
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import TIMEOUT, JobTransport
 from weft.runtime.links.transport import PeerFailed, Stopped
-from weft.runtime.links.watch import FIRST
+from weft.runtime.watch.watch import FIRST
 
 POLL = 0.05
 """Seconds between two looks for what rank 0 shares."""

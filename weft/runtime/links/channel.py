@@ -28,8 +28,8 @@ from weft.runtime.links.p2p_mailbox import P2PMailbox
 from weft.runtime.links.signature import EMPTY, NUMBERS, Signature, Words, difference
 from weft.runtime.links.sums import add_up
 from weft.runtime.links.transport import CollectiveMismatch, Expected, Expects, Group, PeerLost, Sends
-from weft.runtime.links.watch import Watch
 from weft.runtime.links.wire import LARGE, NOTHING, as_bytes, as_it_lies, num_bytes, pack, unpack
+from weft.runtime.watch.watch import Watch
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work

@@ -53,9 +53,9 @@ from weft.runtime.links.transport import (
     Then,
     combine,
 )
-from weft.runtime.links.watch import MAIN, UnderWay
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
 from weft.runtime.program.lines import span
+from weft.runtime.watch.watch import MAIN, UnderWay
 
 T = TypeVar("T")
 

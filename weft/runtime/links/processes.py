@@ -24,7 +24,6 @@ from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.inbox import OwnPosts
-from weft.runtime.links.progress import Began
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -39,9 +38,11 @@ from weft.runtime.links.transport import (
     Then,
     Transport,
 )
-from weft.runtime.links.watch import MAIN, Failure, Watch, failure_of
 from weft.runtime.links.wire import LARGE
 from weft.runtime.program.lines import span
+from weft.runtime.watch.progress import Began
+from weft.runtime.watch.states import Failure, failure_of
+from weft.runtime.watch.watch import MAIN, Watch
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work

@@ -24,8 +24,8 @@ from torch import Tensor
 from weft.errors import RunError
 from weft.runtime.layout.index import narrowed, put, size, take
 from weft.runtime.layout.transfer import Index
-from weft.runtime.links.progress import Began
 from weft.runtime.program.lines import place_here
+from weft.runtime.watch.progress import Began
 
 Group = tuple[int, ...]
 """Ranks; all members name them in the same order, which is that of sums."""

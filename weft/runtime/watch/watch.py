@@ -17,11 +17,10 @@ import math
 import os
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,15 +28,22 @@ import torch.distributed as dist
 
 from weft.errors import RunError
 from weft.runtime.links.backend import Store, own_connection
-from weft.runtime.links.progress import Progress
-from weft.runtime.links.transport import (
-    ALIKE,
-    CollectiveMismatch,
-    Doing,
-    PeerFailed,
-    PeerLost,
-    Stopped,
-    told_waits,
+from weft.runtime.links.transport import ALIKE, CollectiveMismatch, Doing, PeerFailed, Stopped, told_waits
+from weft.runtime.watch.progress import Progress
+from weft.runtime.watch.states import (
+    MESSAGES,
+    RAISED,
+    Failure,
+    alone,
+    describe,
+    failure_key,
+    failure_of,
+    is_deadlock,
+    missing,
+    moved,
+    read_state,
+    read_states,
+    state_key,
 )
 
 PULSE = 0.2
@@ -48,8 +54,6 @@ POLL = 0.01
 """Seconds between two looks for whether others have raised too."""
 GRACE = 2.0
 """Seconds that a stopped rank gets to come to its next collective before its process is ended."""
-MESSAGES = " messages"
-RAISED = " raised"
 OPENING = " opening"
 FEW = 4
 """Calls under way on a device that are told."""
@@ -58,30 +62,6 @@ ENDED_BY_WATCH = 70
 """Exit code of a process that did not stop by itself."""
 STORE_LOST = 71
 """Exit code of a process whose launcher has gone."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended, if not well. `sort`: error | mismatch | lost (a peer went away) | stopped | died."""
-
-    rank: int
-    sort: str
-    error: str
-    message: str
-    what: str = ""
-    place: str = ""
-    step: int | None = None
-    trace: str = ""
-    waits: Mapping[int, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Failure:
-        found = json.loads(text)
-        found["waits"] = {int(rank): what for rank, what in found["waits"].items()}
-        return Failure(**found)
 
 
 @dataclass(frozen=True)
@@ -344,8 +324,8 @@ class Watch:
         if call.key.endswith(MESSAGES):
             what = f"{str(call.what).removeprefix('wait for ')} from rank {call.group[1]}"
         else:
-            missing = " and ".join(map(str, _missing(states, [call.key, call.number, call.group, ""])))
-            lacks = f", which rank {missing} has not entered" if missing else ""
+            absent = " and ".join(map(str, missing(states, [call.key, call.number, call.group, ""])))
+            lacks = f", which rank {absent} has not entered" if absent else ""
             what = f"{call.what}, call {call.number} of group {call.group}{lacks}"
         self._end(f"rank {self.rank} waited {self._timeout:g} s for {what}", states)
 
@@ -402,7 +382,7 @@ class Watch:
         if not is_deadlock(states, self.num_ranks):
             self._seen = {}
             return
-        if not self._seen or any(_moved(self._seen[rank], states[rank]) for rank in states):
+        if not self._seen or any(moved(self._seen[rank], states[rank]) for rank in states):
             self._seen = states
             return
         if all(s["state"] == "ended" or s["beat"] >= self._seen[rank]["beat"] + 2 for rank, s in states.items()):
@@ -412,80 +392,3 @@ class Watch:
 MAIN = "main"
 """The lane of the calls that a rank makes itself."""
 FAILED = "failed"
-
-
-def state_key(rank: int) -> str:
-    return f"state/{rank}"
-
-
-def failure_key(rank: int) -> str:
-    return f"failure/{rank}"
-
-
-def read_states(store: Store, num_ranks: int, first: int = 0) -> dict[int, dict[str, Any]]:
-    """The last published state of each rank, from the first, that has published one."""
-    keys = {rank: state_key(rank) for rank in range(first, num_ranks)}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-
-def read_state(store: Store, rank: int) -> dict[str, Any]:
-    """The last published state of a rank, if there is one."""
-    return read_states(store, rank + 1, rank).get(rank, {})
-
-
-def is_deadlock(states: Mapping[int, Mapping[str, Any]], num_ranks: int) -> bool:
-    """True if every rank waits or has ended, and no call that one waits in has all of its members.
-
-    >>> waiting = {"state": "blocked", "calls": [["main (0, 1)", 0, [0, 1], "barrier"]], "counts": {"main (0, 1)": 1}}
-    >>> is_deadlock({0: waiting, 1: {"state": "ended", "calls": [], "counts": {}}}, 2), is_deadlock({0: waiting}, 2)
-    (True, False)
-    """
-    if len(states) < num_ranks or any(state["state"] == "running" for state in states.values()):
-        return False
-    calls = [call for state in states.values() if state["state"] == "blocked" for call in state["calls"]]
-    return bool(calls) and all(_missing(states, call) for call in calls)
-
-
-def _missing(states: Mapping[int, Mapping[str, Any]], call: list[Any]) -> list[int]:
-    key, number, group, _ = call
-    return [rank for rank in group if rank not in states or states[rank]["counts"].get(key, 0) <= number]
-
-
-def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return any(before[key] != now[key] for key in ("state", "calls", "counts"))
-
-
-def describe(states: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """For each rank, what it does and for whom it waits."""
-    return {rank: _describe(states, state) for rank, state in states.items()}
-
-
-def _describe(states: Mapping[int, Mapping[str, Any]], state: Mapping[str, Any]) -> str:
-    if state["state"] == "ended":
-        return "has ended"
-    if not state["calls"]:
-        return f"is running ({state['doing']})"
-    call = state["calls"][0]
-    absent = " and ".join(map(str, _missing(states, call)))
-    if call[0].endswith(RAISED):
-        return f"raised {call[3]}"
-    waiting = f", waiting for rank {absent}" if absent else ""
-    return f"is in {call[3]}, call {call[1]} of group {tuple(call[2])}{waiting} ({state['doing']})"
-
-
-def alone(states: Mapping[int, Mapping[str, Any]]) -> str:
-    """Who raised an error that others did not raise, if somebody did."""
-    found = {rank: call[3] for rank, state in states.items() for call in state["calls"] if call[0].endswith(RAISED)}
-    return "; ".join(f"rank {rank} raised {what}, and other ranks did not" for rank, what in found.items())
-
-
-SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerFailed: "stopped", PeerLost: "lost"}
-
-
-def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) -> Failure:
-    """What a rank raised, as it travels to the launcher."""
-    sort, trace = SORTS.get(type(error), "error"), "".join(traceback.format_exception(error))
-    # a mismatch lists below its first line who waits for what
-    waits = error.waits if isinstance(error, CollectiveMismatch) else {}
-    message = error.first if isinstance(error, CollectiveMismatch) else str(error)
-    return Failure(rank, sort, type(error).__name__, message, doing.what, doing.place, step, trace, waits)
