@@ -133,4 +133,7 @@ def _tell_the_end(transport: JobTransport) -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
+    transport.ended_by_watch(
+        lambda error: print(f"rank {transport.rank} was ended: {error}", file=sys.stderr, flush=True)
+    )
     atexit.register(transport.close)

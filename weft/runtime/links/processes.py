@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.errors import RunError
 from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
@@ -136,6 +137,10 @@ class JobTransport(Transport):
         if failure.sort != "stopped":
             self._watch.fail(failure)
         return failure
+
+    def ended_by_watch(self, tell: Callable[[RunError], None]) -> None:
+        """Let this be called where the process is ended, because it does not stop by itself, and told why."""
+        self._watch.ends = tell
 
     def close(self) -> None:
         """This rank is done: it will enter no further call."""
