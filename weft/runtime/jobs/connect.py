@@ -92,8 +92,9 @@ def connect(*, device: Device | None = None, backend: str | None = None, timeout
     give_memory_back()
     local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     seconds, carrier = TIMEOUT if timeout is None else timeout, BACKENDS[chosen.backend]
-    groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=carrier.limit(seconds))
-    transport = open_transport(store, groups, num_ranks, device=use_device(chosen.device), timeout=seconds)
+    used, limit = use_device(chosen.device), carrier.limit(seconds)
+    groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=limit, device=used)
+    transport = open_transport(store, groups, num_ranks, device=used, timeout=seconds)
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
 

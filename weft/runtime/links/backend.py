@@ -76,9 +76,23 @@ class Backend:
         return (gloo.create_device(hostname=LOOPBACK) if local else gloo.create_default_device(),)
 
     def make_group(
-        self, store: Store, position: int, size: int, links: Sequence[Any], *, timeout: timedelta = FOREVER
+        self,
+        store: Store,
+        position: int,
+        size: int,
+        links: Sequence[Any],
+        *,
+        ranks: Sequence[int],
+        name: str,
+        device: torch.device,
+        timeout: timedelta = FOREVER,
     ) -> Any:
-        """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have, if it talks by gloo.
+        """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have.
+
+        Args:
+            position: this one's among them.
+            ranks: their numbers in the job.
+            name: what it is for: the flight recorder of the backend shows it.
 
         Made directly, not by `new_group`: that one wants either every rank of the job in one order or, with
         `use_local_synchronization`, a name that depends on how many groups each rank has made before (and hangs if
@@ -89,11 +103,20 @@ class Backend:
             # a thread is not done with one exchange until it gets the interpreter's lock to let go of its tensors; with
             # one thread the next exchange waits for that, and takes three times as long
             options._threads = 2
+            options.group_name, options.global_ranks_in_group = name, list(ranks)
             return ProcessGroupGloo(store, position, size, options)
-        made: Any = vars(dist)[f"ProcessGroup{self.name.upper()}"]  # not in every build
-        options = made.Options()
+        kind: Any = vars(dist)[f"ProcessGroup{self.name.upper()}"]  # not in every build
+        options = kind.Options()
         options._timeout = timeout
-        return made(store, position, size, options)
+        options.group_name, options.global_ranks_in_group = name, list(ranks)
+        made = kind(store, position, size, options)
+        # only a ProcessGroup around it can say what it is for
+        named = dist.ProcessGroup(store, position, size)
+        named._register_backend(device, vars(dist.ProcessGroup.BackendType)[self.name.upper()], made)
+        named._set_group_name(dist.distributed_c10d.GroupName(name))
+        named._set_group_desc(name)
+        made.eager_connect_single_device(device)
+        return made
 
 
 GLOO = Backend(name="gloo", device_type="cpu", host_waits=True)

@@ -19,7 +19,7 @@ The watch knows of every call from its issue until the device is done with it, a
 taken yet keeps nobody waiting, and has no limit.
 
 Sums are added in the backend's order: results equal the emulator's to rounding. It has run over gloo, and never on a
-device.
+device. Communicators are made when a program is opened, as far as its tables tell, and else at the first call.
 """
 
 from __future__ import annotations
@@ -126,6 +126,11 @@ class DeviceTransport(JobTransport):
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
         return bool(check)
+
+    def open(self, groups: Collection[Group]) -> None:
+        # in one order on all ranks: to make a communicator waits for its members
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1} - self._opened.keys()):
+            self._open(members)
 
     # -- collectives
 

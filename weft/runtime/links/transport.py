@@ -83,7 +83,8 @@ class PeerFailed(RunError):  # noqa: N818 - says what happened
 
 ALIKE = (
     "let every rank make the same calls with the same batches: a rank that catches an error, or leaves out a batch or "
-    "a backward, does not; if they all do, this is a fault in the program: please report it with the plan"
+    "a backward, does not; one that is only slow needs a larger timeout; if they all do, this is a fault in the "
+    "program: please report it with the plan"
 )
 LOST = (
     "see what the process that has gone printed, or whether the system killed it for want of memory; then start again"
@@ -211,6 +212,11 @@ class Transport(ABC):
     @abstractmethod
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         """What a rank posts under a tag; waits until it has come."""
+
+    def open(self, groups: Collection[Group]) -> None:
+        """Make the ways between the members of these groups, where a call would make them otherwise. All ranks call
+        this together, each with groups that it is in."""
+        return
 
     def open_mail(self) -> None:
         """Make the ways of messages, which all ranks of the job do together, where some of them may have none."""
