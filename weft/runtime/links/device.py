@@ -120,8 +120,7 @@ class DeviceTransport(JobTransport):
         self._posted, self._received = Counter[int](), Counter[int]()
         self._leaving: list[tuple[Any, Tensor]] = []
         self._met: set[tuple[int, int]] = set()
-        self._opened: dict[Group, tuple[Any, str, Group]] = {}
-        """Of each group the communicator, its name, and the members in its order."""
+        self._opened: dict[tuple[str, Group], tuple[Any, str, Group]] = {}
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -129,8 +128,8 @@ class DeviceTransport(JobTransport):
 
     def open(self, groups: Collection[Group]) -> None:
         # in one order on all ranks: to make a communicator waits for its members
-        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1} - self._opened.keys()):
-            self._open(members)
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
+            self._group(members)
 
     # -- collectives
 
@@ -243,20 +242,24 @@ class DeviceTransport(JobTransport):
             held: until the call is waited for.
         """
         self._watch.check()
-        if group not in self._opened:
-            self._open(group)
-        ranks, key, members = self._opened[group]
+        ranks, key, members = self._group(group)
         call = self._watch.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
         with span(kind, self.doing):
             return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
 
-    def _open(self, group: Group) -> None:
+    def _group(self, group: Group, lane: str = LANE) -> tuple[Any, str, Group]:
+        """The communicator of a group, made if there is none, its name, and the members in its order."""
+        found = self._opened.get((lane, group))
+        if found is not None:
+            return found
         if self.rank not in group:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is {self.doing}"})
         members = tuple(sorted(group))
         with self._watch.opening(MAIN, members):
-            self._opened[group] = self._groups.get(members, LANE), f"{LANE} {name_of(members)}", members
+            ranks = self._groups.get(members, lane)
+        found = self._opened[lane, group] = ranks, f"{lane} {name_of(members)}", members
+        return found
 
     def _mark(self) -> Callable[[], bool]:
         return self.backend.mark(self.device)
