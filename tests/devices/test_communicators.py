@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 from tests.devices import in_process
@@ -20,7 +21,7 @@ from weft.capture.example import split_example
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject
 from weft.compile.programs import Programs
-from weft.runtime.links.backend import Backend
+from weft.runtime.links.backend import BACKENDS, Backend
 from weft.runtime.links.device import DeviceTransport
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.replicas import Replica
@@ -127,3 +128,22 @@ def test_none_is_made_in_a_step(plan: str, replicas: int, monkeypatch: pytest.Mo
 
     found: list[list[str]] = run_ranks(files_of(program).devices * replicas, body)
     assert not any(found), found
+
+
+def test_backends_of_devices_are_told_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL would be: what it is given, by a group of torch's that takes the same calls."""
+    told: list[Any] = []
+
+    class StandIn:
+        class Options:
+            pass
+
+        def __new__(cls, store: Any, position: int, size: int, options: Any) -> Any:
+            told.append(options)
+            return FakeProcessGroup._create_internal(position, size)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    settings: dict[str, Any] = {"ranks": (3, 5), "name": "weft device: ranks 3,5", "device": torch.device("cpu")}
+    made = BACKENDS["nccl"].make_group(HashStore(), 1, 2, (), **settings)
+    assert isinstance(made, FakeProcessGroup) and made.rank() == 1
+    assert told[0].group_name == "weft device: ranks 3,5" and told[0].global_ranks_in_group == [3, 5]
