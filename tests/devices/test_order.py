@@ -100,10 +100,10 @@ class SumsApart(DeviceTransport):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="sums")
         self._random = random.Random(self.rank)
 
-    def _group(self, group: Group) -> Any:
+    def _group(self, group: Group, lane: str = LANE) -> tuple[Any, str, Group]:
         # on communicators of their own: the n-th call of one is the n-th on all members
         apart = threading.current_thread().name.startswith("sums")
-        return self._groups.get(group, "sums" if apart else LANE)
+        return super()._group(group, "sums" if apart else lane)
 
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
         def run() -> Tensor:

@@ -16,7 +16,7 @@ from tests.runtime.test_pipeline import batches, write_pipeline
 from weft.runtime.jobs.launch import ProcessFailed
 from weft.runtime.links.emulator import run_ranks
 from weft.runtime.links.transport import CollectiveMismatch
-from weft.runtime.links.watch import is_deadlock
+from weft.runtime.watch.states import is_deadlock
 
 
 @pytest.fixture(params=["pipes", "backend"])

@@ -121,7 +121,7 @@ def run_all(pool: Pool, wanted: Mapping[str, Any], say: Say, entry: Entry = tria
 def attempt(name: str, limit: float, work: Callable[[], str], remedy: str = REPORT) -> Line:
     """What a piece of work says, or how it failed. Processes that do not end are ended; their launcher then raises.
 
-    The transport of a CPU keeps time itself; a backend of devices does once a call is issued, not while it connects."""
+    Transports keep time for calls, and say which one was late; this is for processes that hang elsewhere."""
     timer, begin = threading.Timer(limit + LAST_WORDS, _end_processes), time.monotonic()
     timer.start()
     try:

@@ -58,10 +58,7 @@ def told(run: Callable[[], list[Any]]) -> list[Any]:
             remedy="the other ranks were stopped; --debug shows where it happened",
         ) from error
     except CollectiveMismatch as error:
-        raise RunError(
-            f"the ranks' collectives do not fit together: {error}",
-            remedy="this is a fault in the Program: please report it with the plan",
-        ) from error
+        raise RunError(f"the ranks' collectives do not fit together: {error.message}", remedy=error.remedy) from error
 
 
 def _place_of(error: BaseException | None) -> str:

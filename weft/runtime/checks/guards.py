@@ -40,8 +40,8 @@ from weft.runtime.checks.settings import Settings, noted, settings_for
 from weft.runtime.checks.shard_rules import held_of
 from weft.runtime.checks.shard_tensor import make_plain, plainly, show_again
 from weft.runtime.checks.whole_state import PartOf, cut_state
-from weft.runtime.links.progress import Began
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
+from weft.runtime.watch.progress import Began
 
 Tell = Callable[[list[float]], list[float]]
 """Numbers of the ranks here to those of all."""

@@ -27,7 +27,7 @@ from weft.runtime.links.device import open_transport
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import TIMEOUT, JobTransport
 from weft.runtime.links.transport import PeerFailed, Stopped
-from weft.runtime.links.watch import FIRST
+from weft.runtime.watch.watch import FIRST
 
 POLL = 0.05
 """Seconds between two looks for what rank 0 shares."""
@@ -92,8 +92,9 @@ def connect(*, device: Device | None = None, backend: str | None = None, timeout
     give_memory_back()
     local = num_ranks == int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     seconds, carrier = TIMEOUT if timeout is None else timeout, BACKENDS[chosen.backend]
-    groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=carrier.limit(seconds))
-    transport = open_transport(store, groups, num_ranks, device=use_device(chosen.device), timeout=seconds)
+    used, limit = use_device(chosen.device), carrier.limit(seconds)
+    groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=limit, device=used)
+    transport = open_transport(store, groups, num_ranks, device=used, timeout=seconds)
     _tell_the_end(transport)
     return Job(transport, PrefixStore("shared", store))
 
@@ -133,4 +134,7 @@ def _tell_the_end(transport: JobTransport) -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
+    transport.ended_by_watch(
+        lambda error: print(f"rank {transport.rank} was ended: {error}", file=sys.stderr, flush=True)
+    )
     atexit.register(transport.close)

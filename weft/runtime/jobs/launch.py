@@ -35,7 +35,8 @@ from weft.runtime.jobs.worker import Crew, Job, serve
 from weft.runtime.links.backend import LOOPBACK, PrefixStore, Store, TCPStore
 from weft.runtime.links.processes import TIMEOUT
 from weft.runtime.links.transport import CollectiveMismatch, Doing, RankFailed
-from weft.runtime.links.watch import GRACE, Failure, describe, failure_key, read_states
+from weft.runtime.watch.states import Failure, describe, failure_key, read_states
+from weft.runtime.watch.watch import GRACE
 
 Entry = Callable[[Any, Any], Any]
 """Called with the transport of the rank, and the payload."""

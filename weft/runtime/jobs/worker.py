@@ -73,7 +73,7 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
     if crew.gives_back:
         give_memory_back()
     store = TCPStore(LOOPBACK, crew.port, None, False, MEETING, wait_for_workers=False)
-    use_device(torch.device(crew.devices[rank]))
+    device = use_device(torch.device(crew.devices[rank]))
     backend = BACKENDS[crew.backend]
     groups = Groups(
         PrefixStore("groups", store),
@@ -82,6 +82,7 @@ def serve(rank: int, crew: Crew, pipe: Connection) -> None:
         local=True,
         by_pipe=crew.by_pipe,
         timeout=backend.limit(crew.timeout),
+        device=device,
     )
     while (job := _next(pipe)) is not None:
         run_job(job, crew, PrefixStore(job.name, store), groups, pipe)

@@ -23,6 +23,7 @@ from weft.runtime.layout.moves import Move, all_reduce, chain, slice_to
 from weft.runtime.layout.reshard import Reshard, run_reshard
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, GroupComm
+from weft.runtime.program.lines import place_here, within
 from weft.runtime.weights.by_chunk import ByChunk, ChunkRoute
 from weft.runtime.weights.tape import tie
 from weft.runtime.weights.unshard import Gather
@@ -161,7 +162,7 @@ class Collectives:
         *,
         tell: bool = False,
     ) -> list[Tensor]:
-        self._transport.doing = Doing(f"use of {name}")
+        self._transport.doing = Doing(within(self._module, f"use of {name}"), place_here())
         if self._module.keeps(name):
             parts = self._module.full_weights.get(name, sources, forward, self._transport, dtype)
         else:
@@ -188,7 +189,8 @@ class Collectives:
         return tied[0] if len(tied) == 1 else tuple(tied)
 
     def _run(self, name: str, step: Reshard, sources: Sequence[Tensor]) -> list[Tensor]:
-        results, token = run_reshard(name, step, sources, self._transport, self._module.anchor)
+        doing = Doing(within(self._module, f"reshard {name}"), place_here())
+        results, token = run_reshard(name, step, sources, self._transport, self._module.anchor, doing)
         if token is not None:
             self._module.tape.tokens.append(token)
         return results

@@ -36,9 +36,15 @@ class Reshard:
 
 
 def run_reshard(
-    name: str, step: Reshard, sources: Sequence[Tensor], transport: Transport, anchor: Tensor
+    name: str,
+    step: Reshard,
+    sources: Sequence[Tensor],
+    transport: Transport,
+    anchor: Tensor,
+    doing: Doing | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The target's local tensors, and a token if a backward will come. `name`: for messages."""
+    """The target's local tensors, and a token if a backward will come. `name`, `doing`: for messages."""
+    transport.doing = doing or Doing(f"reshard {name}")
     _check_shapes(f"source of reshard {name}", sources, step.source_shapes)
     if step.backward is None or not torch.is_grad_enabled():
         outputs = _forward(name, step, sources, transport)
@@ -48,7 +54,6 @@ def run_reshard(
 
 
 def _forward(name: str, step: Reshard, sources: Sequence[Tensor], transport: Transport) -> list[Tensor]:
-    transport.doing = Doing(f"reshard {name}")
     outputs = execute_all(step.forward, sources, transport, dtype=step.dtype)
     _check_shapes(f"target of reshard {name}", outputs, step.target_shapes)
     return outputs
@@ -64,7 +69,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, step: Reshard, transport: Transport, anchor: Tensor, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.name, ctx.step, ctx.transport = name, step, transport
+        ctx.name, ctx.doing, ctx.step, ctx.transport = name, transport.doing, step, transport
         ctx.set_materialize_grads(False)
         outputs = _forward(name, step, sources, transport)
         ctx.dtype = outputs[0].dtype if outputs else real_dtype(step.dtype)
@@ -79,7 +84,7 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         step, transport = ctx.step, ctx.transport
-        transport.doing = Doing(f"backward of reshard {ctx.name}")
+        transport.doing = Doing(f"backward of {ctx.doing.what}", ctx.doing.place)
         arrived = [
             torch.zeros(shape, dtype=ctx.dtype, device=transport.device) if gradient is None else gradient
             for gradient, shape in zip(gradients[:-1], step.target_shapes, strict=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ __all__ = [
 
 FOREVER = timedelta(days=7)
 """Given to the backends: the transport keeps time itself, and says what it waited for when time is up."""
+LATER = 10
 LOOPBACK = "127.0.0.1"
 
 
@@ -55,8 +56,17 @@ class Backend:
     host_waits: bool
 
     def limit(self, seconds: float) -> timedelta:
-        """What a call of it may take. Where the process waits, the transport keeps time and says what for."""
-        return FOREVER if self.host_waits else timedelta(seconds=seconds)
+        """What a call of it may take. The transport keeps time, and says what for; a backend of devices, which ends the
+        process without a word of ours, much later: messages too, which may wait long for whoever takes them."""
+        return FOREVER if self.host_waits else timedelta(seconds=LATER * seconds)
+
+    def mark(self, device: torch.device) -> Callable[[], bool]:
+        """Says whether the device has come to where the program stands now."""
+        if device.type == "cpu":
+            return lambda: True
+        event = torch.Event(device)
+        event.record()
+        return event.query
 
     def links(self, *, local: bool) -> Sequence[Any]:
         """What all groups of a process share: gloo's sockets and their thread. `local`: all ranks are on this host."""
@@ -66,9 +76,23 @@ class Backend:
         return (gloo.create_device(hostname=LOOPBACK) if local else gloo.create_default_device(),)
 
     def make_group(
-        self, store: Store, position: int, size: int, links: Sequence[Any], *, timeout: timedelta = FOREVER
+        self,
+        store: Store,
+        position: int,
+        size: int,
+        links: Sequence[Any],
+        *,
+        ranks: Sequence[int],
+        name: str,
+        device: torch.device,
+        timeout: timedelta = FOREVER,
     ) -> Any:
-        """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have, if it talks by gloo.
+        """The group of `size` ranks that meet in `store`; only they enter. Blocks until all have.
+
+        Args:
+            position: this one's among them.
+            ranks: their numbers in the job.
+            name: what it is for: the flight recorder of the backend shows it.
 
         Made directly, not by `new_group`: that one wants either every rank of the job in one order or, with
         `use_local_synchronization`, a name that depends on how many groups each rank has made before (and hangs if
@@ -79,11 +103,20 @@ class Backend:
             # a thread is not done with one exchange until it gets the interpreter's lock to let go of its tensors; with
             # one thread the next exchange waits for that, and takes three times as long
             options._threads = 2
+            options.group_name, options.global_ranks_in_group = name, list(ranks)
             return ProcessGroupGloo(store, position, size, options)
-        made: Any = vars(dist)[f"ProcessGroup{self.name.upper()}"]  # not in every build
-        options = made.Options()
+        kind: Any = vars(dist)[f"ProcessGroup{self.name.upper()}"]  # not in every build
+        options = kind.Options()
         options._timeout = timeout
-        return made(store, position, size, options)
+        options.group_name, options.global_ranks_in_group = name, list(ranks)
+        made = kind(store, position, size, options)
+        # only a ProcessGroup around it can say what it is for
+        named = dist.ProcessGroup(store, position, size)
+        named._register_backend(device, vars(dist.ProcessGroup.BackendType)[self.name.upper()], made)
+        named._set_group_name(dist.distributed_c10d.GroupName(name))
+        named._set_group_desc(name)
+        made.eager_connect_single_device(device)
+        return made
 
 
 GLOO = Backend(name="gloo", device_type="cpu", host_waits=True)

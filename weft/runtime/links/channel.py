@@ -15,7 +15,6 @@ is preceded by a small exchange of fixed size in which members make sure that th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,8 +28,8 @@ from weft.runtime.links.p2p_mailbox import P2PMailbox
 from weft.runtime.links.signature import EMPTY, NUMBERS, Signature, Words, difference
 from weft.runtime.links.sums import add_up
 from weft.runtime.links.transport import CollectiveMismatch, Expected, Expects, Group, PeerLost, Sends
-from weft.runtime.links.watch import Watch
 from weft.runtime.links.wire import LARGE, NOTHING, as_bytes, as_it_lies, num_bytes, pack, unpack
+from weft.runtime.watch.watch import Watch
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -49,25 +48,17 @@ Looked = tuple[list[Tensor], Callable[[], None]]
 
 
 class Channel:
-    """Collectives in the order in which they are called here. For one thread at a time.
+    """Collectives in the order in which they are called here. For one thread at a time."""
 
-    Args:
-        timeout: seconds that one collective may take.
-    """
-
-    def __init__(
-        self, groups: Groups, watch: Watch, device: torch.device, *, lane: str, timeout: float, check: bool
-    ) -> None:
+    def __init__(self, groups: Groups, watch: Watch, device: torch.device, *, lane: str, check: bool) -> None:
         self._groups, self._watch, self._device, self._lane = groups, watch, device, lane
-        self.timeout, self.check = timeout, check
-        self.rank = groups.rank
+        self.rank, self.check = groups.rank, check
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
         self._segments: dict[Group, Segments | None] = {}
         self._mailbox: ShmMailbox | P2PMailbox | None = None
         self._awaited: tuple[int, str] | None = None
         """Of whom which message."""
-        self._since = 0.0
         self._pools: dict[Group, SharedPool] = {}
 
     @torch.no_grad()
@@ -115,12 +106,14 @@ class Channel:
     def mailbox(self) -> ShmMailbox | P2PMailbox:
         """The mailbox of all ranks of the job. At first use all of them ask."""
         if self._mailbox is None:
-            num_ranks = self._watch.num_ranks
-            pipes = self._groups.pipes(tuple(range(num_ranks)), MESSAGES, self._watch.check)
+            num_ranks, messages = self._watch.num_ranks, None
+            everybody = tuple(range(num_ranks))
+            with self._watch.opening(self._lane, everybody):
+                pipes = self._groups.pipes(everybody, MESSAGES, self._watch.check)
+                if pipes is None:
+                    messages = self._groups.messages(num_ranks, MESSAGES)
             if pipes is None:
-                self._mailbox = P2PMailbox(
-                    self.rank, self._groups.messages(num_ranks, MESSAGES), self._device, self._look
-                )
+                self._mailbox = P2PMailbox(self.rank, messages, self._device, self._look)
             else:
                 from weft.runtime.shm.mailbox import ShmMailbox  # noqa: PLC0415 - loaded where it is used only
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415
@@ -137,7 +130,7 @@ class Channel:
     def take(self, peer: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank leaves under a tag."""
         self._watch.check()
-        self._since, self._awaited = time.monotonic(), (peer, tag)
+        self._awaited = peer, tag
         self._tell_message()
         found = self.mailbox().take(peer, tag, wants)
         self._awaited = None
@@ -221,13 +214,15 @@ class Channel:
     def open(self, group: Group) -> None:
         """Make the way to the members of a group, who all do so."""
         if len(group) > 1 and self._segments_of(group) is None:
-            self._groups.get(group, self._lane)
+            with self._watch.opening(self._lane, tuple(sorted(group))):
+                self._groups.get(group, self._lane)
 
     def _segments_of(self, group: Group) -> Segments | None:
         """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
         members = tuple(sorted(group))
         if members not in self._segments:
-            pipes = self._groups.pipes(members, self._lane, self._look_up)
+            with self._watch.opening(self._lane, members):
+                pipes = self._groups.pipes(members, self._lane, self._look)
             self._segments[members] = None
             if pipes is not None:
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415 - loaded where it is used only
@@ -246,7 +241,6 @@ class Channel:
 
     def wait(self, work: Any) -> None:
         """Wait for the backend, looking up now and then."""
-        self._since = time.monotonic()
         while True:
             with suppress(RuntimeError):
                 work.wait(LOOK)
@@ -257,21 +251,13 @@ class Channel:
                 return
             self._look()
 
-    def _look_up(self) -> None:
-        """Raises if there is nothing to wait for."""
+    def _look(self) -> None:
+        """Raises if there is nothing to wait for, or no time left to."""
         self._watch.check()
         if self._mailbox is not None:
             # somebody may wait for a message that did not fit into its pipe, and this rank for him
             self._mailbox.push()
-
-    def _look(self) -> None:
-        """Raises if there is nothing to wait for, or no time left to."""
-        self._look_up()
         self._tell_message()
-        if time.monotonic() > self._since + self.timeout:
-            what = "a collective" if self._awaited is None else "{1} from rank {0}".format(*self._awaited)
-            message = f"rank {self.rank} waited {self.timeout:g} s for {what}"
-            raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
 
     def _enter(
         self, kind: str, group: Group, *, alike: Tensor | None = None, sends: Sends = EMPTY, expects: Expects = EMPTY
@@ -286,7 +272,6 @@ class Channel:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is in {signature}"})
         self._numbers[group] = number + 1
-        self._since = time.monotonic()
         self._watch.enter(self._lane, group, number, signature)
         if self.check:
             self._agree(signature.words)

@@ -15,8 +15,11 @@ Messages of one rank for another (`post`, `take`) travel in the order of posting
 alone, so that both ranks may send first. What comes when is told through the store: a rank receives what was posted
 before, and keeps what was not asked for yet.
 
+The watch knows of every call from its issue until the device is done with it, and keeps time: a message that nobody has
+taken yet keeps nobody waiting, and has no limit.
+
 Sums are added in the backend's order: results equal the emulator's to rounding. It has run over gloo, and never on a
-device.
+device. Communicators are made when a program is opened, as far as its tables tell, and else at the first call.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +39,7 @@ from weft.runtime.layout.index import narrowed, put, take
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Store
 from weft.runtime.links.buffer_pool import is_private
-from weft.runtime.links.groups import Groups
+from weft.runtime.links.groups import Groups, name_of
 from weft.runtime.links.inbox import Inbox
 from weft.runtime.links.processes import TIMEOUT, JobTransport, ProcessTransport
 from weft.runtime.links.transport import (
@@ -52,6 +55,8 @@ from weft.runtime.links.transport import (
     combine,
 )
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
+from weft.runtime.program.lines import span
+from weft.runtime.watch.watch import MAIN, UnderWay
 
 T = TypeVar("T")
 
@@ -66,16 +71,37 @@ POLL = 0.0005
 
 
 class Issued(Generic[T]):
-    """A call that was issued. What it reads and writes is held until it is waited for."""
+    """A call that was issued. What it reads and writes is held until it is waited for.
 
-    def __init__(self, work: Any, result: T, *held: Tensor) -> None:
-        self._work, self._result, self._held = work, result, held
+    Args:
+        call: is told when it is over.
+        mark: as of the backend.
+    """
+
+    def __init__(
+        self, work: Any, result: T, *held: Tensor, call: UnderWay, mark: Callable[[], Callable[[], bool]]
+    ) -> None:
+        self._work, self._result, self._held, self._call, self._mark = work, result, held, call, mark
+        call.is_over = work.is_completed
 
     def wait(self) -> T:
         if self._work is not None:
             self._work.wait()
+            # the work holds tensors
+            self._call.is_over = self._mark()
             self._work, self._held = None, ()
         return self._result
+
+
+class Asked(NamedTuple):
+    """A call in words, put together when they are asked for."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class DeviceTransport(JobTransport):
@@ -97,10 +123,16 @@ class DeviceTransport(JobTransport):
         self._met: set[tuple[int, int]] = set()
         self._adding = {op: _options(AllreduceOptions, kind) for op, kind in OPS.items()}
         self._scattering = _options(ReduceScatterOptions, ReduceOp.SUM)
+        self._opened: dict[tuple[str, Group], tuple[Any, str, Group]] = {}
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
         return bool(check)
+
+    def open(self, groups: Collection[Group]) -> None:
+        # in one order on all ranks: to make a communicator waits for its members
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
+            self._group(members)
 
     # -- collectives
 
@@ -142,13 +174,17 @@ class DeviceTransport(JobTransport):
         flat, lengths = pack(mine, self.device, lambda name, length: self._bytes(length))
         sizes = [num_bytes(one) for one in wanted]
         came = self._bytes(sum(sizes))
-        work = self._group(group).alltoall_base(came, flat, sizes, lengths) if len(group) > 1 else None
+        arriving: Handle[Tensor] = Done(came)
+        if len(group) > 1:
+            arriving = self._issue(
+                kind, group, flat, lambda ranks: ranks.alltoall_base(came, flat, sizes, lengths), came, flat
+            )
 
         def arrived(came: Tensor) -> dict[int, list[Tensor]]:
             found = dict(zip(members, unpack(came, wanted), strict=True))
             return {peer: own if peer == self.rank and own is not None else found[peer] for peer in expects}
 
-        return Then(Issued(work, came, flat), arrived)
+        return Then(arriving, arrived)
 
     @torch.no_grad()
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
@@ -191,17 +227,49 @@ class DeviceTransport(JobTransport):
             runs = [sharding.runs[group.index(peer)] for peer in members]
             addends = torch.cat([self._laid([take(full[at], part) for at, part, _ in each], sharding) for each in runs])
         total = addends.new_empty(sharding.most)
-        work = self._group(group)._reduce_scatter_base(total, addends, self._scattering)
-        return Then(Issued(work, total, addends), lambda total: _shards(total, sharding))
+        issued = self._issue(
+            "reduce_scatter",
+            group,
+            addends,
+            lambda ranks: ranks._reduce_scatter_base(total, addends, self._scattering),
+            total,
+            addends,
+        )
+        return Then(issued, lambda total: _shards(total, sharding))
 
     # -- how they are carried
 
-    def _group(self, group: Group) -> Any:
+    def _issue(
+        self, kind: str, group: Group, like: Tensor, begin: Callable[[Any], Any], result: T, *held: Tensor
+    ) -> Issued[T]:
+        """Begin a call on the communicator of a group.
+
+        Args:
+            like: a tensor that tells what is sent.
+            held: until the call is waited for.
+        """
         self._watch.check()
+        ranks, key, members = self._group(group)
+        call = self._watch.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
+        with span(kind, self.doing):
+            return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
+
+    def _group(self, group: Group, lane: str = LANE) -> tuple[Any, str, Group]:
+        """The communicator of a group, made if there is none, its name, and the members in its order."""
+        found = self._opened.get((lane, group))
+        if found is not None:
+            return found
         if self.rank not in group:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is {self.doing}"})
-        return self._groups.get(group, LANE)
+        members = tuple(sorted(group))
+        with self._watch.opening(MAIN, members):
+            ranks = self._groups.get(members, lane)
+        found = self._opened[lane, group] = ranks, f"{lane} {name_of(members)}", members
+        return found
+
+    def _mark(self) -> Callable[[], bool]:
+        return self.backend.mark(self.device)
 
     def _bytes(self, length: int) -> Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self.device)
@@ -219,7 +287,8 @@ class DeviceTransport(JobTransport):
         return tensor.dtype in ADDED and len(group) > 1 and tensor.numel() > 0
 
     def _reduced(self, total: Tensor, group: Group, op: str) -> Handle[Tensor]:
-        return Issued(self._group(group).allreduce([total], self._adding[op]), total)
+        adding = self._adding[op]
+        return self._issue(f"all_reduce({op})", group, total, lambda ranks: ranks.allreduce([total], adding), total)
 
     def _added_here(self, source: Tensor, group: Group, op: str) -> Tensor:
         rows = self._gathered(source.view(-1), group).wait()
@@ -232,7 +301,7 @@ class DeviceTransport(JobTransport):
             return Done(flat.clone() if len(group) == 1 else flat.new_empty(0))
         came = flat.new_empty(len(group) * flat.numel())
         sent, into = (flat, came) if flat.dtype in ADDED else (as_bytes(flat), came.view(torch.uint8))
-        return Issued(self._group(group)._allgather_base(into, sent), came, sent)
+        return self._issue("all_gather", group, flat, lambda ranks: ranks._allgather_base(into, sent), came, sent)
 
     def _gathered(self, flat: Tensor, group: Group) -> Handle[list[Tensor]]:
         """The same one by one, in group order."""
@@ -243,9 +312,11 @@ class DeviceTransport(JobTransport):
     def meet(self, pairs: Collection[tuple[int, int]]) -> None:
         for sender, taker in sorted(set(pairs) - self._met):
             if sender != taker and self.rank in (sender, taker):
-                group, word = self._way(sender, taker), self._bytes(1)
-                # the first use waits for the other rank: all meet in one order, now
-                (group.send([word], 1, 0) if self.rank == sender else group.recv([word], 0, 0)).wait()
+                word = self._bytes(1)
+                with self._watch.opening(MAIN, (sender, taker)):
+                    group = self._way(sender, taker)
+                    # the first use waits for the other rank: all meet in one order, now
+                    (group.send([word], 1, 0) if self.rank == sender else group.recv([word], 0, 0)).wait()
         self._met |= set(pairs)
 
     def _way(self, sender: int, taker: int) -> Any:
@@ -263,6 +334,7 @@ class DeviceTransport(JobTransport):
         body = torch.cat(parts) if parts else self._bytes(0)
         number = self._posted[peer]
         self._posted[peer] += 1
+        self._watch.posted(MAIN, peer)
         self.store.set(f"post/{self.rank}/{peer}/{number}", f"{body.numel()} {tag}")
         self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
         if body.numel():
@@ -281,19 +353,19 @@ class DeviceTransport(JobTransport):
     def _receive(self, peer: int, wanted: str) -> None:
         """The next message of a rank, whatever its tag."""
         key = f"post/{peer}/{self.rank}/{self._received[peer]}"
+        self._watch.enter_message(MAIN, peer, self._received[peer], f"wait for {wanted}")
         self._received[peer] += 1
-        until = time.monotonic() + self._timeout
         while not self.store.check([key]):
             self._watch.check()
-            if time.monotonic() > until:
-                message = f"rank {self.rank} waited {self._timeout:g} s for {wanted} from rank {peer}"
-                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
             time.sleep(POLL)
+        self._watch.leave(MAIN)
         length, _, tag = self.store.get(key).decode().partition(" ")
         self.store.delete_key(key)
         body = self._bytes(int(length))
         if body.numel():
-            self._way(peer, self.rank).recv([body], 0, 0).wait()
+            call = self._watch.issued(f"{LANE} {peer} to {self.rank}", (self.rank,), f"{tag} from rank {peer}")
+            with span("message", tag, "from rank", peer):
+                Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
         self._inbox.put(peer, tag, body)
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from weft.runtime.links.transport import (
     copied,
 )
 from weft.runtime.program.context import Ambient
+from weft.runtime.program.lines import span
 
 T = TypeVar("T")
 
@@ -292,7 +293,8 @@ class _Emulated(Transport):
             # every member is inside the call: their tensors cannot change under our hands
             return combine([one.alike for rank in group if (one := meeting.entries[rank]).alike is not None], op)
 
-        return copied(self._board.meet(self.rank, mine, self.doing, finish).result)
+        with span("all_reduce", self.doing):
+            return copied(self._board.meet(self.rank, mine, self.doing, finish).result)
 
     @torch.no_grad()
     def all_to_all(
@@ -300,7 +302,8 @@ class _Emulated(Transport):
     ) -> dict[int, list[Tensor]]:
         copies = {peer: [copied(tensor) for tensor in tensors] for peer, tensors in sends.items()}
         mine = Signature(kind, group, self._number(group), sends=copies, expects=expects)
-        meeting = self._board.meet(self.rank, mine, self.doing)
+        with span(kind, self.doing):
+            meeting = self._board.meet(self.rank, mine, self.doing)
         return {peer: list(meeting.entries[peer].sends.get(self.rank, ())) for peer in expects}
 
     @torch.no_grad()

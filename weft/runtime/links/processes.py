@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.errors import RunError
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
 from weft.runtime.links.channel import Channel
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.inbox import OwnPosts
-from weft.runtime.links.progress import Began
 from weft.runtime.links.transport import (
     CollectiveMismatch,
     Doing,
@@ -39,8 +39,11 @@ from weft.runtime.links.transport import (
     Then,
     Transport,
 )
-from weft.runtime.links.watch import MAIN, Failure, Watch, failure_of
 from weft.runtime.links.wire import LARGE
+from weft.runtime.program.lines import span
+from weft.runtime.watch.progress import Began
+from weft.runtime.watch.states import Failure, failure_of
+from weft.runtime.watch.watch import MAIN, Watch
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -71,7 +74,8 @@ class Started(Generic[T]):
     def wait(self) -> T:
         """The result, when it is there."""
         self._watch.wait_for(BACKGROUND)
-        found = self._future.result()
+        with span("wait for a collective"):
+            found = self._future.result()
         self._watch.wait_for(None)
         return found
 
@@ -92,7 +96,7 @@ class JobTransport(Transport):
         self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
         self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy)
+        self._watch = Watch(store, self.rank, num_ranks, self._busy, timeout)
         self._timeout, self._num_raised = timeout, 0
 
     @property
@@ -134,6 +138,10 @@ class JobTransport(Transport):
             self._watch.fail(failure)
         return failure
 
+    def ended_by_watch(self, tell: Callable[[RunError], None]) -> None:
+        """Let this be called where the process is ended, because it does not stop by itself, and told why."""
+        self._watch.ends = tell
+
     def close(self) -> None:
         """This rank is done: it will enter no further call."""
         self._watch.close()
@@ -164,8 +172,7 @@ class ProcessTransport(JobTransport):
         self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
         self._main, self._background = (
-            Channel(groups, self._watch, self.device, lane=lane, timeout=timeout, check=check)
-            for lane in (MAIN, BACKGROUND)
+            Channel(groups, self._watch, self.device, lane=lane, check=check) for lane in (MAIN, BACKGROUND)
         )
         self._spare = {True: BufferPool(SPARES), False: BufferPool(0)}
         self._worker: ThreadPoolExecutor | None = None
@@ -190,12 +197,14 @@ class ProcessTransport(JobTransport):
     # -- the Transport interface
 
     def all_reduce(self, tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-        return self._main.reduce(tensor, op, group)
+        with span("all_reduce", self.doing):
+            return self._main.reduce(tensor, op, group)
 
     def all_to_all(
         self, sends: Sends, expects: Expects, group: Group, kind: str = "all_to_all"
     ) -> dict[int, list[Tensor]]:
-        return self._main.exchange(sends, expects, group, kind)
+        with span(kind, self.doing):
+            return self._main.exchange(sends, expects, group, kind)
 
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         if peer == self.rank:

@@ -7,7 +7,7 @@ ranks that hold the same parts in all replicas, over which gradients are average
 from __future__ import annotations
 
 from weft.runtime.links.subgroup import Subgroup
-from weft.runtime.links.transport import Group, Transport
+from weft.runtime.links.transport import Doing, Group, Transport
 
 
 class Replica(Subgroup):
@@ -40,6 +40,7 @@ class Replica(Subgroup):
         Returns:
             whether this is such a step.
         """
+        self.doing = Doing(f"the beginning of {program}")
         found = self.whole.begin_step(step, check=program not in self._checked)
         self._checked.add(program)
         return found

@@ -48,6 +48,9 @@ class Subgroup(Transport):
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         return self.whole.take(self.ranks[peer], tag, expects)
 
+    def open(self, groups: Collection[Group]) -> None:
+        self.whole.open([self.outside(group) for group in groups])
+
     def open_mail(self) -> None:
         self.whole.open_mail()
 

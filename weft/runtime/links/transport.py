@@ -26,7 +26,8 @@ from weft.errors import RunError
 from weft.runtime.layout.index import narrowed, put, take
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.layout.transfer import Index
-from weft.runtime.links.progress import Began
+from weft.runtime.program.lines import place_here
+from weft.runtime.watch.progress import Began
 
 Group = tuple[int, ...]
 """Ranks; all members name them in the same order, which is that of sums."""
@@ -84,7 +85,8 @@ class PeerFailed(RunError):  # noqa: N818 - says what happened
 
 ALIKE = (
     "let every rank make the same calls with the same batches: a rank that catches an error, or leaves out a batch or "
-    "a backward, does not; if they all do, this is a fault in the program: please report it with the plan"
+    "a backward, does not; one that is only slow needs a larger timeout; if they all do, this is a fault in the "
+    "program: please report it with the plan"
 )
 LOST = (
     "see what the process that has gone printed, or whether the system killed it for want of memory; then start again"
@@ -197,6 +199,11 @@ class Transport(ABC):
     @abstractmethod
     def take(self, peer: int, tag: str, expects: Sequence[Expected]) -> list[Tensor]:
         """What a rank posts under a tag; waits until it has come."""
+
+    def open(self, groups: Collection[Group]) -> None:
+        """Make the ways between the members of these groups, where a call would make them otherwise. All ranks call
+        this together, each with groups that it is in."""
+        return
 
     def open_mail(self) -> None:
         """Make the ways of messages, which all ranks of the job do together, where some of them may have none."""
@@ -384,12 +391,20 @@ class GroupComm:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         if self.size == 1:
             return copied(tensor)
+        self._tell("all_reduce")
         return self._transport.all_reduce(tensor, self._ranks, op)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Shapes may differ: sizes are exchanged first, so that the transport knows what to expect."""
         if self.size == 1:
             return [copied(tensor)]
+        self._tell("all_gather")
         sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
         shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
         return self._transport.all_gather(tensor, self._ranks, shapes=shapes)
+
+    def _tell(self, what: str) -> None:
+        place = place_here()
+        if place:
+            # in backward it is not known
+            self._transport.doing = Doing(what, place)

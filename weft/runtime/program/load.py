@@ -22,6 +22,7 @@ from weft.runtime.layout.execute import size
 from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.files import CONSTANTS, PieceFiles, ProgramFiles, Source, files_of
+from weft.runtime.program.lines import MODULES
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.program.sizes import SizedTables, is_sized
 from weft.runtime.program.stored import Table, Tables
@@ -68,7 +69,7 @@ def load_class(piece: PieceFiles, file: str) -> type[ParallelModule]:
         text, path = files[file], files.path(file)
         # tracebacks show its lines, wherever it is from
         linecache.cache[path] = (len(text), None, text.decode(errors="replace").splitlines(keepends=True), path)
-        module = ModuleType(f"weft_program_{files.about['hash'][:12]}_{file.removesuffix('.py').replace('/', '_')}")
+        module = ModuleType(f"{MODULES}{files.about['hash'][:12]}_{file.removesuffix('.py').replace('/', '_')}")
         module.__file__ = path
         exec(compile(text, path, "exec"), vars(module))
         files.classes[file] = getattr(module, piece.about["class"])

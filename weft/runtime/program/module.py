@@ -31,6 +31,7 @@ from weft.runtime.layout.inputs import brought
 from weft.runtime.layout.transfer import Index
 from weft.runtime.links.transport import Transport
 from weft.runtime.program.chunk_join import Given, take_part
+from weft.runtime.program.lines import ranged
 from weft.runtime.program.parts import StoredParts
 from weft.runtime.program.recompute import run, run_chunks
 from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Tables
@@ -191,7 +192,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         if self.inputs_from:
             inputs = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(inputs))
         try:
-            with reading, self.grad_sync.watching():
+            with reading, self.grad_sync.watching(), ranged(self, self.model):
                 found = super().__call__(*inputs, **kwargs)
         finally:
             tape.gathered.close()

@@ -7,17 +7,18 @@ very same parameters (`adopt`), or read those that another trains (`borrow`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import FunctionType
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from weft.runtime.layout.cuts import Place, index_at
+from weft.runtime.layout.cuts import Place, as_axes, index_at
 from weft.runtime.layout.execute import size
 from weft.runtime.layout.moves import chain
 from weft.runtime.layout.transfer import Index, Transfer
-from weft.runtime.links.transport import Transport
+from weft.runtime.links.transport import Group, Transport
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.stored import Container, Part, Table, Tables, check_axes, expand
 
@@ -46,6 +47,30 @@ class StoredParts(Own):
         cls._grid = grid
         cls._stored = dict(expand(parameters, layers or {}))
         cls._buffered = dict(expand(buffers or {}, layers or {}))
+
+    @classmethod
+    def axes(cls) -> frozenset[tuple[str, ...]]:
+        """Axes along which ranks may talk: those that its functions name, and the moves of its parameters."""
+        functions = [one for one in vars(cls).values() if isinstance(one, FunctionType)]
+        named = {as_axes(one) for each in functions for one in each.__code__.co_consts if isinstance(one, str | tuple)}
+        named |= {move.axes for part in cls._stored.values() for move in part.use} | cls.sum_axes()
+        return frozenset(one for one in named if one and set(one) <= cls._grid.keys())
+
+    @classmethod
+    def sum_axes(cls) -> frozenset[tuple[str, ...]]:
+        """Axes along which gradients of its parameters are summed."""
+        return frozenset(move.axes for part in cls._stored.values() for move in part.sync_moves)
+
+    def groups(self, axes: Collection[tuple[str, ...]]) -> set[Group]:
+        """Those that this rank may talk in, known before it does.
+
+        Args:
+            axes: of all texts of the piece, so that members agree.
+        """
+        moves = self._tables.moves.values()
+        ways = [one for move in moves for one in (*move.forward, *(move.backward or ()))]
+        ways += [one for move in moves for by in move.by_chunk for one in (*by.forward, *by.backward)]
+        return {self.place.group(one) for one in axes} | {one.group for one in ways if one.group}
 
     def __init__(self, transport: Transport, tables: Tables) -> None:
         super().__init__()

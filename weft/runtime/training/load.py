@@ -26,6 +26,8 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     """The rank's share, its parts still zeros."""
     files, rank = files_of(source), transport.rank
     told = files.about
+    transport.open([tuple(range(transport.num_ranks))])
+    transport.job.open([tuple(range(transport.job.num_ranks)), transport.twins])
     sizes = load_sizes(files, transport)
     ties = [
         Tie(
@@ -41,8 +43,9 @@ def load_pipeline(source: Source, transport: Replica) -> Rank:
     # in evaluation there need not be a loss, and nobody tells it
     teller = makers[0] if makers else -1
     pairs = pairs_of(move for one in told["ties"] for moves in one["moves"] for move in moves)
-    pairs |= {(teller, other) for other in range(transport.num_ranks) if teller not in (-1, other)}
-    return Rank(sizes, ties, events, transport, (loss or "", teller), getattr(torch, dtype), pairs=pairs)
+    found = Rank(sizes, ties, events, transport, (loss or "", teller), getattr(torch, dtype), pairs=pairs)
+    transport.meet(found.all_pairs)
+    return found
 
 
 def pairs_of(moves: Iterable[Mapping[str, Any] | None]) -> frozenset[tuple[int, int]]:
@@ -55,6 +58,8 @@ def load_sizes(source: Source, transport: Replica, known: Share | None = None) -
     """A Share for each size of micro-batches; all hold the parameters of the first, or of one that is known."""
     files = files_of(source)
     sizes = [_share(files, one, transport) for one in files.about["sizes"]]
+    for told, share in zip(files.about["sizes"], sizes, strict=True):
+        _open(files, told, share)
     first = known or sizes[0]
     for one in sizes:
         for parameter, owner, borrower in files.about["loans"]:
@@ -65,6 +70,18 @@ def load_sizes(source: Source, transport: Replica, known: Share | None = None) -
             if other is not first:
                 piece.module.share(first.pieces[name].module)
     return sizes
+
+
+def _open(files: ProgramFiles, told: Mapping[str, Any], share: Share) -> None:
+    """Make the ways between ranks that the pieces use, and the replicas for their gradients; in one order on all."""
+    for one in told["pieces"]:
+        if one["name"] in share.pieces:
+            module, piece = share.pieces[one["name"]].module, files.pieces[one["folder"]]
+            classes, transport = [load_class(piece, file) for file in piece.texts], module.transport
+            transport.open(module.groups({axes for cls in classes for axes in cls.axes()}))
+            sums = {module.place.group(axes) for cls in classes for axes in cls.sum_axes()}
+            if transport.num_replicas > 1:
+                transport.job.open([transport.everywhere(group) for group in sums])
 
 
 def pipeline_parts(source: Source) -> tuple[dict[str, Stored], dict[str, Stored]]:
@@ -99,7 +116,7 @@ def _share(files: ProgramFiles, told: Mapping[str, Any], transport: Replica) -> 
         for one in told["returns"]
     ]
     ways = [*(one[way] for one in told["crossings"] for way in ("forward", "backward"))]
-    return Share(pieces, mine, returns, pairs_of([*ways, *(one["moves"] for one in told["returns"])]))
+    return Share(pieces, mine, returns, pairs_of(ways))
 
 
 def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]:

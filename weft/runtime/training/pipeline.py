@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.runtime.layout.execute import real_dtype
+from weft.runtime.layout.execute import execute, real_dtype
 from weft.runtime.layout.transfer import Transfer
 from weft.runtime.links.transport import Doing, Transport
+from weft.runtime.program.lines import span
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
 from weft.runtime.training.stage_io import Crossing, Readers, StageIO
@@ -56,9 +57,6 @@ class Returned:
     tensor: str
     dtype: torch.dtype
     moves: Transfer | None
-
-    def tag(self, micro: int) -> str:
-        return f"{self.tensor} for everybody, micro-batch {micro}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +140,8 @@ class Rank:
     _saved: dict[tuple[str, int], _Saved] = field(default_factory=dict)
     _queues: dict[tuple[str, int], Queue] = field(default_factory=dict)
     _losses: dict[int, Tensor] = field(default_factory=dict)
+    _returned: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """What pieces of this rank have made of what evaluation gives back."""
 
     @cached_property
     def _mail(self) -> StageIO:
@@ -151,6 +151,11 @@ class Rank:
     def _divided(self) -> frozenset[tuple[str, int]]:
         """Pieces and micro-batches whose weight gradients have an event of their own."""
         return frozenset((event.piece, event.micro) for event in self.events if event.phase == W)
+
+    @property
+    def all_pairs(self) -> frozenset[tuple[int, int]]:
+        """Who sends to whom, at any size."""
+        return self.pairs.union(*(share.pairs for share in self.sizes))
 
     @property
     def modules(self) -> Iterator[ParallelModule]:
@@ -187,10 +192,11 @@ class Rank:
             # replicas run different events: one without a micro-batch sends nothing
             self.transport.open_mail()
         for event, share, piece in self._running(sizes):
-            if event.phase == F:
-                piece.module.stream = Stream(seed, step, first + event.micro)
-                self._forward(share, piece, event.micro, batches[event.micro])
-            else:
+            with span(event):
+                if event.phase == F:
+                    piece.module.stream = Stream(seed, step, first + event.micro)
+                    self._forward(share, piece, event.micro, batches[event.micro])
+                    continue
                 piece.module.of_others = False
                 if event.phase == B:
                     self._backward(share, piece, event.micro, shares[event.micro])
@@ -215,18 +221,21 @@ class Rank:
         Returns:
             what the model returns of each micro-batch, whole.
         """
-        self.is_left = True
+        self.is_left, self._returned = True, {}
         self._meet()
         for event, share, piece in self._running(size_of):
             piece.module.stream = replace(stream, microbatch=stream.microbatch + event.micro)
-            self._forward(share, piece, event.micro, batches[event.micro])
-        self.transport.doing = Doing("what the model returns")
+            with span(event):
+                self._forward(share, piece, event.micro, batches[event.micro])
+        everybody = tuple(range(self.transport.num_ranks))
         found = []
         for micro, number in enumerate(size_of):
             whole = []
             for one in self.sizes[number].returns:
                 assert one.moves is not None, f"{one.tensor} does not come to this rank"
-                whole.append(self._mail.take(one.moves, one.tag(micro), one.dtype))
+                self.transport.doing = Doing(f"{one.tensor} of micro-batch {micro}, which the model returns")
+                moves, made = replace(one.moves, group=everybody), self._returned.pop((one.tensor, micro), None)
+                whole += execute(moves, [] if made is None else [made], self.transport, dtype=one.dtype)
             found.append(whole)
         self.is_left = False
         return found
@@ -246,7 +255,7 @@ class Rank:
 
     def _meet(self) -> None:
         """Messages of a step begin."""
-        self.transport.meet(self.pairs.union(*(share.pairs for share in self.sizes)))
+        self.transport.meet(self.all_pairs)
         self._mail.begin()
 
     def _real(self, count: int) -> Iterator[Event]:
@@ -296,8 +305,8 @@ class Rank:
             if one.source == piece.name:
                 self._mail.send(one, micro, given[one.tensor])
         for back in share.returns:
-            if back.tensor in given and back.moves is not None:
-                self._mail.post(back.moves, back.tag(micro), given[back.tensor])
+            if back.tensor in given:
+                self._returned[back.tensor, micro] = given[back.tensor]
         if not torch.is_grad_enabled():
             return
         if self.loss[0] in given:
@@ -365,17 +374,15 @@ class Rank:
 
     def _tell_losses(self, count: int) -> list[Tensor]:
         tensor, teller = self.loss
-        tag = f"losses of a step, {tensor}"
         if not count:
             return []
+        self.transport.doing = Doing(f"losses of a step, {tensor}")
+        # one way for all of them: a message to each of many ranks needs as many
         if self.transport.rank == teller:
             mine = torch.stack([self._losses[micro] for micro in range(count)])
-            for peer in range(self.transport.num_ranks):
-                if peer != teller:
-                    self.transport.post(peer, tag, [mine])
-            return list(mine)
-        dtype = real_dtype(self.loss_dtype)
-        return list(self.transport.take(teller, tag, [((count,), dtype)])[0])
+        else:
+            mine = torch.zeros(count, dtype=real_dtype(self.loss_dtype), device=self.transport.device)
+        return list(self.transport.all_reduce(mine, tuple(range(self.transport.num_ranks))))
 
 
 def _taken(parameter: Tensor, dtype: torch.dtype) -> Tensor:

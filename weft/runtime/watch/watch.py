@@ -1,79 +1,67 @@
 """Watch: what each process of a job is doing, told to all the others, so that no failure is waited for.
 
-In: the calls that this rank enters and leaves, and its failure if it has one. Out: the end of a wait that is in vain. A
-thread publishes this rank's state in the job's store several times a second and reads the others'. It stops the rank
-when another one failed; when no rank can go on (every rank waits in a call that some member has not entered, or has
-ended); and if the rank does not stop by itself, being inside a long computation, it ends the process.
+In: the calls that this rank enters and leaves, or issues to a device, and its failure if it has one. Out: the end of a
+wait that is in vain. A thread publishes this rank's state in the job's store several times a second and reads the
+others'. It stops the rank when another one failed; when no rank can go on (every rank waits in a call that some member
+has not entered, or has ended); when a call takes longer than it may, whoever waits for it, the host or the device; and
+if the rank does not stop by itself, being inside a long computation or waiting for its device, it ends the process.
 
-Promised: a deadlock is only called one if each rank was seen waiting in the same calls before and after one moment.
+Promised: a deadlock is only called one if each rank was seen waiting in the same calls before and after one moment. The
+time of a call on a device begins when those issued before it are over.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
+from weft.errors import RunError
 from weft.runtime.links.backend import Store, own_connection
-from weft.runtime.links.progress import Progress
-from weft.runtime.links.transport import (
-    ALIKE,
-    CollectiveMismatch,
-    Doing,
-    PeerFailed,
-    PeerLost,
-    Stopped,
-    told_waits,
+from weft.runtime.links.transport import ALIKE, CollectiveMismatch, Doing, PeerFailed, Stopped, told_waits
+from weft.runtime.watch.progress import Progress
+from weft.runtime.watch.states import (
+    MESSAGES,
+    RAISED,
+    Failure,
+    alone,
+    describe,
+    failure_key,
+    failure_of,
+    is_deadlock,
+    missing,
+    moved,
+    read_state,
+    read_states,
+    state_key,
 )
 
 PULSE = 0.2
-"""Seconds between two looks; longer in jobs of many ranks, which share one store."""
+"""Seconds between two looks; of the store longer ones in jobs of many ranks, which share it."""
 STALL = 0.8
 """Seconds that a call may take before the others' states are looked at."""
 POLL = 0.01
 """Seconds between two looks for whether others have raised too."""
 GRACE = 2.0
 """Seconds that a stopped rank gets to come to its next collective before its process is ended."""
-MESSAGES = " messages"
-RAISED = " raised"
+OPENING = " opening"
+FEW = 4
+"""Calls under way on a device that are told."""
 FIRST = "see what that rank raised; all ranks of a job end together, and are started together"
 ENDED_BY_WATCH = 70
 """Exit code of a process that did not stop by itself."""
 STORE_LOST = 71
 """Exit code of a process whose launcher has gone."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank ended, if not well. `sort`: error | mismatch | lost (a peer went away) | stopped | died."""
-
-    rank: int
-    sort: str
-    error: str
-    message: str
-    what: str = ""
-    place: str = ""
-    step: int | None = None
-    trace: str = ""
-    waits: Mapping[int, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Failure:
-        found = json.loads(text)
-        found["waits"] = {int(rank): what for rank, what in found["waits"].items()}
-        return Failure(**found)
 
 
 @dataclass(frozen=True)
@@ -88,18 +76,40 @@ class Call:
     since: float
 
 
+class UnderWay:
+    """A call that was issued to a device: whether it is over can be asked, and nobody need wait for it."""
+
+    def __init__(self, call: Call, doing: Doing, step: int | None) -> None:
+        self.call, self.doing, self.step = call, doing, step
+        self.is_over: Callable[[], bool] = bool
+        """Holds no tensor: memory that the program has left is not kept for it."""
+
+
 class Watch:
     """One rank's view of a job.
 
     Args:
         store: of this job alone; the watch uses a connection of its own.
         doing: what the rank is busy with, and in which step.
+        timeout: seconds that one call may take.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, doing: Callable[[], tuple[Doing, int | None]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        doing: Callable[[], tuple[Doing, int | None]],
+        timeout: float = math.inf,
+    ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store, self._doing = own_connection(store), doing
+        self._store, self._doing, self._timeout = own_connection(store), doing, timeout
         self._calls: dict[str, Call] = {}
+        self._under_way = deque[UnderWay]()
+        self._passed = 0.0
+        """When the last call of a device was over."""
+        self.ends: Callable[[RunError], None] = lambda error: None
+        """Is told why the process is ended, where the rank does not stop by itself."""
         self._counts = Counter[str]()
         self._waits_for: str | None = None
         self._beats = 0
@@ -139,6 +149,24 @@ class Watch:
     def leave(self, lane: str) -> None:
         """The rank has the result."""
         self._calls.pop(lane, None)
+
+    @contextmanager
+    def opening(self, lane: str, group: tuple[int, ...]) -> Iterator[None]:
+        """The rank makes a way to these ranks, in a call or before it."""
+        before = self._calls.get(lane)
+        if before is None:
+            self.enter(lane, group, self._counts[f"{lane} {group}{OPENING}"], "the first call", OPENING)
+        yield
+        if before is None:
+            self.leave(lane)
+
+    def issued(self, key: str, group: tuple[int, ...], what: object) -> UnderWay:
+        """The rank has issued a collective to its device, and goes on."""
+        number = self._counts[key]
+        self._counts[key] = number + 1
+        found = UnderWay(Call(key, group, number, what, time.monotonic()), *self._doing())
+        self._under_way.append(found)
+        return found
 
     def wait_for(self, lane: str | None) -> None:
         """The rank waits for what it started on another lane, or no longer."""
@@ -243,27 +271,63 @@ class Watch:
     # -- the thread
 
     def _run(self) -> None:
-        pulse = PULSE * max(1.0, self.num_ranks / 16)
+        beat = max(1, self.num_ranks // 16)
         try:
-            while not self._over.wait(pulse):
-                self._beat()
+            for turn in count():
+                if self._over.wait(PULSE):
+                    return
+                self._look_at_time()
+                if turn % beat == 0:
+                    self._beat()
         except dist.DistError:
             if not self._over.is_set():
                 os._exit(STORE_LOST)
+
+    def _look_at_time(self) -> None:
+        if self._stopped_at is None:
+            late = self._late()
+            if late is not None:
+                self._end_late(late)
+        elif not self._is_told and time.monotonic() - self._stopped_at > GRACE:
+            self.ends(self._mismatch or self._of_another())
+            os._exit(ENDED_BY_WATCH)
 
     def _beat(self) -> None:
         blocked_since = self._blocked_since()
         self._publish("running" if blocked_since is None else "blocked")
         if self._stopped_at is not None:
-            if not self._is_told and time.monotonic() - self._stopped_at > GRACE:
-                os._exit(ENDED_BY_WATCH)
-        elif self._store.check([FAILED]):
+            return
+        if self._store.check([FAILED]):
             self._stopped_at = time.monotonic()
         elif blocked_since is not None and time.monotonic() - blocked_since > STALL:
             self._look_for_deadlock()
         else:
             self._seen = {}
             self._compare_progress()
+
+    def _late(self) -> Call | None:
+        """A call that takes longer than it may."""
+        while self._under_way and self._under_way[0].is_over():
+            self._under_way.popleft()
+            self._passed = time.monotonic()
+        # whoever raised knows for how long to wait for the others
+        calls = [(call.since, call) for call in list(self._calls.values()) if not call.key.endswith(RAISED)]
+        if self._under_way:
+            call = self._under_way[0].call
+            calls.append((max(call.since, self._passed), call))
+        until = time.monotonic() - self._timeout
+        return next((call for since, call in calls if since < until), None)
+
+    def _end_late(self, call: Call) -> None:
+        self.tell()
+        states = read_states(self._store, self.num_ranks)
+        if call.key.endswith(MESSAGES):
+            what = f"{str(call.what).removeprefix('wait for ')} from rank {call.group[1]}"
+        else:
+            absent = " and ".join(map(str, missing(states, [call.key, call.number, call.group, ""])))
+            lacks = f", which rank {absent} has not entered" if absent else ""
+            what = f"{call.what}, call {call.number} of group {call.group}{lacks}"
+        self._end(f"rank {self.rank} waited {self._timeout:g} s for {what}", states)
 
     def _compare_progress(self) -> None:
         for rank in self.progress.references() - {self.rank}:
@@ -290,9 +354,14 @@ class Watch:
         return None if call is None else call.since
 
     def _publish(self, state: str) -> None:
-        doing, step = self._doing()
+        (doing, step), stalled = self._doing(), time.monotonic() - STALL
         # calls name tensors: none is held while the store is waited for
         calls = [[call.key, call.number, list(call.group), str(call.what)] for call in list(self._calls.values())]
+        waits = [one for one in list(self._under_way)[:FEW] if one.call.since < stalled]
+        if waits and not calls:
+            # wherever the host is by now: this is what the rank waits for
+            doing, step = waits[0].doing, waits[0].step
+        calls += [[one.call.key, one.call.number, list(one.call.group), str(one.call.what)] for one in waits]
         self._beats += 1
         found = {
             "beat": self._beats,
@@ -313,7 +382,7 @@ class Watch:
         if not is_deadlock(states, self.num_ranks):
             self._seen = {}
             return
-        if not self._seen or any(_moved(self._seen[rank], states[rank]) for rank in states):
+        if not self._seen or any(moved(self._seen[rank], states[rank]) for rank in states):
             self._seen = states
             return
         if all(s["state"] == "ended" or s["beat"] >= self._seen[rank]["beat"] + 2 for rank, s in states.items()):
@@ -323,80 +392,3 @@ class Watch:
 MAIN = "main"
 """The lane of the calls that a rank makes itself."""
 FAILED = "failed"
-
-
-def state_key(rank: int) -> str:
-    return f"state/{rank}"
-
-
-def failure_key(rank: int) -> str:
-    return f"failure/{rank}"
-
-
-def read_states(store: Store, num_ranks: int, first: int = 0) -> dict[int, dict[str, Any]]:
-    """The last published state of each rank, from the first, that has published one."""
-    keys = {rank: state_key(rank) for rank in range(first, num_ranks)}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
-
-
-def read_state(store: Store, rank: int) -> dict[str, Any]:
-    """The last published state of a rank, if there is one."""
-    return read_states(store, rank + 1, rank).get(rank, {})
-
-
-def is_deadlock(states: Mapping[int, Mapping[str, Any]], num_ranks: int) -> bool:
-    """True if every rank waits or has ended, and no call that one waits in has all of its members.
-
-    >>> waiting = {"state": "blocked", "calls": [["main (0, 1)", 0, [0, 1], "barrier"]], "counts": {"main (0, 1)": 1}}
-    >>> is_deadlock({0: waiting, 1: {"state": "ended", "calls": [], "counts": {}}}, 2), is_deadlock({0: waiting}, 2)
-    (True, False)
-    """
-    if len(states) < num_ranks or any(state["state"] == "running" for state in states.values()):
-        return False
-    calls = [call for state in states.values() if state["state"] == "blocked" for call in state["calls"]]
-    return bool(calls) and all(_missing(states, call) for call in calls)
-
-
-def _missing(states: Mapping[int, Mapping[str, Any]], call: list[Any]) -> list[int]:
-    key, number, group, _ = call
-    return [rank for rank in group if rank not in states or states[rank]["counts"].get(key, 0) <= number]
-
-
-def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return any(before[key] != now[key] for key in ("state", "calls", "counts"))
-
-
-def describe(states: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """For each rank, what it does and for whom it waits."""
-    return {rank: _describe(states, state) for rank, state in states.items()}
-
-
-def _describe(states: Mapping[int, Mapping[str, Any]], state: Mapping[str, Any]) -> str:
-    if state["state"] == "ended":
-        return "has ended"
-    if not state["calls"]:
-        return f"is running ({state['doing']})"
-    call = state["calls"][0]
-    absent = " and ".join(map(str, _missing(states, call)))
-    if call[0].endswith(RAISED):
-        return f"raised {call[3]}"
-    waiting = f", waiting for rank {absent}" if absent else ""
-    return f"is in {call[3]}, call {call[1]} of group {tuple(call[2])}{waiting} ({state['doing']})"
-
-
-def alone(states: Mapping[int, Mapping[str, Any]]) -> str:
-    """Who raised an error that others did not raise, if somebody did."""
-    found = {rank: call[3] for rank, state in states.items() for call in state["calls"] if call[0].endswith(RAISED)}
-    return "; ".join(f"rank {rank} raised {what}, and other ranks did not" for rank, what in found.items())
-
-
-SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerFailed: "stopped", PeerLost: "lost"}
-
-
-def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) -> Failure:
-    """What a rank raised, as it travels to the launcher."""
-    sort, trace = SORTS.get(type(error), "error"), "".join(traceback.format_exception(error))
-    # a mismatch lists below its first line who waits for what
-    waits = error.waits if isinstance(error, CollectiveMismatch) else {}
-    message = error.first if isinstance(error, CollectiveMismatch) else str(error)
-    return Failure(rank, sort, type(error).__name__, message, doing.what, doing.place, step, trace, waits)

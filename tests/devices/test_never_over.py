@@ -1,0 +1,177 @@
+"""Collectives that never end: the job does, a few seconds after its limit, and says which call it was and who lacks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.devices import never
+from tests.pools import Pools
+from tests.processes import bodies
+from tests.train.test_disagree import made
+from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.transport import CollectiveMismatch
+
+ROOT = Path(__file__).parents[2]
+LATE = 5.0
+"""Seconds after the limit."""
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*sizes) for _ in range(2)) for sizes in ((6, 8), (8, 6)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(up(x).relu())
+        return (x - y).square().mean()
+
+
+def told(pool: Pool, body: Callable[..., Any], given: Any) -> CollectiveMismatch:
+    pool.run(bodies.identity)
+    start = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        pool.run(body, given, timeout=never.LIMIT)
+    took = time.monotonic() - start
+    assert took > never.LIMIT
+    # to open the module, and the steps before
+    assert took < never.LIMIT + LATE + 4.0
+    return caught.value
+
+
+def test_a_device_that_waits_while_the_host_goes_on(pools: Pools) -> None:
+    start = time.monotonic()
+    error = told(pools(2), never.leaves_out_a_sum, "")
+    assert error.first == (
+        "rank 0 waited 2 s for all_reduce(sum) of float32[3, 2], call 1 of group (0, 1), which rank 1 has not entered"
+    )
+    assert error.waits[0] == (
+        "is in all_reduce(sum) of float32[3, 2], call 1 of group (0, 1), waiting for rank 1 "
+        "(in reshard all_reduce over tp at model.py:7 (program.py:12), step 1)"
+    )
+    assert error.waits[1].startswith("is running (in reshard") and error.waits[1].endswith("step 1)")
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.full), True], ids=["gloo", "device"])
+@pytest.mark.parametrize(
+    ("what", "plan", "doing"),
+    [
+        ("training", "tp=2", "in the beginning of training [(8, 6), (8, 6)], step 1"),
+        ("backward", "tp=2", "in backward of reshard all_reduce over tp at test_never_over.py:28 (program.py:"),
+        ("evaluation", "tp=2", "in the beginning of evaluation"),
+    ],
+)
+def test_a_rank_that_leaves_out_a_step(pools: Pools, what: str, plan: str, doing: str, on_device: bool) -> None:
+    error = told(pools(2), never.leaves_out, (*made(plan, Blocks().double()), what, on_device))
+    assert error.first.startswith("rank 0 waited 2 s for all_")
+    assert error.first.endswith("of group (0, 1), which rank 1 has not entered")
+    assert f"waiting for rank 1 ({doing}" in error.waits[0], error.waits
+    assert error.waits[1].startswith("is running")
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+import weft
+from tests.train.eager import adamw, mlp
+
+module, batch = mlp()
+parallel = weft.parallelize(module, batch, "tp=2", cache=None, timeout=3)
+optimizer = adamw(parallel)
+for step in range(3):
+    print("begin", flush=True)
+    if (os.environ["RANK"], step) == ("1", 1):
+        time.sleep(600)
+    parallel.train_step(batch, optimizer)
+"""
+
+
+def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env={**shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    first = ranks[0].stdout
+    assert first is not None
+    assert [first.readline() for _ in range(2)] == ["begin\n"] * 2
+    start = time.monotonic()
+    told = [one.communicate(timeout=60)[1] for one in ranks]
+    assert time.monotonic() - start < 3 + LATE
+    assert all(one.returncode for one in ranks)
+    for text in told:
+        assert "rank 0 waited 3 s for all_gather" in text and "which rank 1 has not entered" in text, text
+        assert "in the beginning of training" in text and "try: " in text
+    assert "rank 1 was ended: rank 0 waited" in told[1]
+
+
+MODEL = """
+import multiprocessing, time
+import torch
+import weft
+from torch import nn
+
+@weft.register_op("b h -> b h")
+def slow(x: torch.Tensor) -> torch.Tensor:
+    if multiprocessing.current_process().name == "weft rank 1":
+        time.sleep(600)
+    return x * 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(slow(self.a(x))).square().mean()
+
+def model():
+    return Net()
+
+def example():
+    return (torch.randn(4, 4),)
+"""
+
+
+@pytest.mark.full
+def test_verify_on_processes(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = ["verify", "model.py", "--plan", "tp=2", "--processes", "--timeout", "2"]
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "rank 0 waited 2 s for all_reduce(sum)" in done.stderr and "which rank 1 has not entered" in done.stderr
+    assert "in reshard all_reduce over tp at model.py:19 (program.py:" in done.stderr
+    # processes start, and the model is compiled
+    assert time.monotonic() - start < 60
