@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 from tests.devices import never
 from tests.pools import Pools
@@ -68,7 +68,7 @@ def test_a_device_that_waits_while_the_host_goes_on(pools: Pools) -> None:
     ("what", "plan", "doing"),
     [
         ("training", "tp=2", "in the beginning of training [(8, 6), (8, 6)], step 1"),
-        ("backward", "tp=2", "in backward of reshard all_reduce over tp at test_never_over.py:28 (program.py:"),
+        ("backward", "dp=2,spread", "in gradient sync of "),
         ("evaluation", "tp=2", "in the beginning of evaluation"),
     ],
 )
@@ -99,11 +99,15 @@ for step in range(3):
 
 def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    # as torchrun does: the store outlives every rank
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "script.py"],
@@ -120,7 +124,8 @@ def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
     assert [first.readline() for _ in range(2)] == ["begin\n"] * 2
     start = time.monotonic()
     told = [one.communicate(timeout=60)[1] for one in ranks]
-    assert time.monotonic() - start < 3 + LATE
+    # interpreters end too, on a machine that may be busy
+    assert time.monotonic() - start < 3 + 3 * LATE
     assert all(one.returncode for one in ranks)
     for text in told:
         assert "rank 0 waited 3 s for all_gather" in text and "which rank 1 has not entered" in text, text

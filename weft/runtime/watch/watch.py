@@ -121,6 +121,7 @@ class Watch:
         self._is_told = False
         """The rank has heard of it: when it ends is its own affair."""
         self._mismatch: CollectiveMismatch | None = None
+        self._other = PeerFailed("another rank failed", remedy=FIRST)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch of rank {rank}", daemon=True)
         self._publish("running")
@@ -180,13 +181,13 @@ class Watch:
         if self._stopped_at is not None:
             self._is_told = True
             # where nobody catches it the rank that failed says all there is to say
-            raise self._of_another() from Stopped()
+            raise PeerFailed(self._other.message, remedy=self._other.remedy) from Stopped()
 
     def _of_another(self) -> PeerFailed:
         """What the rank that failed first has told, as far as that can be said."""
         found = [rank for rank in range(self.num_ranks) if self._store.check([failure_key(rank)])]
         if not found:
-            return PeerFailed("another rank failed", remedy=FIRST)
+            return self._other
         failure = Failure.from_json(self._store.get(failure_key(found[0])))
         if failure.sort == "mismatch":
             return PeerFailed("\n".join([failure.message, *told_waits(failure.waits)]), remedy=ALIKE)
@@ -281,6 +282,8 @@ class Watch:
                     self._beat()
         except dist.DistError:
             if not self._over.is_set():
+                gone = PeerFailed("rank 0, or the launcher, has gone", remedy=FIRST)
+                self.ends(gone if self._stopped_at is None else self._mismatch or self._other)
                 os._exit(STORE_LOST)
 
     def _look_at_time(self) -> None:
@@ -289,7 +292,7 @@ class Watch:
             if late is not None:
                 self._end_late(late)
         elif not self._is_told and time.monotonic() - self._stopped_at > GRACE:
-            self.ends(self._mismatch or self._of_another())
+            self.ends(self._mismatch or self._other)
             os._exit(ENDED_BY_WATCH)
 
     def _beat(self) -> None:
@@ -298,6 +301,8 @@ class Watch:
         if self._stopped_at is not None:
             return
         if self._store.check([FAILED]):
+            # now: who keeps the store may end too
+            self._other = self._of_another()
             self._stopped_at = time.monotonic()
         elif blocked_since is not None and time.monotonic() - blocked_since > STALL:
             self._look_for_deadlock()
