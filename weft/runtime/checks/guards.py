@@ -149,7 +149,7 @@ class Guard:
     _update: int = -1
     _forwards: int = 0
     _updated: int = 0
-    _is_updated: bool = False
+    is_updated: bool = False
     """Since the last forward."""
     optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     """Those that update its parameters."""
@@ -235,25 +235,22 @@ class Guard:
         """Made before the forward that goes on."""
         return self._updated
 
-    def begin(self) -> None:
-        """A forward in training begins."""
+    def begin(self) -> int:
+        """A forward in training begins; how many there were before."""
         # several optimizers may update what a rank holds, and one what another does
-        if self._is_updated:
-            self._updated, self._is_updated = self._updated + 1, False
+        if self.is_updated:
+            self._updated, self.is_updated = self._updated + 1, False
             # a step that raised has left them ordinary ones
             if not self.alike:
                 show_again(one for rank in self.ranks for _, one in rank.trained)
-        self.began((self._forwards, self._updated))
-        self._forwards += 1
-
-    def before(self) -> None:
-        """A step is about to be made."""
-        self._is_updated = True
-        if self.watches_scales:
-            self._look_at_scales()
+        number = self._forwards
+        self.began((number, self._updated))
+        self._forwards = number + 1
+        return number
 
     @plainly
-    def _look_at_scales(self) -> None:
+    def look_at_scales(self) -> None:
+        """A step is about to be made, of gradients that were not scaled on one rank alone."""
         if len(self.ranks) < self.num_ranks and under_plain_scaler():
             raise self.refuse(*SCALER)
         self._update += 1
@@ -367,7 +364,8 @@ PARAMS = itemgetter("params")
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
     watched: _Watched | None = vars(optimizer).get(MARK)
-    if watched is None or list(map(len, map(PARAMS, optimizer.param_groups))) != watched.counts:
+    groups = optimizer.param_groups
+    if watched is None or list(map(len, map(PARAMS, groups))) != watched.counts:
         watched = _look_at(optimizer)
         if watched is None:
             return None
@@ -375,10 +373,12 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if kwargs or len(args) > 1:
         several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
         given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
-    watched.settings.note(optimizer.param_groups)
+    watched.settings.note(groups)
     for one in watched.guards:
         if (guard := one()) is not None:
-            guard.before()
+            guard.is_updated = True
+            if guard.watches_scales:
+                guard.look_at_scales()
     if watched.shards:
         make_plain(watched.shards)
     return given

@@ -6,8 +6,8 @@ classes and of plain objects, functions and methods of the user's and their code
 containers and small arrays hold, environment variables, settings of torch, tensors (another one, or changed in place),
 also those of modules that the model does not own, and whether parameters require a gradient.
 
-Asked in every call: objects are compared by identity, all names of one owner at once; values are looked at where
-that fails. An equal number or word is the same. Elements of tensors and much that is long are looked at in the first
+Asked in every call: objects are compared by identity, all of them at once (`Facts`); values are looked at where that
+fails. An equal number or word is the same. Elements of tensors and much that is long are looked at in the first
 calls and then rarely. What cannot be compared so (large containers, objects of other libraries) is known by identity
 alone.
 """
@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, partial
 from itertools import chain
-from operator import attrgetter
-from threading import get_ident, local
+from operator import attrgetter, call
+from threading import local
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -40,12 +40,15 @@ from weft.runtime.checks.watched import (
     Absent,
     Answer,
     Attributes,
+    Code,
     Content,
     Facts,
     Memory,
+    OfThread,
     Space,
     Tensors,
     holds_tensor,
+    looked_up,
 )
 from weft.runtime.program.reads import ANY, Reads, kind_of
 
@@ -82,7 +85,6 @@ VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its 
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
-_code = attrgetter("__code__")
 
 
 class Outside:
@@ -110,8 +112,8 @@ class Outside:
         self._watched: list[Content | Memory | Answer] = []
         self._rare: list[Content | Memory] = []
         self._absent: list[Absent] = []
-        self._functions: list[FunctionType] = []
-        self._tensors, self._entries, self._calls = Tensors(), 0, 0
+        self._functions: list[Code] = []
+        self._tensors, self._entries, self._calls = Tensors(), 0, -1
         self._kept: list[Any] = []
         self.names, self.globals = set[str](), set[tuple[str, str]]()
         """Those that stand for something."""
@@ -133,16 +135,17 @@ class Outside:
         self._questions(reads, parameters)
         del self._seen, self._kept
         self._tensors.seal()
-        self._has_rare = bool(self._rare or self._tensors.named)
-        # looked up in one go: there is one for each layer of the model
-        self._facts = Facts(
+        rarely = [(call, self._changed_rarely)] if self._rare or self._tensors.named else ()
+        contents = [one for one in self._watched if isinstance(one, Content)]
+        self.facts = Facts(
             chain(
-                ((one.get, one.space) for one in self._spaces),
-                ((_code, one) for one in self._functions),
-                self._tensors.asked(),
-                ((one.ask, one.names) for one in self._absent),
-            )
+                (one.equal for one in (*self._watched, *self._functions, *self._absent)),
+                self._tensors.equal,
+                rarely,
+            ),
+            chain(looked_up((one.space, one.names) for one in self._spaces), *(one.same for one in contents)),
         )
+        """What is looked at in every call."""
 
     def _questions(self, reads: Reads, parameters: Mapping[str, Tensor] | None) -> None:
         """What can be asked again."""
@@ -157,31 +160,25 @@ class Outside:
                 self._ask(lambda held=held: any(one.requires_grad for one in held), label, place)  # type: ignore[misc]
 
     def changed(self) -> str:
-        """What is not as it was; "" if all is. Asked in every call."""
-        for one in self._watched:
-            if not one.is_same() and (found := one.difference()):
-                return found
-        if self._has_rare and (found := self._changed_rarely()):
-            return found
-        return "" if self._facts.is_same() else next(filter(None, self._differences()), "")
+        """What is not as it was; "" if all is."""
+        if self.facts.is_same():
+            return ""
+        found = next(filter(None, self._differences()), "")
+        if not found:
+            # other objects, and the same values
+            self.facts.note()
+        return found
 
     def _changed_rarely(self) -> str:
         """What is looked at in the first calls and then now and then."""
         self._calls += 1
         if self._calls > LOOKS and self._calls % RARELY:
             return ""
-        changed = (each.difference() for each in self._rare if not each.is_same())
-        return next(filter(None, changed), "") or self._tensors.difference()
+        return next((found for one in (*self._rare, self._tensors) if (found := one.difference())), "")
 
     def _differences(self) -> Iterator[str]:
-        held = iter(self._facts.held)
-        for space, before in zip(self._spaces, held, strict=False):
-            yield space.difference(before)
-        for function, code in zip(self._functions, held, strict=False):
-            if function.__code__ is not code:
-                yield f"the code of {function.__qualname__} is another one than when the program was made"
-        yield self._tensors.difference()
-        yield from (one.difference() for one in self._absent)
+        watched = (*self._watched, *self._rare, *self._spaces, *self._functions, self._tensors, *self._absent)
+        return (one.difference() for one in watched)
 
     def _ask(self, ask: Callable[[], Any], label: str, place: str) -> None:
         self._watched.append(Answer(ask, ask(), label, place))
@@ -287,10 +284,8 @@ class Outside:
             self._lacks(held, label, kind_of(value), self._names)
             self.names.update(self._names)
         elif isinstance(value, ContextVar):
-            now, thread = value.get(None), get_ident()
-            # each thread has values of its own
-            self._ask(lambda: value.get(None) if get_ident() == thread else now, label, place)
-            self._look(now, label, place, depth - 1)
+            self._spaces.append(Space(OfThread(value), ("value",), (label,), (place,)))
+            self._look(value.get(None), label, place, depth - 1)
         elif isinstance(value, attrgetter):
             dotted = value.__reduce__()[1]
             self.getters.update((one, place) for name in dotted for one in name.split("."))
@@ -375,7 +370,7 @@ class Outside:
         if not isinstance(function, FunctionType) or not _is_own(function.__module__):
             return
         name, place = function.__qualname__, _line(function)
-        self._functions.append(function)
+        self._functions.append(Code(function, function.__code__))
         for default in (function.__defaults__, function.__kwdefaults__):
             self._look(default, f"the default arguments of {name}", place, depth - 1)
         if function.__defaults__ or function.__kwdefaults__:

@@ -1,16 +1,20 @@
 """Watched: kinds of things that forward reads, each as it was, and what is told if it is another.
 
-In: a place where something stands (names of an owner, a container, memory, tensors, a question). Out: whether it is as
-it was, and a sentence if not. `outside.py` finds them and asks in every call: what is asked is C-speed.
+In: a place where something stands (names of an owner, a container, memory, tensors, a question). Out: what tells
+whether it is as it was (`Facts` look at all of them in C, in every call), and a sentence if not. `outside.py` finds
+them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
-from types import MappingProxyType
+from threading import get_ident
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -24,30 +28,82 @@ MAPPINGS = (dict, MappingProxyType)
 CONTAINERS = (list, tuple, set, frozenset, deque, *MAPPINGS)
 
 
+Fact = tuple[Callable[[Any], Any], Any]
+"""A function, and an object of which it gives something."""
+
+
 class Facts:
-    """Facts, each what a function gives of an object, asked all at once in C; and what they were.
+    """Facts as they were when they were noted, looked at all at once in C.
+
+    Args:
+        equal: what they give is compared by its value.
+        same: what they give are objects, one after the other, which are to be the very same ones.
+        empty: containers in which nothing is to be.
 
     >>> words = ["a"]
-    >>> facts = Facts([(len, words)])
+    >>> facts = Facts([(len, words)], [(iter, words)])
     >>> facts.is_same(), words.append("b"), facts.is_same()
     (True, None, False)
     """
 
-    def __init__(self, asked: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-        asked = list(asked)
-        self._asks, self._objects = [ask for ask, _ in asked], [one for _, one in asked]
-        self.held: Sequence[Any] = self.now()
+    def __init__(self, equal: Iterable[Fact], same: Iterable[Fact] = (), empty: Iterable[Collection[Any]] = ()) -> None:
+        asked, looked = (list(zip(*facts, strict=True)) or [(), ()] for facts in (equal, same))
+        self._all = [*map(list, asked), [], *map(list, looked), [], list(empty)]
+        self.note()
 
-    def now(self) -> list[Any]:
-        """What they are."""
-        return list(map(call, self._asks, self._objects))
+    def note(self) -> None:
+        """They are right as they are now."""
+        asks, objects, _, gets, spaces, _, _ = self._all
+        self._all[2] = list(map(_kept, map(call, asks, objects)))
+        self._all[5] = list(chain.from_iterable(map(call, gets, spaces)))
 
     def is_same(self) -> bool:
-        """False also where one is gone, or is no plain value and another one."""
+        """False also where one is gone, or has no truth of its own."""
+        asks, objects, equal, gets, spaces, same, empty = self._all
         try:
-            return self.now() == self.held
+            return (
+                list(map(call, asks, objects)) == equal
+                and all(map(is_, chain.from_iterable(map(call, gets, spaces)), same))
+                and not any(empty)
+            )
         except (KeyError, RuntimeError, ValueError):
             return False
+
+    def beside(self, other: Facts) -> Facts:
+        """These and others, as they were noted, in one."""
+        found = Facts(())
+        found._all = [one + more for one, more in zip(self._all, other._all, strict=True)]
+        return found
+
+
+def _kept(value: Any) -> Any:
+    """What was given: hooks are added to the very dict that a tensor has."""
+    if isinstance(value, dict):
+        return dict(value)
+    return tuple(map(_kept, value)) if type(value) is tuple else value
+
+
+def looked_up(spaces: Iterable[tuple[Any, Iterable[str]]]) -> Iterator[Fact]:
+    """Facts that give what stands under names: those of one owner are looked up together, in C; a KeyError if one is
+    gone."""
+    found: dict[int, tuple[Any, dict[str, None]]] = {}
+    for space, names in spaces:
+        found.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
+    getters: dict[tuple[str, ...], itemgetter[Any]] = {}
+    for space, names in found.values():
+        # of one name it would give no tuple
+        key = tuple(names) if len(names) > 1 else (*names, *names)
+        yield getters.setdefault(key, itemgetter(*key)), space
+
+
+class OfThread:
+    """What a ContextVar holds, looked up as in a dict. Each thread has its own; other threads see what this one had."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable, self._thread, self._first = variable, get_ident(), variable.get(None)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variable.get(None) if get_ident() == self._thread else self._first
 
 
 class Attributes:
@@ -71,16 +127,14 @@ class Space:
     names: tuple[str, ...]
     labels: tuple[str, ...]
     places: tuple[str, ...]
+    held: tuple[Any, ...] = field(init=False)
 
-    @property
-    def get(self) -> Callable[[Any], Any]:
-        """Looks them all up at once, in C; a KeyError if one is gone."""
-        return itemgetter(*self.names)
+    def __post_init__(self) -> None:
+        self.held = tuple(self.space[name] for name in self.names)
 
-    def difference(self, held: Any) -> str:
+    def difference(self) -> str:
         """What is another one than it was."""
-        before = held if len(self.names) > 1 else (held,)
-        for name, label, place, old in zip(self.names, self.labels, self.places, before, strict=True):
+        for name, label, place, old in zip(self.names, self.labels, self.places, self.held, strict=True):
             try:
                 new = self.space[name]
             except KeyError:
@@ -106,9 +160,9 @@ class Absent:
         return f"{self.label}{name} was set to {shown(self.space[name])}, {read_at(self.places[name])}"
 
     @property
-    def ask(self) -> Callable[[Any], bool]:
+    def equal(self) -> Fact:
         """Whether it has none of them: looked up in C, as many as there are fewer of."""
-        return self.space.keys().isdisjoint
+        return self.space.keys().isdisjoint, self.names
 
 
 @dataclass
@@ -116,7 +170,6 @@ class Content:
     """A container, and what it held."""
 
     container: Any
-    length: int
     held: tuple[Any, ...]
     text: str
     label: str
@@ -124,17 +177,40 @@ class Content:
 
     @staticmethod
     def of(container: Any, label: str, place: str) -> Content:
-        return Content(container, len(container), tuple(_flat(container)), shown(container), label, place)
+        return Content(container, tuple(chain.from_iterable(_views(container))), shown(container), label, place)
 
-    def is_same(self) -> bool:
-        return len(self.container) == self.length and all(map(is_, _flat(self.container), self.held))
+    @property
+    def equal(self) -> Fact:
+        return len, self.container
+
+    @property
+    def same(self) -> Iterator[Fact]:
+        """A dict's values, then its keys. Of a set in an order of its own, which stays while it does."""
+        return ((iter, one) for one in _views(self.container))
 
     def difference(self) -> str:
-        now = tuple(_flat(self.container))
+        now = tuple(chain.from_iterable(_views(self.container)))
         if len(now) == len(self.held) and all(map(is_equal, self.held, now)):
             self.held = now
             return ""
         return told(self.label, self.text, shown(self.container), self.place)
+
+
+@dataclass
+class Code:
+    """A function, and what it did."""
+
+    function: FunctionType
+    held: CodeType
+
+    @property
+    def equal(self) -> Fact:
+        return _code, self.function
+
+    def difference(self) -> str:
+        if self.function.__code__ is self.held:
+            return ""
+        return f"the code of {self.function.__qualname__} is another one than when the program was made"
 
 
 @dataclass
@@ -151,31 +227,37 @@ class Memory:
     def of(array: Any, label: str, place: str) -> Memory:
         return Memory(array, memoryview(array).tobytes(), shown(array), label, place)
 
-    def is_same(self) -> bool:
-        # not kept: a bytearray that is looked at cannot grow
-        return memoryview(self.array).tobytes() == self.held
+    def now(self) -> bytes:
+        """What it holds; not kept: a bytearray that is looked at cannot grow."""
+        return memoryview(self.array).tobytes()
+
+    @property
+    def equal(self) -> Fact:
+        return call, self.now
 
     def difference(self) -> str:
-        return told(self.label, self.text, shown(self.array), self.place)
+        return "" if self.now() == self.held else told(self.label, self.text, shown(self.array), self.place)
 
 
 @dataclass
 class Answer:
-    """What a question gave."""
+    """What a question gave: a word or a flag."""
 
     ask: Callable[[], Any]
     held: Any
     label: str
     place: str
 
-    def is_same(self) -> bool:
-        return is_equal(self.held, self.ask())
+    @property
+    def equal(self) -> Fact:
+        return call, self.ask
 
     def difference(self) -> str:
-        return told(self.label, shown(self.held), shown(self.ask()), self.place)
+        now = self.ask()
+        return "" if is_equal(self.held, now) else told(self.label, shown(self.held), shown(now), self.place)
 
 
-_version = attrgetter("_version")
+_version, _code = attrgetter("_version"), attrgetter("__code__")
 
 
 class Tensors:
@@ -195,7 +277,8 @@ class Tensors:
         self._starts = [one.data_ptr() for _, one in self.named]
         self._seen = AsSeen(self.named, Samples())
 
-    def asked(self) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    @property
+    def equal(self) -> Iterator[Fact]:
         """What tells of most changes."""
         return ((ask, one) for _, one in self.named for ask in (_version, Tensor.data_ptr))
 
@@ -236,10 +319,9 @@ def is_equal(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
-def _flat(container: Any) -> Iterator[Any]:
-    """All that it holds; a dict's values, then its keys. Of a set in an order of its own, which stays while it does."""
-    yield from container.values() if isinstance(container, MAPPINGS) else container
-    yield from container if isinstance(container, MAPPINGS) else ()
+def _views(container: Any) -> tuple[Iterable[Any], ...]:
+    """What gives all that it holds."""
+    return (container.values(), container) if isinstance(container, MAPPINGS) else (container,)
 
 
 def shown(value: Any) -> str:

@@ -14,6 +14,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import call, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,6 +83,10 @@ def on_all_ranks(function: Function) -> Function:
             raise
 
     return cast(Function, _uncompiled(call))
+
+
+TRANSFORMS = (call, torch._C._functorch.peek_interpreter_stack), (itemgetter("_current_level"), vars(forward_ad))
+"""What tells of a transform of torch.func, and of forward-mode AD: functions, and what they are asked of."""
 
 
 def in_transform() -> bool:

@@ -24,7 +24,8 @@ from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
-from weft.runtime.checks.wrapping import TRANSFORMED, in_transform, ordinary
+from weft.runtime.checks.watched import Fact, Facts
+from weft.runtime.checks.wrapping import TRANSFORMED, TRANSFORMS, in_transform, ordinary
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
@@ -102,7 +103,6 @@ class OneRank(Stepping):
         """The program was captured under autocast, and says so op by op."""
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
-        self._device_kind = pieces.transport.device.type
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
@@ -122,6 +122,8 @@ class OneRank(Stepping):
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
         self._outside = dict[Flow, Outside]()
+        self._looks = dict[Flow | None, tuple[Facts, object]]()
+        """What is looked at in each call of a program, and the state of parameters as long as all of it is the same."""
         self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
@@ -188,7 +190,7 @@ class OneRank(Stepping):
         self.guard, guard.module = guard, weakref.ref(self)
         self._remember = remember if guard.watches_scales else None
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
-        self._unchanged = Unchanged(self, trained)
+        self._unchanged = Unchanged(self, trained, self._around())
         stored = self.program.stored
         held = [(name, stored[name], one) for name, one in self.named_parameters() if name in stored]
         self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole, guard.settings)
@@ -356,24 +358,44 @@ class OneRank(Stepping):
         if changed := self._outside[flow or self._flow].changed():
             raise self._refused(f"{changed}: the program has the value from before", remedy_for(changed))
 
-    def refuse_surroundings(self) -> object:
-        """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as
-        long as nothing about them changes, None if that is not known."""
+    def refuse_surroundings(self, flow: Flow | None = None) -> object:
+        """Refuse a forward under what its program knows nothing of, and of a program whose forward would read other
+        values. Gives the state of parameters: the same object as long as nothing about them changes, None if that is
+        not known. Here, in every call, nothing is done but to look at all of it in C."""
+        if self.training and not self._flow.is_whole:
+            self._refuse_in_pieces()
+        looks = self._looks.get(flow)
+        return looks[1] if looks is not None and looks[0].is_same() else self._look_closely(flow)
+
+    def _look_closely(self, flow: Flow | None) -> object:
+        """Something is another than in the last call, or was not looked at yet."""
+        if flow is not None:
+            self.refuse_outside(flow)
+        unchanged = self._unchanged
+        if unchanged is None or unchanged.state is None or not unchanged.facts.is_same():
+            self._refuse_around()
+            if unchanged is not None:
+                self._refuse_changed(unchanged)
+        if unchanged is None or unchanged.state is None:
+            return None
+        facts = unchanged.facts if flow is None else unchanged.facts.beside(self._outside[flow].facts)
+        self._looks[flow] = facts, unchanged.state
+        return unchanged.state
+
+    def _around(self) -> Iterator[Fact]:
+        """What a forward is not to be under."""
+        yield from TRANSFORMS
+        if not self.in_autocast:
+            yield torch.is_autocast_enabled, self._transport.device.type
+
+    def _refuse_around(self) -> None:
         if in_transform():
             raise self._refused(*TRANSFORMED)
-        if not self.in_autocast and torch.is_autocast_enabled(self._device_kind):
+        if not self.in_autocast and torch.is_autocast_enabled(self._transport.device.type):
             raise self._refused(
                 "a parallel module is called under autocast, and was made without",
                 "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
             )
-        training, unchanged = self.training, self._unchanged
-        if training and not self._flow.is_whole:
-            self._refuse_in_pieces()
-        if unchanged is None:
-            return None
-        if not unchanged.is_same(training=training):
-            self._refuse_changed(unchanged)
-        return unchanged.seen
 
     def _refuse_in_pieces(self) -> None:
         if other := self.modes ^ self._surface.modes:
@@ -393,7 +415,7 @@ class OneRank(Stepping):
             warnings.warn(left_behind(left), stacklevel=3)
         if self.training:
             self._refuse_hooks(unchanged)
-        unchanged.note(training=self.training)
+        unchanged.note()
 
     def _refuse_hooks(self, unchanged: Unchanged) -> None:
         plain = self.masters is self.program
