@@ -235,18 +235,16 @@ class Guard:
         """Made before the forward that goes on."""
         return self._updated
 
-    def begin(self) -> int:
-        """A forward in training begins; how many there were before."""
+    def begin(self) -> None:
+        """A forward in training begins."""
         # several optimizers may update what a rank holds, and one what another does
         if self.is_updated:
             self._updated, self.is_updated = self._updated + 1, False
             # a step that raised has left them ordinary ones
             if not self.alike:
                 show_again(one for rank in self.ranks for _, one in rank.trained)
-        number = self._forwards
-        self.began((number, self._updated))
-        self._forwards = number + 1
-        return number
+        self.began((self._forwards, self._updated))
+        self._forwards += 1
 
     @plainly
     def look_at_scales(self) -> None:
@@ -369,11 +367,18 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         watched = _look_at(optimizer)
         if watched is None:
             return None
-    given = None
+    settings, given = watched.settings, None
     if kwargs or len(args) > 1:
         several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
         given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
-    watched.settings.note(groups)
+    settings.num_steps += 1
+    # hardly ever others than in the step before
+    try:
+        is_same = list(map(tuple, map(dict.values, groups))) == settings.last
+    except (RuntimeError, ValueError):  # of other tensors, which are compared element by element
+        is_same = False
+    if not is_same:
+        settings.note(groups)
     for one in watched.guards:
         if (guard := one()) is not None:
             guard.is_updated = True

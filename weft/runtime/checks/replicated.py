@@ -71,27 +71,23 @@ class Replicated:
         self._held = [((_number(name), _number(str(index))), one) for name, index, one in held]
         self._held += [((_number(name), SETTINGS), one) for name, _, one in held]
         self._settings = settings
-        self._num_trained = self._num_compared = self._due = 0
+        self._num_compared = 0
+        self.num_trained = self.due = 0
+        """Forwards in training that have begun, and how many there are before the next in which ranks compare."""
         self._names = {_number(name): name for name in names}
         self._everyone, self._transport = tuple(range(transport.num_ranks)), transport
         self._keys: list[list[tuple[int, int]]] | None = None
         """Of each rank, what others hold too: found out in the first look."""
 
-    def begin(self, *, compare: bool) -> bool:
-        """A forward in training begins; True if ranks are to compare: in some steps, or if it is asked for."""
-        number = self._num_trained
-        self._num_trained = number + 1
-        return compare or number == self._due
-
     @property
     def is_trained(self) -> bool:
         """Since ranks have compared."""
-        return self._num_compared < self._num_trained
+        return self._num_compared < self.num_trained
 
     def wrong(self) -> Drift | None:
         """A parameter, and two ranks that hold it alike and have other values, or update it otherwise. All ranks of the
         job call this together; all get the same answer."""
-        self._num_compared, self._due = self._num_trained, due_from(self._num_trained)
+        self._num_compared, self.due = self.num_trained, due_from(self.num_trained)
         if self._keys is None and len(self._everyone) > 1:
             self._keys = self._shared()
         return self.wrong_among(self._everyone)

@@ -316,8 +316,11 @@ class OneRank(Stepping):
             self._look_at_replicas(inputs)
         if self.guard is not None:
             self.guard.begin()
-        if self._replicated is not None and self._replicated.begin(compare=compare):
-            self.compare_ranks()
+        if (replicated := self._replicated) is not None:
+            compare = compare or replicated.num_trained == replicated.due
+            replicated.num_trained += 1
+            if compare:
+                self.compare_ranks()
 
     def begin_evaluation(self) -> None:
         """A forward in evaluation begins: if the weights are others than in the one before, ranks compare them."""
