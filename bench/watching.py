@@ -57,8 +57,8 @@ def unwatched(parallel: Any, without: type) -> Iterator[None]:
     kept, kind = [], type(parallel)
     for hooks in (guards._global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         kept += [(hooks, key, hook) for key, hook in hooks.items() if hook in (guards.before_step, guards.after_step)]
-    held = {name: parallel.__dict__[name] for name in ("_remember", "calling")}
-    parallel.__dict__.update(dict.fromkeys(held))
+    held = {name: parallel.__dict__[name] for name in ("_remember", "calling", "_looks")}
+    parallel.__dict__.update(_remember=None, calling=None, _looks={})
     for hooks, key, _ in kept:
         del hooks[key]
     become(parallel, without)

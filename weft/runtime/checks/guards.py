@@ -341,7 +341,7 @@ def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exceptio
     yield from parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Watched:
     """What was found out about an optimizer: the guards of its parameters, and how many it had then.
 
@@ -361,7 +361,7 @@ PARAMS = itemgetter("params")
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
-    watched: _Watched | None = vars(optimizer).get(MARK)
+    watched: _Watched | None = optimizer.__dict__.get(MARK)
     groups = optimizer.param_groups
     if watched is None or list(map(len, map(PARAMS, groups))) != watched.counts:
         watched = _look_at(optimizer)

@@ -135,14 +135,12 @@ class Unchanged:
             self._hooks,
         )
         """What is looked at in every step."""
-        self.state: object = None
-        """Of all that is looked at: the same object as long as it is as it was when nothing was wrong."""
 
     def note(self) -> None:
         """Nothing is wrong."""
         if not self._num_looks:
             self.facts.note()
-            self.state = object()
+            self.facts.state = object()
 
     def left(self) -> str | None:
         """A parameter that was laid elsewhere while something looks at where it lay. Looked for in the first steps, in

@@ -49,6 +49,8 @@ class Facts:
     def __init__(self, equal: Iterable[Fact], same: Iterable[Fact] = (), empty: Iterable[Collection[Any]] = ()) -> None:
         asked, looked = (list(zip(*facts, strict=True)) or [(), ()] for facts in (equal, same))
         self._all = [*map(list, asked), [], *map(list, looked), [], list(empty)]
+        self.state: object = None
+        """Of what is looked at: the same object as long as it is as it was when somebody said that it is right."""
         self.note()
 
     def note(self) -> None:
@@ -70,9 +72,9 @@ class Facts:
             return False
 
     def beside(self, other: Facts) -> Facts:
-        """These and others, as they were noted, in one."""
+        """These and others, as they were noted, in one; the state is that of these."""
         found = Facts(())
-        found._all = [one + more for one, more in zip(self._all, other._all, strict=True)]
+        found._all, found.state = [one + more for one, more in zip(self._all, other._all, strict=True)], self.state
         return found
 
 

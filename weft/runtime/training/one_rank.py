@@ -122,8 +122,8 @@ class OneRank(Stepping):
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
         self._outside = dict[Flow, Outside]()
-        self._looks = dict[Flow | None, tuple[Facts, object]]()
-        """What is looked at in each call of a program, and the state of parameters as long as all of it is the same."""
+        self._looks = dict[Flow, Facts]()
+        """What is looked at in every call of a program, as it was in the last call."""
         self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
@@ -364,26 +364,21 @@ class OneRank(Stepping):
     def refuse_surroundings(self, flow: Flow | None = None) -> object:
         """Refuse a forward under what its program knows nothing of, and of a program whose forward would read other
         values. Gives the state of parameters: the same object as long as nothing about them changes, None if that is
-        not known. Here, in every call, nothing is done but to look at all of it in C."""
-        if self.training and not self._flow.is_whole:
-            self._refuse_in_pieces()
-        looks = self._looks.get(flow)
-        return looks[1] if looks is not None and looks[0].is_same() else self._look_closely(flow)
-
-    def _look_closely(self, flow: Flow | None) -> object:
-        """Something is another than in the last call, or was not looked at yet."""
+        not known. A call in which `_looks` are the same needs not ask for it."""
         if flow is not None:
             self.refuse_outside(flow)
         unchanged = self._unchanged
-        if unchanged is None or unchanged.state is None or not unchanged.facts.is_same():
+        if self.training and not self._flow.is_whole:
+            self._refuse_in_pieces()
+        if unchanged is None or unchanged.facts.state is None or not unchanged.facts.is_same():
             self._refuse_around()
             if unchanged is not None:
                 self._refuse_changed(unchanged)
-        if unchanged is None or unchanged.state is None:
+        if unchanged is None or unchanged.facts.state is None:
             return None
-        facts = unchanged.facts if flow is None else unchanged.facts.beside(self._outside[flow].facts)
-        self._looks[flow] = facts, unchanged.state
-        return unchanged.state
+        if flow is not None:
+            self._looks[flow] = unchanged.facts.beside(self._outside[flow].facts)
+        return unchanged.facts.state
 
     def _around(self) -> Iterator[Fact]:
         """What a forward is not to be under."""

@@ -100,10 +100,11 @@ class Parallel(OneRank):
     def _run(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A program of one piece, on all of the batch."""
         inputs = flow.bind_whole(args, kwargs)
-        state, program = self.refuse_surroundings(flow), flow.program
+        looks, program = self._looks.get(flow), flow.program
+        state = looks.state if looks is not None and looks.is_same() else self.refuse_surroundings(flow)
         if program.inner is not None:
             program.inner.state = state
-        if self._unchanged is not None and (state is None or state is not program.live.state):
+        if (state is None or state is not program.live.state) and self._unchanged is not None:
             program.live.look(self._unchanged.trained, state)
         program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
