@@ -23,10 +23,9 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, partial
-from itertools import chain
 from operator import attrgetter, call
 from threading import local
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -40,8 +39,8 @@ from weft.runtime.checks.watched import (
     Absent,
     Answer,
     Attributes,
-    Code,
     Content,
+    Fact,
     Facts,
     Memory,
     OfThread,
@@ -49,6 +48,7 @@ from weft.runtime.checks.watched import (
     Tensors,
     holds_tensor,
     looked_up,
+    views_of,
 )
 from weft.runtime.program.reads import ANY, Reads, kind_of
 
@@ -85,6 +85,7 @@ VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its 
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
+_code = attrgetter("__code__")
 
 
 class Outside:
@@ -112,7 +113,8 @@ class Outside:
         self._watched: list[Content | Memory | Answer] = []
         self._rare: list[Content | Memory] = []
         self._absent: list[Absent] = []
-        self._functions: list[Code] = []
+        self._functions: list[tuple[FunctionType, CodeType]] = []
+        self._equal, self._same = list[Fact](), list[Fact]()
         self._tensors, self._entries, self._calls = Tensors(), 0, -1
         self._kept: list[Any] = []
         self.names, self.globals = set[str](), set[tuple[str, str]]()
@@ -133,19 +135,13 @@ class Outside:
         for module in {kind for kind, _, _ in reads.asked if kind in sys.modules}:
             self._lacks(vars(sys.modules[module]), f"{module}.", module)
         self._questions(reads, parameters)
-        del self._seen, self._kept
         self._tensors.seal()
-        rarely = [(call, self._changed_rarely)] if self._rare or self._tensors.named else ()
-        contents = [one for one in self._watched if isinstance(one, Content)]
-        self.facts = Facts(
-            chain(
-                (one.equal for one in (*self._watched, *self._functions, *self._absent)),
-                self._tensors.equal,
-                rarely,
-            ),
-            chain(looked_up((one.space, one.names) for one in self._spaces), *(one.same for one in contents)),
-        )
+        if self._rare or self._tensors.named:
+            self._equal.append((call, self._changed_rarely))
+        self._same += looked_up((one.space, one.names) for one in self._spaces)
+        self.facts = Facts([*self._equal, *self._tensors.asked()], self._same)
         """What is looked at in every call."""
+        del self._seen, self._kept, self._equal, self._same
 
     def _questions(self, reads: Reads, parameters: Mapping[str, Tensor] | None) -> None:
         """What can be asked again."""
@@ -177,11 +173,17 @@ class Outside:
         return next((found for one in (*self._rare, self._tensors) if (found := one.difference())), "")
 
     def _differences(self) -> Iterator[str]:
-        watched = (*self._watched, *self._rare, *self._spaces, *self._functions, self._tensors, *self._absent)
-        return (one.difference() for one in watched)
+        for watched in (*self._watched, *self._rare, *self._spaces):
+            yield watched.difference()
+        for function, code in self._functions:
+            if function.__code__ is not code:
+                yield f"the code of {function.__qualname__} is another one than when the program was made"
+        yield self._tensors.difference()
+        yield from (one.difference() for one in self._absent)
 
     def _ask(self, ask: Callable[[], Any], label: str, place: str) -> None:
         self._watched.append(Answer(ask, ask(), label, place))
+        self._equal.append((call, ask))
 
     def _module(self, path: str, kind: type, attributes: Mapping[str, Any]) -> None:
         """A submodule: what it holds, and what its classes do where it does not."""
@@ -215,6 +217,8 @@ class Outside:
         places = self._asked_of(kind)
         if absent := frozenset([*names, *places]) - space.keys() - set(but):
             self._absent.append(Absent(space, absent, label, {**self._places, **places}))
+            # as many are looked up as there are fewer of
+            self._equal.append((space.keys().isdisjoint, absent))
 
     def _global(self, module: str, name: str, place: str) -> None:
         space = vars(sys.modules[module]) if module in sys.modules else {}
@@ -304,7 +308,9 @@ class Outside:
         except (ValueError, BufferError):  # of a dtype without a name in C
             return
         if size <= BYTES:
-            (self._watched if size <= SMALL else self._rare).append(Memory.of(value, label, place))
+            found = Memory.of(value, label, place)
+            (self._watched if size <= SMALL else self._rare).append(found)
+            self._equal += [(call, found.now)] if size <= SMALL else []
 
     def _hidden(self, module: nn.Module, label: str, place: str, depth: int) -> None:
         """A module that is not the model's: the tensors of it that forward computes with, and what it reads there."""
@@ -337,7 +343,11 @@ class Outside:
             return
         if not isinstance(value, tuple | frozenset):
             self._entries += len(value)
-            (self._watched if self._entries <= ENTRIES else self._rare).append(Content.of(value, label, place))
+            found, is_rare = Content.of(value, label, place), self._entries > ENTRIES
+            (self._rare if is_rare else self._watched).append(found)
+            if not is_rare:
+                self._equal.append((len, value))
+                self._same += ((iter, one) for one in views_of(value))
         items = value.items() if isinstance(value, MAPPINGS) else enumerate(value)
         for key, item in items:
             self._look(item, f"{label}[{key!r}]", place, depth - 1)
@@ -370,7 +380,8 @@ class Outside:
         if not isinstance(function, FunctionType) or not _is_own(function.__module__):
             return
         name, place = function.__qualname__, _line(function)
-        self._functions.append(Code(function, function.__code__))
+        self._functions.append((function, function.__code__))
+        self._equal.append((_code, function))
         for default in (function.__defaults__, function.__kwdefaults__):
             self._look(default, f"the default arguments of {name}", place, depth - 1)
         if function.__defaults__ or function.__kwdefaults__:

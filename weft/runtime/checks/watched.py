@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
 from threading import get_ident
-from types import CodeType, FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,9 +46,11 @@ class Facts:
     (True, None, False)
     """
 
-    def __init__(self, equal: Iterable[Fact], same: Iterable[Fact] = (), empty: Iterable[Collection[Any]] = ()) -> None:
-        asked, looked = (list(zip(*facts, strict=True)) or [(), ()] for facts in (equal, same))
-        self._all = [*map(list, asked), [], *map(list, looked), [], list(empty)]
+    def __init__(
+        self, equal: Collection[Fact], same: Collection[Fact] = (), empty: Iterable[Collection[Any]] = ()
+    ) -> None:
+        (asks, objects), (gets, spaces) = ([[one[at] for one in facts] for at in (0, 1)] for facts in (equal, same))
+        self._all: list[list[Any]] = [asks, objects, [], gets, spaces, [], list(empty)]
         self.state: object = None
         """Of what is looked at: the same object as long as it is as it was when somebody said that it is right."""
         self.note()
@@ -85,17 +87,14 @@ def _kept(value: Any) -> Any:
     return tuple(map(_kept, value)) if type(value) is tuple else value
 
 
-def looked_up(spaces: Iterable[tuple[Any, Iterable[str]]]) -> Iterator[Fact]:
+def looked_up(spaces: Iterable[tuple[Any, Iterable[str]]]) -> list[Fact]:
     """Facts that give what stands under names: those of one owner are looked up together, in C; a KeyError if one is
     gone."""
-    found: dict[int, tuple[Any, dict[str, None]]] = {}
+    found: dict[int, tuple[Any, list[str]]] = {}
     for space, names in spaces:
-        found.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
-    getters: dict[tuple[str, ...], itemgetter[Any]] = {}
-    for space, names in found.values():
-        # of one name it would give no tuple
-        key = tuple(names) if len(names) > 1 else (*names, *names)
-        yield getters.setdefault(key, itemgetter(*key)), space
+        found.setdefault(id(space), (space, []))[1].extend(names)
+    # of one name it would give no tuple
+    return [(itemgetter(*names, names[0]), space) for space, names in found.values()]
 
 
 class OfThread:
@@ -161,11 +160,6 @@ class Absent:
             return ""
         return f"{self.label}{name} was set to {shown(self.space[name])}, {read_at(self.places[name])}"
 
-    @property
-    def equal(self) -> Fact:
-        """Whether it has none of them: looked up in C, as many as there are fewer of."""
-        return self.space.keys().isdisjoint, self.names
-
 
 @dataclass
 class Content:
@@ -179,40 +173,14 @@ class Content:
 
     @staticmethod
     def of(container: Any, label: str, place: str) -> Content:
-        return Content(container, tuple(chain.from_iterable(_views(container))), shown(container), label, place)
-
-    @property
-    def equal(self) -> Fact:
-        return len, self.container
-
-    @property
-    def same(self) -> Iterator[Fact]:
-        """A dict's values, then its keys. Of a set in an order of its own, which stays while it does."""
-        return ((iter, one) for one in _views(self.container))
+        return Content(container, tuple(chain.from_iterable(views_of(container))), shown(container), label, place)
 
     def difference(self) -> str:
-        now = tuple(chain.from_iterable(_views(self.container)))
+        now = tuple(chain.from_iterable(views_of(self.container)))
         if len(now) == len(self.held) and all(map(is_equal, self.held, now)):
             self.held = now
             return ""
         return told(self.label, self.text, shown(self.container), self.place)
-
-
-@dataclass
-class Code:
-    """A function, and what it did."""
-
-    function: FunctionType
-    held: CodeType
-
-    @property
-    def equal(self) -> Fact:
-        return _code, self.function
-
-    def difference(self) -> str:
-        if self.function.__code__ is self.held:
-            return ""
-        return f"the code of {self.function.__qualname__} is another one than when the program was made"
 
 
 @dataclass
@@ -233,10 +201,6 @@ class Memory:
         """What it holds; not kept: a bytearray that is looked at cannot grow."""
         return memoryview(self.array).tobytes()
 
-    @property
-    def equal(self) -> Fact:
-        return call, self.now
-
     def difference(self) -> str:
         return "" if self.now() == self.held else told(self.label, self.text, shown(self.array), self.place)
 
@@ -250,16 +214,12 @@ class Answer:
     label: str
     place: str
 
-    @property
-    def equal(self) -> Fact:
-        return call, self.ask
-
     def difference(self) -> str:
         now = self.ask()
         return "" if is_equal(self.held, now) else told(self.label, shown(self.held), shown(now), self.place)
 
 
-_version, _code = attrgetter("_version"), attrgetter("__code__")
+_version = attrgetter("_version")
 
 
 class Tensors:
@@ -279,8 +239,7 @@ class Tensors:
         self._starts = [one.data_ptr() for _, one in self.named]
         self._seen = AsSeen(self.named, Samples())
 
-    @property
-    def equal(self) -> Iterator[Fact]:
+    def asked(self) -> Iterator[Fact]:
         """What tells of most changes."""
         return ((ask, one) for _, one in self.named for ask in (_version, Tensor.data_ptr))
 
@@ -321,8 +280,9 @@ def is_equal(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
-def _views(container: Any) -> tuple[Iterable[Any], ...]:
-    """What gives all that it holds."""
+def views_of(container: Any) -> tuple[Iterable[Any], ...]:
+    """What gives all that it holds: a dict's values, then its keys. Of a set in an order of its own, which stays while
+    it does."""
     return (container.values(), container) if isinstance(container, MAPPINGS) else (container,)
 
 

@@ -25,7 +25,7 @@ from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
 from weft.runtime.checks.watched import Fact, Facts
-from weft.runtime.checks.wrapping import TRANSFORMED, TRANSFORMS, in_transform, ordinary
+from weft.runtime.checks.wrapping import around, ordinary
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
@@ -106,7 +106,6 @@ class OneRank(Stepping):
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
-        """Forwards in training, and how many of them there were when ranks last compared what they hold."""
         tree = self.show_surface(surface or Surface())
         self._empty = self.masters.empty(self._surface.marks.keys() | pieces.trainable.keys())
         """What stands for parameters of which the rank holds nothing: every rank lists all of the original's."""
@@ -123,7 +122,6 @@ class OneRank(Stepping):
                 flow.program.read_apart()
         self._outside = dict[Flow, Outside]()
         self._looks = dict[Flow, Facts]()
-        """What is looked at in every call of a program, as it was in the last call."""
         self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
@@ -190,7 +188,7 @@ class OneRank(Stepping):
         self.guard, guard.module = guard, weakref.ref(self)
         self._remember = remember if guard.watches_scales else None
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
-        self._unchanged = Unchanged(self, trained, self._around())
+        self._unchanged = Unchanged(self, trained, [fact for fact, _, _ in self._around()])
         stored = self.program.stored
         held = [(name, stored[name], one) for name, one in self.named_parameters() if name in stored]
         self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole, guard.settings)
@@ -317,9 +315,8 @@ class OneRank(Stepping):
         if self.guard is not None:
             self.guard.begin()
         if (replicated := self._replicated) is not None:
-            compare = compare or replicated.num_trained == replicated.due
             replicated.num_trained += 1
-            if compare:
+            if compare or replicated.num_trained > replicated.due:
                 self.compare_ranks()
 
     def begin_evaluation(self) -> None:
@@ -362,38 +359,26 @@ class OneRank(Stepping):
             raise self._refused(f"{changed}: the program has the value from before", remedy_for(changed))
 
     def refuse_surroundings(self, flow: Flow | None = None) -> object:
-        """Refuse a forward under what its program knows nothing of, and of a program whose forward would read other
-        values. Gives the state of parameters: the same object as long as nothing about them changes, None if that is
-        not known. A call in which `_looks` are the same needs not ask for it."""
+        """Refuse a forward under what its program knows nothing of, or that would read other values; where `_looks` are
+        the same nobody needs to ask. Gives the state of parameters (`Facts`), None if that is not known."""
         if flow is not None:
             self.refuse_outside(flow)
-        unchanged = self._unchanged
         if self.training and not self._flow.is_whole:
             self._refuse_in_pieces()
+        unchanged = self._unchanged
         if unchanged is None or unchanged.facts.state is None or not unchanged.facts.is_same():
-            self._refuse_around()
-            if unchanged is not None:
-                self._refuse_changed(unchanged)
-        if unchanged is None or unchanged.facts.state is None:
-            return None
-        if flow is not None:
+            for (ask, one), right, wrong in self._around():
+                if ask(one) != right:
+                    raise self._refused(*wrong)
+            if unchanged is None:
+                return None
+            self._refuse_changed(unchanged)
+        if flow is not None and unchanged.facts.state is not None:
             self._looks[flow] = unchanged.facts.beside(self._outside[flow].facts)
         return unchanged.facts.state
 
-    def _around(self) -> Iterator[Fact]:
-        """What a forward is not to be under."""
-        yield from TRANSFORMS
-        if not self.in_autocast:
-            yield torch.is_autocast_enabled, self._transport.device.type
-
-    def _refuse_around(self) -> None:
-        if in_transform():
-            raise self._refused(*TRANSFORMED)
-        if not self.in_autocast and torch.is_autocast_enabled(self._transport.device.type):
-            raise self._refused(
-                "a parallel module is called under autocast, and was made without",
-                "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
-            )
+    def _around(self) -> Iterator[tuple[Fact, Any, tuple[str, str]]]:
+        return around("" if self.in_autocast else self._transport.device.type)
 
     def _refuse_in_pieces(self) -> None:
         if other := self.modes ^ self._surface.modes:
@@ -405,11 +390,9 @@ class OneRank(Stepping):
             raise self._refused(*UNCALLED)
 
     def _refuse_changed(self, unchanged: Unchanged) -> None:
-        wrong = unchanged.wrong(training=self.training)
-        if wrong is not None:
+        if (wrong := unchanged.wrong(training=self.training)) is not None:
             raise self._refused(*wrong)
-        left = unchanged.left()
-        if left is not None:
+        if (left := unchanged.left()) is not None:
             warnings.warn(left_behind(left), stacklevel=3)
         if self.training:
             self._refuse_hooks(unchanged)
