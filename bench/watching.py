@@ -6,7 +6,8 @@ Watching is what a step does besides the step so that nothing goes wrong in sile
 of the example, modes of submodules, parameters, hooks, autocast and what forward reads are looked at, forwards and
 updates are counted, and gradients are remembered. In every other block of steps both processes leave all of that out.
 What a watched step has looked at of its parameters its program does not look at again (`leaf_aliases.py`); one that is
-not watched does so itself, and that is part of its time.
+not watched does so itself, and that is part of its time. A block without watching runs as another class, made once:
+attributes that come and go would let Python look all of them up again, also in the blocks that are watched.
 Told are the medians, and the median of the ratios of blocks that follow each other, with the interval that holds the
 true one with 95%. The thread that tells other processes what this one does runs in both.
 """
@@ -34,8 +35,7 @@ BLOCK = 20
 
 
 def class_without(parallel: Any) -> type:
-    """The class of a parallel module whose steps are not watched. It is made once: other attributes of a class or an
-    object, put there for some steps, would let Python look all of them up again, and the watched steps would pay."""
+    """The class of a parallel module whose steps are not watched."""
 
     class Unwatched(type(parallel)):  # type: ignore[misc]
         modes = parallel.modes
