@@ -238,6 +238,8 @@ def test_it_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
         return ""
 
     ask = rarely.Rarely(check)
+    # when it is noted what is right
+    assert ask() == "" and not looked
     for call in range(1, 40_001):
         calls[0] = call
         now[0] += 0.002

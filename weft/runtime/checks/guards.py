@@ -149,7 +149,7 @@ class Guard:
     _update: int = -1
     _forwards: int = 0
     _updated: int = 0
-    _is_updated: bool = False
+    is_updated: bool = False
     """Since the last forward."""
     optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     """Those that update its parameters."""
@@ -238,22 +238,17 @@ class Guard:
     def begin(self) -> None:
         """A forward in training begins."""
         # several optimizers may update what a rank holds, and one what another does
-        if self._is_updated:
-            self._updated, self._is_updated = self._updated + 1, False
+        if self.is_updated:
+            self._updated, self.is_updated = self._updated + 1, False
             # a step that raised has left them ordinary ones
             if not self.alike:
                 show_again(one for rank in self.ranks for _, one in rank.trained)
         self.began((self._forwards, self._updated))
         self._forwards += 1
 
-    def before(self) -> None:
-        """A step is about to be made."""
-        self._is_updated = True
-        if self.watches_scales:
-            self._look_at_scales()
-
     @plainly
-    def _look_at_scales(self) -> None:
+    def look_at_scales(self) -> None:
+        """A step is about to be made, of gradients that were not scaled on one rank alone."""
         if len(self.ranks) < self.num_ranks and under_plain_scaler():
             raise self.refuse(*SCALER)
         self._update += 1
@@ -346,7 +341,7 @@ def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exceptio
     yield from parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Watched:
     """What was found out about an optimizer: the guards of its parameters, and how many it had then.
 
@@ -366,19 +361,29 @@ PARAMS = itemgetter("params")
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     """The hook of every optimizer's step. Gives what it is given instead, if that is something else."""
-    watched: _Watched | None = vars(optimizer).get(MARK)
-    if watched is None or list(map(len, map(PARAMS, optimizer.param_groups))) != watched.counts:
+    watched: _Watched | None = optimizer.__dict__.get(MARK)
+    groups = optimizer.param_groups
+    if watched is None or list(map(len, map(PARAMS, groups))) != watched.counts:
         watched = _look_at(optimizer)
         if watched is None:
             return None
-    given = None
+    settings, given = watched.settings, None
     if kwargs or len(args) > 1:
         several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
         given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
-    watched.settings.note(optimizer.param_groups)
+    settings.num_steps += 1
+    # hardly ever others than in the step before
+    try:
+        is_same = list(map(tuple, map(dict.values, groups))) == settings.last
+    except (RuntimeError, ValueError):  # of other tensors, which are compared element by element
+        is_same = False
+    if not is_same:
+        settings.note(groups)
     for one in watched.guards:
         if (guard := one()) is not None:
-            guard.before()
+            guard.is_updated = True
+            if guard.watches_scales:
+                guard.look_at_scales()
     if watched.shards:
         make_plain(watched.shards)
     return given

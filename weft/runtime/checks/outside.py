@@ -6,8 +6,8 @@ classes and of plain objects, functions and methods of the user's and their code
 containers and small arrays hold, environment variables, settings of torch, tensors (another one, or changed in place),
 also those of modules that the model does not own, and whether parameters require a gradient.
 
-Asked in every call: objects are compared by identity, all names of one owner at once; values are looked at where
-that fails. An equal number or word is the same. Elements of tensors and much that is long are looked at in the first
+Asked in every call: objects are compared by identity, all of them at once (`Facts`); values are looked at where that
+fails. An equal number or word is the same. Elements of tensors and much that is long are looked at in the first
 calls and then rarely. What cannot be compared so (large containers, objects of other libraries) is known by identity
 alone.
 """
@@ -23,10 +23,9 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cache, partial
-from itertools import chain
-from operator import attrgetter
-from threading import get_ident, local
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from operator import attrgetter, call
+from threading import local
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.runtime.checks.watched import (
+    ASKS_GRADIENT,
     CONTAINERS,
     MAPPINGS,
     PLAIN,
@@ -41,11 +41,15 @@ from weft.runtime.checks.watched import (
     Answer,
     Attributes,
     Content,
+    Fact,
     Facts,
     Memory,
+    OfThread,
     Space,
     Tensors,
     holds_tensor,
+    looked_up,
+    views_of,
 )
 from weft.runtime.program.reads import ANY, Reads, kind_of
 
@@ -73,12 +77,6 @@ HOLDERS: Sequence[tuple[Any, tuple[str, ...]]] = (
 NUMPY = ("numpy", "ndarray")
 INSTALLED, LIBRARY = f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep
 
-ASKS_GRADIENT = "requires_grad of "
-AGAIN = "call weft.parallelize() again after the change"
-FLAG = f"pass a flag to forward in its place, for each value of which a program is made, or {AGAIN}"
-MODE = f"leave its mode as it is, make it a submodule of the model, whose modes are followed, or {AGAIN}"
-VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its values, or {AGAIN}"
-
 Owners = Mapping[str, tuple[type, Mapping[str, Any]]]
 """Of each submodule, by path: its class, and its attributes, live if somebody else holds it."""
 STANDARD = frozenset(vars(nn.Module()))
@@ -93,6 +91,7 @@ class Outside:
         parameters: by name, those that tell whether a tensor requires a gradient.
         shown: by path, attributes of what shows the submodules, the names that it shows of the original, and those of
             the runtime's.
+        rerun: tells where forward does something else than when the program was made, whatever it reads.
     """
 
     def __init__(
@@ -101,7 +100,9 @@ class Outside:
         owners: Owners,
         parameters: Mapping[str, Tensor] | None = None,
         shown: Mapping[str, tuple[Mapping[str, Any], Collection[str], Collection[str]]] | None = None,
+        rerun: Callable[[], str] = str,
     ) -> None:
+        self._rerun = rerun
         self._places = {**{name: place for _, name, place in reads.asked}, **dict(reads.names)}
         self._names, self._asked_of = list(dict(reads.names)), cache(reads.asked_of)
         self._seen, self._classes, self._kinds = set[int](), set[type](), set[type]()
@@ -110,8 +111,9 @@ class Outside:
         self._watched: list[Content | Memory | Answer] = []
         self._rare: list[Content | Memory] = []
         self._absent: list[Absent] = []
-        self._functions: list[FunctionType] = []
-        self._tensors, self._entries, self._calls = Tensors(), 0, 0
+        self._functions: list[tuple[FunctionType, CodeType]] = []
+        self._equal, self._same = list[Fact](), list[Fact]()
+        self._tensors, self._entries, self._calls = Tensors(), 0, -1
         self._kept: list[Any] = []
         self.names, self.globals = set[str](), set[tuple[str, str]]()
         """Those that stand for something."""
@@ -131,18 +133,15 @@ class Outside:
         for module in {kind for kind, _, _ in reads.asked if kind in sys.modules}:
             self._lacks(vars(sys.modules[module]), f"{module}.", module)
         self._questions(reads, parameters)
-        del self._seen, self._kept
         self._tensors.seal()
-        self._has_rare = bool(self._rare or self._tensors.named)
-        # looked up in one go: there is one for each layer of the model
-        self._facts = Facts(
-            chain(
-                ((one.get, one.space) for one in self._spaces),
-                ((_code, one) for one in self._functions),
-                self._tensors.asked(),
-                ((one.ask, one.names) for one in self._absent),
-            )
-        )
+        if self._rare or self._tensors.named:
+            self._equal.append((call, self._changed_rarely))
+        if rerun is not str:
+            self._equal.append((call, self._runs_again))
+        self._same += looked_up((one.space, one.names) for one in self._spaces)
+        self.facts = Facts([*self._equal, *self._tensors.asked()], self._same)
+        """What is looked at in every call."""
+        del self._seen, self._kept, self._equal, self._same
 
     def _questions(self, reads: Reads, parameters: Mapping[str, Tensor] | None) -> None:
         """What can be asked again."""
@@ -157,34 +156,39 @@ class Outside:
                 self._ask(lambda held=held: any(one.requires_grad for one in held), label, place)  # type: ignore[misc]
 
     def changed(self) -> str:
-        """What is not as it was; "" if all is. Asked in every call."""
-        for one in self._watched:
-            if not one.is_same() and (found := one.difference()):
-                return found
-        if self._has_rare and (found := self._changed_rarely()):
-            return found
-        return "" if self._facts.is_same() else next(filter(None, self._differences()), "")
+        """What is not as it was; "" if all is."""
+        if self.facts.is_same():
+            return ""
+        found = next(filter(None, self._differences()), "")
+        if not found:
+            # other objects, and the same values
+            self.facts.note()
+        return found
 
     def _changed_rarely(self) -> str:
         """What is looked at in the first calls and then now and then."""
         self._calls += 1
         if self._calls > LOOKS and self._calls % RARELY:
             return ""
-        changed = (each.difference() for each in self._rare if not each.is_same())
-        return next(filter(None, changed), "") or self._tensors.difference()
+        return next((found for one in (*self._rare, self._tensors) if (found := one.difference())), "")
+
+    def _runs_again(self) -> object:
+        """Equal to what was noted if forward does the same: what it does otherwise is never right."""
+        return "" if not self._rerun() else object()
 
     def _differences(self) -> Iterator[str]:
-        held = iter(self._facts.held)
-        for space, before in zip(self._spaces, held, strict=False):
-            yield space.difference(before)
-        for function, code in zip(self._functions, held, strict=False):
+        for watched in (*self._watched, *self._rare, *self._spaces):
+            yield watched.difference()
+        for function, code in self._functions:
             if function.__code__ is not code:
                 yield f"the code of {function.__qualname__} is another one than when the program was made"
         yield self._tensors.difference()
         yield from (one.difference() for one in self._absent)
+        yield self._rerun()
 
     def _ask(self, ask: Callable[[], Any], label: str, place: str) -> None:
         self._watched.append(Answer(ask, ask(), label, place))
+        self._equal.append((call, ask))
 
     def _module(self, path: str, kind: type, attributes: Mapping[str, Any]) -> None:
         """A submodule: what it holds, and what its classes do where it does not."""
@@ -218,6 +222,8 @@ class Outside:
         places = self._asked_of(kind)
         if absent := frozenset([*names, *places]) - space.keys() - set(but):
             self._absent.append(Absent(space, absent, label, {**self._places, **places}))
+            # as many are looked up as there are fewer of
+            self._equal.append((space.keys().isdisjoint, absent))
 
     def _global(self, module: str, name: str, place: str) -> None:
         space = vars(sys.modules[module]) if module in sys.modules else {}
@@ -287,10 +293,8 @@ class Outside:
             self._lacks(held, label, kind_of(value), self._names)
             self.names.update(self._names)
         elif isinstance(value, ContextVar):
-            now, thread = value.get(None), get_ident()
-            # each thread has values of its own
-            self._ask(lambda: value.get(None) if get_ident() == thread else now, label, place)
-            self._look(now, label, place, depth - 1)
+            self._spaces.append(Space(OfThread(value), ("value",), (label,), (place,)))
+            self._look(value.get(None), label, place, depth - 1)
         elif isinstance(value, attrgetter):
             dotted = value.__reduce__()[1]
             self.getters.update((one, place) for name in dotted for one in name.split("."))
@@ -309,7 +313,9 @@ class Outside:
         except (ValueError, BufferError):  # of a dtype without a name in C
             return
         if size <= BYTES:
-            (self._watched if size <= SMALL else self._rare).append(Memory.of(value, label, place))
+            found = Memory.of(value, label, place)
+            (self._watched if size <= SMALL else self._rare).append(found)
+            self._equal += [(call, found.now)] if size <= SMALL else []
 
     def _hidden(self, module: nn.Module, label: str, place: str, depth: int) -> None:
         """A module that is not the model's: the tensors of it that forward computes with, and what it reads there."""
@@ -342,7 +348,11 @@ class Outside:
             return
         if not isinstance(value, tuple | frozenset):
             self._entries += len(value)
-            (self._watched if self._entries <= ENTRIES else self._rare).append(Content.of(value, label, place))
+            found, is_rare = Content.of(value, label, place), self._entries > ENTRIES
+            (self._rare if is_rare else self._watched).append(found)
+            if not is_rare:
+                self._equal.append((len, value))
+                self._same += ((iter, one) for one in views_of(value))
         items = value.items() if isinstance(value, MAPPINGS) else enumerate(value)
         for key, item in items:
             self._look(item, f"{label}[{key!r}]", place, depth - 1)
@@ -375,7 +385,8 @@ class Outside:
         if not isinstance(function, FunctionType) or not _is_own(function.__module__):
             return
         name, place = function.__qualname__, _line(function)
-        self._functions.append(function)
+        self._functions.append((function, function.__code__))
+        self._equal.append((_code, function))
         for default in (function.__defaults__, function.__kwdefaults__):
             self._look(default, f"the default arguments of {name}", place, depth - 1)
         if function.__defaults__ or function.__kwdefaults__:
@@ -390,15 +401,6 @@ class Outside:
         if not isinstance(value, STAY):
             self._spaces.append(Space(held, ("cell_contents",), (label,), (place,)))
         self._look(value, label, place, depth)
-
-
-def remedy_for(changed: str) -> str:
-    """What to do about a change: a function or module is no value that could be passed or kept in a buffer."""
-    if changed.startswith(ASKS_GRADIENT):
-        return FLAG
-    if ".training was " in changed:
-        return MODE
-    return AGAIN if "<function " in changed or ".forward " in changed or changed.startswith("the code of ") else VALUE
 
 
 def owners_of(module: nn.Module, *, live: bool = True) -> Owners:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-AGAIN = "leave what forward reads as it is, pass it to forward, or call weft.parallelize() again after the change"
 EARLY = 64
 """Up to this call, each time twice as many calls have been made."""
 SHARE = 1 / 500
@@ -24,8 +23,10 @@ class Rarely:
     """
 
     def __init__(self, check: Callable[[], str]) -> None:
-        self._check, self._calls, self._next = check, 0, 1
-        self._looked, self._at = 0, perf_counter()
+        self._check, self._next = check, 1
+        # asked once when it is noted what is right
+        self._calls = -1
+        self._looked, self._at = -1, perf_counter()
 
     def __call__(self) -> str:
         self._calls += 1

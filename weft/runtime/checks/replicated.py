@@ -71,36 +71,23 @@ class Replicated:
         self._held = [((_number(name), _number(str(index))), one) for name, index, one in held]
         self._held += [((_number(name), SETTINGS), one) for name, _, one in held]
         self._settings = settings
-        self._num_trained = self._num_compared = 0
+        self._num_compared = 0
+        self.num_trained = self.due = 0
+        """Forwards in training that have begun, and how many there are before the next in which ranks compare."""
         self._names = {_number(name): name for name in names}
         self._everyone, self._transport = tuple(range(transport.num_ranks)), transport
         self._keys: list[list[tuple[int, int]]] | None = None
         """Of each rank, what others hold too: found out in the first look."""
 
-    def begin(self, *, compare: bool) -> bool:
-        """A forward in training begins; True if ranks are to compare: in some steps, or if it is asked for."""
-        due = compare or self.is_due(self._num_trained)
-        self._num_trained += 1
-        return due
-
     @property
     def is_trained(self) -> bool:
         """Since ranks have compared."""
-        return self._num_compared < self._num_trained
-
-    @staticmethod
-    def is_due(step: int) -> bool:
-        """True in the steps in which ranks compare.
-
-        >>> [step for step in range(400) if Replicated.is_due(step)]
-        [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
-        """
-        return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
+        return self._num_compared < self.num_trained
 
     def wrong(self) -> Drift | None:
         """A parameter, and two ranks that hold it alike and have other values, or update it otherwise. All ranks of the
         job call this together; all get the same answer."""
-        self._num_compared = self._num_trained
+        self._num_compared, self.due = self.num_trained, due_from(self.num_trained)
         if self._keys is None and len(self._everyone) > 1:
             self._keys = self._shared()
         return self.wrong_among(self._everyone)
@@ -151,6 +138,17 @@ class Replicated:
         units = [min(TOLERANCE * torch.finfo(one.dtype).eps, WIDEST) for one in values]
         found = torch.stack([*sums, *norms]).view(2, len(values)).to(self._transport.device)
         return torch.cat([found, found.new_tensor(units)[None]]).t().contiguous()
+
+
+def due_from(step: int) -> int:
+    """The next step in which ranks compare, if it is not this one.
+
+    >>> [step for step in range(400) if due_from(step) == step]
+    [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
+    """
+    if 0 < step < EVERY:
+        return 1 << (step - 1).bit_length()
+    return -(-step // EVERY) * EVERY
 
 
 def _as_float(values: Tensor) -> Tensor:

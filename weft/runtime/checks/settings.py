@@ -42,26 +42,20 @@ class Settings:
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
         self._texts: dict[int, str] = {}
-        self._num_steps = 0
-        self._last: list[tuple[Any, ...]] = []
+        self.num_steps = 0
+        self.last: list[tuple[Any, ...]] = []
+        """What they were set to in the last step; nothing where a tensor may hold another value by now."""
 
     def note(self, groups: Sequence[dict[str, Any]]) -> None:
-        """A step is about to be made with the settings that are there now."""
-        self._num_steps += 1
+        """A step is about to be made with other settings than the last one, as far as is known."""
         now = list(map(tuple, map(dict.values, groups)))
-        # hardly ever others than in the step before
-        try:
-            if now == self._last:
-                return
-        except (RuntimeError, ValueError):  # of other tensors, which are compared element by element
-            pass
         # a tensor may be the same one, with another value
-        self._last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
+        self.last = [] if any(isinstance(value, Tensor) for group in now for value in group) else now
         for at, group in enumerate(groups):
             text = repr([(name, _told(value)) for name, value in group.items() if name != "params"])
             if text != self._texts.get(at):
                 self._texts[at] = text
-                self.numbers[at] = zlib.crc32(f"{self._num_steps} {text}".encode(), self.numbers.get(at, 0))
+                self.numbers[at] = zlib.crc32(f"{self.num_steps} {text}".encode(), self.numbers.get(at, 0))
 
     def __reduce__(self) -> tuple[type[Settings], tuple[()]]:
         # saved or copied with its optimizer it says nothing

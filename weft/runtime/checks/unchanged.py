@@ -10,16 +10,16 @@ into the memory that is there, which other tensors of the program look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.runtime.checks.watched import Facts
+from weft.runtime.checks.watched import Fact, Facts, looked_up
 from weft.runtime.program.batch import dtype_name
 from weft.runtime.weights.full_weights import LIES, place_of
 
@@ -40,12 +40,13 @@ UNCALLED = (
     "a model in pieces has a hook, which would not be called in training: it has no forward of its own there",
     "do before and after train_step() what the hook does; in evaluation hooks are called",
 )
-ASKED: Sequence[Callable[[Tensor], Any]] = (
+EQUAL: Sequence[Callable[[Tensor], Any]] = (
     Tensor.data_ptr,
     Tensor.stride,
-    *map(attrgetter, ("dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    attrgetter("dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
 )
 """What is looked at of a parameter, beside where it stands."""
+MODE = itemgetter("training")
 ASSIGN = ("assign=True would put other tensors in place of those that the program uses", "load with assign=False")
 
 
@@ -107,9 +108,10 @@ class Unchanged:
     Args:
         tree: containers that hold them by their original names.
         trained: names of those that get a gradient.
+        around: what else is looked at with them.
     """
 
-    def __init__(self, tree: nn.Module, trained: Collection[str]) -> None:
+    def __init__(self, tree: nn.Module, trained: Collection[str], around: Iterable[Fact] = ()) -> None:
         self._shown = [
             _Shown(
                 name,
@@ -124,27 +126,21 @@ class Unchanged:
             for name, holder, key, parameter in _places(tree)
         ]
         self.trained = [(one.name, one.parameter) for one in self._shown if one.trained]
-        self._holders, self._keys = [one.holder for one in self._shown], [one.key for one in self._shown]
-        self._facts = Facts((ask, one.parameter) for ask in ASKED for one in self._shown)
-        self.seen: list[Any] | None = None
-        """All that was looked at when nothing was wrong; another list whenever something has changed."""
         self._num_looks = LOOKS
         self._inside = [(path, module) for path, module in tree.named_modules() if path]
         self._hooks = [held for _, module in self._inside for held in hooks_of(module)]
+        self.facts = Facts(
+            [*around, (MODE, vars(tree)), *((ask, one.parameter) for ask in EQUAL for one in self._shown)],
+            looked_up((one.holder, (one.key,)) for one in self._shown),
+            self._hooks,
+        )
+        """What is looked at in every step."""
 
-    def is_same(self, *, training: bool) -> bool:
-        """True if all is as it was when nothing was wrong. Asked in every step, so all parameters are asked at once."""
-        return self._now(training) == self.seen and not any(self._hooks)
-
-    def note(self, *, training: bool) -> None:
+    def note(self) -> None:
         """Nothing is wrong."""
-        if self._num_looks:
-            return
-        # hooks are added to the very dict that a parameter has
-        self.seen = [dict(fact) if isinstance(fact, dict) else fact for fact in self._now(training)]
-
-    def _now(self, training: bool) -> list[Any]:
-        return [training, *map(id, map(dict.get, self._holders, self._keys)), *self._facts.now()]
+        if not self._num_looks:
+            self.facts.note()
+            self.facts.state = object()
 
     def left(self) -> str | None:
         """A parameter that was laid elsewhere while something looks at where it lay. Looked for in the first steps, in

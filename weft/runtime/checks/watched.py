@@ -1,15 +1,19 @@
 """Watched: kinds of things that forward reads, each as it was, and what is told if it is another.
 
-In: a place where something stands (names of an owner, a container, memory, tensors, a question). Out: whether it is as
-it was, and a sentence if not. `outside.py` finds them and asks in every call: what is asked is C-speed.
+In: a place where something stands (names of an owner, a container, memory, tensors, a question). Out: what tells
+whether it is as it was (`Facts` look at all of them in C, in every call), and a sentence if not. `outside.py` finds
+them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any
 
@@ -24,30 +28,89 @@ MAPPINGS = (dict, MappingProxyType)
 CONTAINERS = (list, tuple, set, frozenset, deque, *MAPPINGS)
 
 
+Fact = tuple[Callable[[Any], Any], Any]
+"""A function, and an object of which it gives something."""
+
+ASKS_GRADIENT = "requires_grad of "
+AGAIN = "call weft.parallelize() again after the change"
+FLAG = f"pass a flag to forward in its place, for each value of which a program is made, or {AGAIN}"
+MODE = f"leave its mode as it is, make it a submodule of the model, whose modes are followed, or {AGAIN}"
+VALUE = f"pass it to forward, make it a buffer (register_buffer) and change its values, or {AGAIN}"
+
+
 class Facts:
-    """Facts, each what a function gives of an object, asked all at once in C; and what they were.
+    """Facts as they were when they were noted, looked at all at once in C.
+
+    Args:
+        equal: what they give is compared by its value.
+        same: what they give are objects, one after the other, which are to be the very same ones.
+        empty: containers in which nothing is to be.
 
     >>> words = ["a"]
-    >>> facts = Facts([(len, words)])
+    >>> facts = Facts([(len, words)], [(iter, words)])
     >>> facts.is_same(), words.append("b"), facts.is_same()
     (True, None, False)
     """
 
-    def __init__(self, asked: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-        asked = list(asked)
-        self._asks, self._objects = [ask for ask, _ in asked], [one for _, one in asked]
-        self.held: Sequence[Any] = self.now()
+    def __init__(
+        self, equal: Collection[Fact], same: Collection[Fact] = (), empty: Iterable[Collection[Any]] = ()
+    ) -> None:
+        (asks, objects), (gets, spaces) = ([[one[at] for one in facts] for at in (0, 1)] for facts in (equal, same))
+        self._all: list[list[Any]] = [asks, objects, [], gets, spaces, [], list(empty)]
+        self.state: object = None
+        """Of what is looked at: the same object as long as it is as it was when somebody said that it is right."""
+        self.note()
 
-    def now(self) -> list[Any]:
-        """What they are."""
-        return list(map(call, self._asks, self._objects))
+    def note(self) -> None:
+        """They are right as they are now."""
+        asks, objects, _, gets, spaces, _, _ = self._all
+        self._all[2] = list(map(_kept, map(call, asks, objects)))
+        self._all[5] = list(chain.from_iterable(map(call, gets, spaces)))
 
     def is_same(self) -> bool:
-        """False also where one is gone, or is no plain value and another one."""
+        """False also where one is gone, or has no truth of its own."""
+        asks, objects, equal, gets, spaces, same, empty = self._all
         try:
-            return self.now() == self.held
+            return (
+                list(map(call, asks, objects)) == equal
+                and all(map(is_, chain.from_iterable(map(call, gets, spaces)), same))
+                and not any(empty)
+            )
         except (KeyError, RuntimeError, ValueError):
             return False
+
+    def beside(self, other: Facts) -> Facts:
+        """These and others, as they were noted, in one; the state is that of these."""
+        found = Facts(())
+        found._all, found.state = [one + more for one, more in zip(self._all, other._all, strict=True)], self.state
+        return found
+
+
+def _kept(value: Any) -> Any:
+    """What was given: hooks are added to the very dict that a tensor has."""
+    if isinstance(value, dict):
+        return dict(value)
+    return tuple(map(_kept, value)) if type(value) is tuple else value
+
+
+def looked_up(spaces: Iterable[tuple[Any, Iterable[str]]]) -> list[Fact]:
+    """Facts that give what stands under names: those of one owner are looked up together, in C; a KeyError if one is
+    gone."""
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for space, names in spaces:
+        found.setdefault(id(space), (space, []))[1].extend(names)
+    # of one name it would give no tuple
+    return [(itemgetter(*names, names[0]), space) for space, names in found.values()]
+
+
+class OfThread:
+    """What a ContextVar holds, looked up as in a dict. Each thread has its own; other threads see what this one had."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable, self._thread, self._first = variable, get_ident(), variable.get(None)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variable.get(None) if get_ident() == self._thread else self._first
 
 
 class Attributes:
@@ -71,16 +134,14 @@ class Space:
     names: tuple[str, ...]
     labels: tuple[str, ...]
     places: tuple[str, ...]
+    held: tuple[Any, ...] = field(init=False)
 
-    @property
-    def get(self) -> Callable[[Any], Any]:
-        """Looks them all up at once, in C; a KeyError if one is gone."""
-        return itemgetter(*self.names)
+    def __post_init__(self) -> None:
+        self.held = tuple(self.space[name] for name in self.names)
 
-    def difference(self, held: Any) -> str:
+    def difference(self) -> str:
         """What is another one than it was."""
-        before = held if len(self.names) > 1 else (held,)
-        for name, label, place, old in zip(self.names, self.labels, self.places, before, strict=True):
+        for name, label, place, old in zip(self.names, self.labels, self.places, self.held, strict=True):
             try:
                 new = self.space[name]
             except KeyError:
@@ -105,18 +166,12 @@ class Absent:
             return ""
         return f"{self.label}{name} was set to {shown(self.space[name])}, {read_at(self.places[name])}"
 
-    @property
-    def ask(self) -> Callable[[Any], bool]:
-        """Whether it has none of them: looked up in C, as many as there are fewer of."""
-        return self.space.keys().isdisjoint
-
 
 @dataclass
 class Content:
     """A container, and what it held."""
 
     container: Any
-    length: int
     held: tuple[Any, ...]
     text: str
     label: str
@@ -124,13 +179,10 @@ class Content:
 
     @staticmethod
     def of(container: Any, label: str, place: str) -> Content:
-        return Content(container, len(container), tuple(_flat(container)), shown(container), label, place)
-
-    def is_same(self) -> bool:
-        return len(self.container) == self.length and all(map(is_, _flat(self.container), self.held))
+        return Content(container, tuple(chain.from_iterable(views_of(container))), shown(container), label, place)
 
     def difference(self) -> str:
-        now = tuple(_flat(self.container))
+        now = tuple(chain.from_iterable(views_of(self.container)))
         if len(now) == len(self.held) and all(map(is_equal, self.held, now)):
             self.held = now
             return ""
@@ -151,28 +203,26 @@ class Memory:
     def of(array: Any, label: str, place: str) -> Memory:
         return Memory(array, memoryview(array).tobytes(), shown(array), label, place)
 
-    def is_same(self) -> bool:
-        # not kept: a bytearray that is looked at cannot grow
-        return memoryview(self.array).tobytes() == self.held
+    def now(self) -> bytes:
+        """What it holds; not kept: a bytearray that is looked at cannot grow."""
+        return memoryview(self.array).tobytes()
 
     def difference(self) -> str:
-        return told(self.label, self.text, shown(self.array), self.place)
+        return "" if self.now() == self.held else told(self.label, self.text, shown(self.array), self.place)
 
 
 @dataclass
 class Answer:
-    """What a question gave."""
+    """What a question gave: a word or a flag."""
 
     ask: Callable[[], Any]
     held: Any
     label: str
     place: str
 
-    def is_same(self) -> bool:
-        return is_equal(self.held, self.ask())
-
     def difference(self) -> str:
-        return told(self.label, shown(self.held), shown(self.ask()), self.place)
+        now = self.ask()
+        return "" if is_equal(self.held, now) else told(self.label, shown(self.held), shown(now), self.place)
 
 
 _version = attrgetter("_version")
@@ -195,7 +245,7 @@ class Tensors:
         self._starts = [one.data_ptr() for _, one in self.named]
         self._seen = AsSeen(self.named, Samples())
 
-    def asked(self) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    def asked(self) -> Iterator[Fact]:
         """What tells of most changes."""
         return ((ask, one) for _, one in self.named for ask in (_version, Tensor.data_ptr))
 
@@ -236,10 +286,10 @@ def is_equal(one: Any, other: Any) -> bool:
     return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
-def _flat(container: Any) -> Iterator[Any]:
-    """All that it holds; a dict's values, then its keys. Of a set in an order of its own, which stays while it does."""
-    yield from container.values() if isinstance(container, MAPPINGS) else container
-    yield from container if isinstance(container, MAPPINGS) else ()
+def views_of(container: Any) -> tuple[Iterable[Any], ...]:
+    """What gives all that it holds: a dict's values, then its keys. Of a set in an order of its own, which stays while
+    it does."""
+    return (container.values(), container) if isinstance(container, MAPPINGS) else (container,)
 
 
 def shown(value: Any) -> str:
@@ -260,3 +310,13 @@ def told(label: str, old: str, new: str, place: str) -> str:
 
 def read_at(place: str) -> str:
     return f"and forward reads it at {place}"
+
+
+def remedy_for(changed: str) -> str:
+    """What to do about a change: a function or module is no value that could be passed or kept in a buffer."""
+    if changed.startswith(ASKS_GRADIENT):
+        return FLAG
+    if ".training was " in changed:
+        return MODE
+    is_code = changed.startswith(("the code of ", "forward does something else"))
+    return AGAIN if is_code or "<function " in changed or ".forward " in changed else VALUE

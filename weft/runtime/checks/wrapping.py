@@ -14,10 +14,13 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import call, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
+
+from weft.runtime.checks.watched import Fact
 
 WRAPPERS = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
@@ -36,6 +39,10 @@ TRANSFORMED = (
     "and its programs know backward only",
     "call it by itself and loss.backward(): gradients of inputs come where those of the example require one; other "
     "derivatives need the model on one device",
+)
+AUTOCAST = (
+    "a parallel module is called under autocast, and was made without",
+    "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,9 +91,13 @@ def on_all_ranks(function: Function) -> Function:
     return cast(Function, _uncompiled(call))
 
 
-def in_transform() -> bool:
-    """True inside a transform of torch.func, and under forward-mode AD."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+def around(device_kind: str = "") -> Iterator[tuple[Fact, Any, tuple[str, str]]]:
+    """What a forward is not to be under, each with what is right and how it is refused; with a kind of device: nor
+    under autocast for it."""
+    yield (call, torch._C._functorch.peek_interpreter_stack), None, TRANSFORMED
+    yield (itemgetter("_current_level"), vars(forward_ad)), -1, TRANSFORMED
+    if device_kind:
+        yield (torch.is_autocast_enabled, device_kind), False, AUTOCAST
 
 
 @contextmanager

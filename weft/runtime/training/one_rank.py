@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
-from weft.runtime.checks.outside import Outside, remedy_for
+from weft.runtime.checks.outside import Outside
 from weft.runtime.checks.rank_tensor import RankTensor
-from weft.runtime.checks.rarely import AGAIN, Rarely
+from weft.runtime.checks.rarely import Rarely
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
-from weft.runtime.checks.wrapping import TRANSFORMED, in_transform, ordinary
+from weft.runtime.checks.watched import Fact, Facts, remedy_for
+from weft.runtime.checks.wrapping import around, ordinary
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index
@@ -103,7 +104,6 @@ class OneRank(Stepping):
         """The program was captured under autocast, and says so op by op."""
         self._remember: Callable[[], None] | None = None
         self._unchanged: Unchanged | None = None
-        self._device_kind = pieces.transport.device.type
         self._replicated: Replicated | None = None
         self._is_checked = False
         """Ranks make sure of everything in this step."""
@@ -121,7 +121,7 @@ class OneRank(Stepping):
             flow.program.after_backward = self.gradients_came
             if masters is None and self._transport.whole.num_ranks > 1:
                 flow.program.read_apart()
-        self._outside, self._reruns = dict[Flow, Outside](), dict[Flow, Rarely]()
+        self._outside, self._looks = dict[Flow, Outside](), dict[Flow, Facts]()
         self._take_in(flow)
 
     def _mark_parameters(self, tree: nn.Module) -> None:
@@ -168,9 +168,10 @@ class OneRank(Stepping):
             one.ask_for(reads)
         names = {name for _, name, _ in reads.asked}
         parts = {path: (vars(one), one.shown_names(), one.ours_of(names)) for path, one in shown.items()}
-        self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts)
-        if (rerun := self._surface.rerun) is not None and self._transport.whole.rank == 0:
-            self._reruns[flow] = Rarely(rerun(flow.batch, self.modes))
+        # one rank is enough: all run the same script
+        again = self._surface.rerun if self._transport.whole.rank == 0 else None
+        rerun = str if again is None else Rarely(again(flow.batch, self.modes))
+        self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts, rerun)
         if self._refusal is not None:
             for module in flow.modules:
                 module.refusal = self._refusal
@@ -190,7 +191,7 @@ class OneRank(Stepping):
         self.guard, guard.module = guard, weakref.ref(self)
         self._remember = remember if guard.watches_scales else None
         trained = {each for name, part in self.program.trained_parts().items() for each in (name, *part.tied)}
-        self._unchanged = Unchanged(self, trained)
+        self._unchanged = Unchanged(self, trained, [fact for fact, _, _ in self._around()])
         stored = self.program.stored
         held = [(name, stored[name], one) for name, one in self.named_parameters() if name in stored]
         self._replicated = Replicated(held, self.program.stored_parts(), self._transport.whole, guard.settings)
@@ -316,8 +317,10 @@ class OneRank(Stepping):
             self._look_at_replicas(inputs)
         if self.guard is not None:
             self.guard.begin()
-        if self._replicated is not None and self._replicated.begin(compare=compare):
-            self.compare_ranks()
+        if (replicated := self._replicated) is not None:
+            replicated.num_trained += 1
+            if compare or replicated.num_trained > replicated.due:
+                self.compare_ranks()
 
     def begin_evaluation(self) -> None:
         """A forward in evaluation begins: if the weights are others than in the one before, ranks compare them."""
@@ -352,30 +355,30 @@ class OneRank(Stepping):
         what was captured for training serves others in its modes."""
         if flow is None and self.modes != self._surface.modes:
             return
-        flow = flow or self._flow
-        if changed := self._outside[flow].changed():
+        if changed := self._outside[flow or self._flow].changed():
             raise self._refused(f"{changed}: the program has the value from before", remedy_for(changed))
-        if flow in self._reruns and (changed := self._reruns[flow]()):
-            raise self._refused(changed, AGAIN)
 
-    def refuse_surroundings(self) -> object:
-        """Refuse a forward under what its program knows nothing of. Gives the state of parameters: the same object as
-        long as nothing about them changes, None if that is not known."""
-        if in_transform():
-            raise self._refused(*TRANSFORMED)
-        if not self.in_autocast and torch.is_autocast_enabled(self._device_kind):
-            raise self._refused(
-                "a parallel module is called under autocast, and was made without",
-                "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
-            )
-        training, unchanged = self.training, self._unchanged
-        if training and not self._flow.is_whole:
+    def refuse_surroundings(self, flow: Flow | None = None) -> object:
+        """Refuse a forward under what its program knows nothing of, or that would read other values; where `_looks` are
+        the same nobody needs to ask. Gives the state of parameters (`Facts`), None if that is not known."""
+        if flow is not None:
+            self.refuse_outside(flow)
+        if self.training and not self._flow.is_whole:
             self._refuse_in_pieces()
-        if unchanged is None:
-            return None
-        if not unchanged.is_same(training=training):
+        unchanged = self._unchanged
+        if unchanged is None or unchanged.facts.state is None or not unchanged.facts.is_same():
+            for (ask, one), right, wrong in self._around():
+                if ask(one) != right:
+                    raise self._refused(*wrong)
+            if unchanged is None:
+                return None
             self._refuse_changed(unchanged)
-        return unchanged.seen
+        if flow is not None and unchanged.facts.state is not None:
+            self._looks[flow] = unchanged.facts.beside(self._outside[flow].facts)
+        return unchanged.facts.state
+
+    def _around(self) -> Iterator[tuple[Fact, Any, tuple[str, str]]]:
+        return around("" if self.in_autocast else self._transport.device.type)
 
     def _refuse_in_pieces(self) -> None:
         if other := self.modes ^ self._surface.modes:
@@ -387,15 +390,13 @@ class OneRank(Stepping):
             raise self._refused(*UNCALLED)
 
     def _refuse_changed(self, unchanged: Unchanged) -> None:
-        wrong = unchanged.wrong(training=self.training)
-        if wrong is not None:
+        if (wrong := unchanged.wrong(training=self.training)) is not None:
             raise self._refused(*wrong)
-        left = unchanged.left()
-        if left is not None:
+        if (left := unchanged.left()) is not None:
             warnings.warn(left_behind(left), stacklevel=3)
         if self.training:
             self._refuse_hooks(unchanged)
-        unchanged.note(training=self.training)
+        unchanged.note()
 
     def _refuse_hooks(self, unchanged: Unchanged) -> None:
         plain = self.masters is self.program

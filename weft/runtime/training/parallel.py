@@ -84,7 +84,9 @@ class Parallel(OneRank):
     @plainly
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns of the replica's batch, on every rank of it."""
-        args, kwargs = self.arranged(args, kwargs)
+        calling = self.calling
+        if calling is not None and (tuple(kwargs) != calling.keywords or len(args) != calling.num_args):
+            args, kwargs = calling.arranged(args, kwargs)
         if self.training and not self._flow.is_whole:
             raise self._refused(*NO_FORWARD)
         try:
@@ -98,11 +100,11 @@ class Parallel(OneRank):
     def _run(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A program of one piece, on all of the batch."""
         inputs = flow.bind_whole(args, kwargs)
-        self.refuse_outside(flow)
-        state, program = self.refuse_surroundings(), flow.program
+        looks, program = self._looks.get(flow), flow.program
+        state = looks.state if looks is not None and looks.is_same() else self.refuse_surroundings(flow)
         if program.inner is not None:
             program.inner.state = state
-        if self._unchanged is not None:
+        if (state is None or state is not program.live.state) and self._unchanged is not None:
             program.live.look(self._unchanged.trained, state)
         program.stream = Stream(self.seed, self.step, self.replica)
         # evaluation may be the very program of training: its batches are others all the same
@@ -127,8 +129,7 @@ class Parallel(OneRank):
 
     def _evaluate(self, flow: Flow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forwards of all micro-batches; no gradient."""
-        self.refuse_outside(flow)
-        self.refuse_surroundings()
+        self.refuse_surroundings(flow)
         micros, rows = self.cut(flow, args, kwargs)
         told = self._totals(rows)
         inputs = self._begin(flow, f"program {self._number(flow)}", micros, [int(one) for (one,) in told])
@@ -254,8 +255,7 @@ class Parallel(OneRank):
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
         flow = self._flow
-        self.refuse_outside(flow)
-        self.refuse_surroundings()
+        self.refuse_surroundings(flow)
         micros, rows = ([], 0) if batch is None else self.cut(flow, *self.arranged(*arguments_of(batch)))
         weights = self._weighed(micros, flow.parts(rows))
         told = self._totals(rows, sum(weights))

@@ -212,19 +212,14 @@ class LiveOutputs:
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self._parts = parts
-        self._state: object = None
+        self.state: object = None
+        """Of the parameters, when they were looked at: the same object as long as nothing about them changes."""
         self._found: Outputs = None
 
     def look(self, trained: Sequence[tuple[str, Tensor]], state: object) -> None:
-        """See which parameters are frozen.
-
-        Args:
-            trained: those of the model, also what other ranks hold.
-            state: the same object as long as nothing about them changes; None if that is not known.
-        """
-        if state is None or state is not self._state:
-            frozen = {name for name, one in trained if not one.requires_grad}
-            self._state, self._found = state, self._without(frozen) if frozen else None
+        """See which parameters are frozen, of those of the model, also what other ranks hold."""
+        frozen = {name for name, one in trained if not one.requires_grad}
+        self.state, self._found = state, self._without(frozen) if frozen else None
 
     def _without(self, frozen: Collection[str]) -> Outputs:
         found = frozenset[int]()
