@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 from weft.errors import Refuse
 from weft.runtime.checks.closures import Given, run_closure
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
+from weft.runtime.checks.replicated import is_due
 from weft.runtime.checks.scales import Scales, agreed, under_plain_scaler
 from weft.runtime.checks.settings import Settings, noted, settings_for
 from weft.runtime.checks.shard_rules import held_of
@@ -43,8 +44,8 @@ from weft.runtime.checks.whole_state import PartOf, cut_state
 from weft.runtime.links.progress import Began
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
 
-Tell = Callable[[list[float]], list[float]]
-"""Numbers of the ranks here to those of all."""
+Most = Callable[[Tensor], Tensor]
+"""From a number of the ranks here to the largest of all."""
 Compare = Callable[[int, list[float]], list[float]]
 """From the number of an update and what the ranks here say to what all that hold something say; refuses where some say
 nothing."""
@@ -125,21 +126,23 @@ class Guard:
         ranks: what each of its ranks here holds.
         num_ranks: of a replica.
         alike: every rank of the replica holds every trained parameter, whole.
-        tell: gives the numbers that all ranks of the replica tell, if those here tell these; compare: the same
-            before an update, of ranks that say something; passed: is told of one of which nothing is said.
+        most: gives the largest of the numbers of all ranks of the replica; compare: from numbers of the ranks here to
+            those of all before an update, of ranks that say something; passed: is told of one of which nothing is said.
         holders: the ranks that hold something. The others have no gradients that could be written to.
         began: is told of each forward in training, and of how many of those before it an update followed.
+        waits: to read a number the host waits for a device: scales are looked at before some updates only (`is_due`).
     """
 
     ranks: tuple[RankParameters, ...]
     num_ranks: int
     alike: bool
     refuse: Refuse
-    tell: Tell
+    most: Most
     compare: Compare
     holders: tuple[int, ...]
     passed: Passed = lambda update: None
     began: Began = lambda made: None
+    waits: bool = False
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     module: weakref.ref[nn.Module] | None = None
@@ -174,9 +177,14 @@ class Guard:
 
     def remember(self, rank: int | None = None) -> None:
         """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
-        if self.watches_scales:
+        if self.watches_scales and self._looks:
             for one in self.scales if rank is None else (self.scales[rank],):
                 one.remember()
+
+    @property
+    def _looks(self) -> bool:
+        """Before the next update ranks look at scales: the same on all of them."""
+        return not self.waits or is_due(self._updated)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once. What it has
@@ -257,7 +265,7 @@ class Guard:
         if len(self.ranks) < self.num_ranks and under_plain_scaler():
             raise self.refuse(*SCALER)
         self._update += 1
-        if any(one.written for one in self.scales):
+        if self._looks and any(one.written for one in self.scales):
             self._compare([one.factor() for one in self.scales])
         else:
             self.passed(self._update)

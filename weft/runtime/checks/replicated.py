@@ -34,6 +34,15 @@ SETTINGS = -1
 """In place of what is held: what optimizers were set to."""
 
 
+def is_due(step: int) -> bool:
+    """True in the steps in which ranks compare.
+
+    >>> [step for step in range(400) if is_due(step)]
+    [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
+    """
+    return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
+
+
 class Drift(NamedTuple):
     """A parameter, and two ranks that have it otherwise."""
 
@@ -79,7 +88,7 @@ class Replicated:
 
     def begin(self, *, compare: bool) -> bool:
         """A forward in training begins; True if ranks are to compare: in some steps, or if it is asked for."""
-        due = compare or self.is_due(self._num_trained)
+        due = compare or is_due(self._num_trained)
         self._num_trained += 1
         return due
 
@@ -87,15 +96,6 @@ class Replicated:
     def is_trained(self) -> bool:
         """Since ranks have compared."""
         return self._num_compared < self._num_trained
-
-    @staticmethod
-    def is_due(step: int) -> bool:
-        """True in the steps in which ranks compare.
-
-        >>> [step for step in range(400) if Replicated.is_due(step)]
-        [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
-        """
-        return step & (step - 1) == 0 if step < EVERY else step % EVERY == 0
 
     def wrong(self) -> Drift | None:
         """A parameter, and two ranks that hold it alike and have other values, or update it otherwise. All ranks of the

@@ -13,7 +13,8 @@ deadlock of streams, and a program has one order. How each kind is carried:
 
 Messages of one rank for another (`post`, `take`) travel in the order of posting, on a communicator for this direction
 alone, so that both ranks may send first. What comes when is told through the store: a rank receives what was posted
-before, and keeps what was not asked for yet.
+before, and keeps what was not asked for yet. Numbers that hosts tell each other (`tell`) go by the store too: no device
+is waited for.
 
 Sums are added in the backend's order: results equal the emulator's to rounding. It has run over gloo, and never on a
 device.
@@ -94,6 +95,7 @@ class DeviceTransport(JobTransport):
         self._posted, self._received = Counter[int](), Counter[int]()
         self._leaving: list[tuple[Any, Tensor]] = []
         self._met: set[tuple[int, int]] = set()
+        self._told = Counter[Group]()
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -187,6 +189,20 @@ class DeviceTransport(JobTransport):
         shards = [one.shard for one in tensors if one.parts[mine] is not None]
         return Then(Issued(work, total, addends), lambda total: _laid(shards, total))
 
+    def tell(self, numbers: Sequence[float], group: Group) -> list[tuple[float, ...]]:
+        if len(group) == 1:
+            return [tuple(numbers)]
+        number, name = self._told[group], "-".join(map(str, group))
+        self._told[group] += 1
+        self.store.set(f"told/{name}/{number}/{self.rank}", " ".join(map(repr, map(float, numbers))))
+        keys = [f"told/{name}/{number}/{rank}" for rank in group]
+        self._wait_for(keys, f"numbers of the ranks {list(group)}")
+        found = [tuple(map(float, self.store.get(key).split())) for key in keys]
+        if number:
+            # who has said something this time has heard all of the time before
+            self.store.delete_key(f"told/{name}/{number - 1}/{self.rank}")
+        return found
+
     # -- how they are carried
 
     def _group(self, group: Group) -> Any:
@@ -270,19 +286,23 @@ class DeviceTransport(JobTransport):
         """The next message of a rank, whatever its tag."""
         key = f"post/{peer}/{self.rank}/{self._received[peer]}"
         self._received[peer] += 1
-        until = time.monotonic() + self._timeout
-        while not self.store.check([key]):
-            self._watch.check()
-            if time.monotonic() > until:
-                message = f"rank {self.rank} waited {self._timeout:g} s for {wanted} from rank {peer}"
-                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
-            time.sleep(POLL)
+        self._wait_for([key], f"{wanted} from rank {peer}")
         length, _, tag = self.store.get(key).decode().partition(" ")
         self.store.delete_key(key)
         body = self._bytes(int(length))
         if body.numel():
             self._way(peer, self.rank).recv([body], 0, 0).wait()
         self._inbox.put(peer, tag, body)
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        """Until others have left a word in the store."""
+        until = time.monotonic() + self._timeout
+        while not self.store.check(keys):
+            self._watch.check()
+            if time.monotonic() > until:
+                message = f"rank {self.rank} waited {self._timeout:g} s for {what}"
+                raise CollectiveMismatch(message, rank=self.rank, waits=self._watch.waits())
+            time.sleep(POLL)
 
     def close(self) -> None:
         for work, _ in self._leaving:

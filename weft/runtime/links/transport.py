@@ -199,6 +199,13 @@ class Transport(ABC):
         own = copied(tensor) if copies else tensor
         return [came[peer][0] if peer in came else own for peer in group]
 
+    def tell(self, numbers: Sequence[float], group: Group) -> list[tuple[float, ...]]:
+        """Numbers of the host, this rank's and those of the others, as many of each; in the order of `group`."""
+        if len(group) == 1:
+            return [tuple(numbers)]
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [tuple(one.tolist()) for one in self.all_gather(told, group)]
+
     def barrier(self, group: Group) -> None:
         """Wait until every member has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), group, kind="barrier")
