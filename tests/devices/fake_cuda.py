@@ -1,14 +1,14 @@
 """Training steps of one rank on fake CUDA tensors, over torch's fake process group: a script of its own process.
 
-In: the library that `fake_cuda.cpp` makes, and cases, JSON each (`Case`). Out: a line of JSON for each: the calls of the
-backend in the last step by kind and their bytes, the threads that made them, where parameters, gradients and the loss
-lie, and what touched the host in the steps that are not to. Nothing is computed and nothing is sent: what is seen is
-which calls are made, with which shapes, and that no operator mixes devices.
+In: the library that `fake_cuda.cpp` makes, and cases, JSON each (`Case`). Out: a line of JSON for each: the calls of
+the backend in the last step, and in an evaluation, by kind and their bytes, the threads that made them, where
+parameters, gradients and the loss lie, and what touched the host where nothing was to. Nothing is computed and nothing
+is sent: what is seen is which calls are made, with which shapes, and that no operator mixes devices.
 
-Steps are counted from 0. In the first ones, and in those in which ranks compare what they hold (`is_due`),
-the host may read numbers: it gets ones and zeros. In the others (`STRICT`) whatever the host would have to wait for (`.item()`,
-boolean indexing) and every tensor that lies there is noted, the optimizer's included. Other ranks are taken to say what
-this one says, but for what they store.
+Steps are counted from 0. In the first ones the host may read numbers: it gets ones and zeros. In step `STRICT`, in
+which ranks do not compare what they hold (`is_due`), whatever the host would have to wait for (`.item()`, boolean
+indexing) and every tensor that lies there is noted, the optimizer's included. Other ranks are taken to say what this
+one says, but for what they store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,7 @@ from typing import Any
 
 CALLS = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "send", "recv")
 ROOT = Path(__file__).parents[2]
-STEPS, STRICT = 6, (3, 5)
-"""Number 4 is one in which ranks compare."""
+STEPS, STRICT = 4, 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Case:
         devices: of a plan file. rank: of the job.
         precision: as of `parallelize`.
         does: "accumulate": two backwards before each update; "clip", "scale": as of train_step; "evaluate": one
-            evaluation between the steps, which is strict when it comes again; "loop": call, backward, step by hand.
+            evaluation after the last step, and another one that is strict.
     """
 
     file: str
@@ -53,13 +53,19 @@ class Case:
     precision: str | None = None
     does: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        told = [f"{self.devices} devices" * bool(self.devices), f"rank {self.rank}" * bool(self.rank)]
+        told += [f"{self.replicas} replicas" * (self.replicas > 1), self.precision or "", *self.does]
+        return " ".join([self.file, self.plan, *filter(None, told)])
+
 
 def load(library: str) -> None:
-    """Before torch is imported, and after its own library: hooks are registered once."""
+    """Before torch is imported, and after its own library: hooks are registered once. No symbol becomes global: ortools
+    has others of the same names."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
-    ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(Path(found.origin).parent / "lib" / "libtorch_cpu.so"))
+    ctypes.CDLL(library)
 
 
 @dataclass
@@ -116,7 +122,7 @@ def watcher() -> Any:
     number, equal = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 
     class Watcher(TorchDispatchMode):
-        """Answers what the host reads with a one or a zero. Where steps are strict it notes that, and tensors of the host."""
+        """Answers what the host reads with a one or a zero; where it is strict it notes that, and the host's tensors."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -133,6 +139,12 @@ def watcher() -> Any:
             if any(isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.numel() for one in leaves):
                 self._note(func)
             return out
+
+        @contextmanager
+        def being(self, *, strict: bool) -> Iterator[None]:
+            self.strict = strict
+            yield
+            self.strict = False
 
         def _note(self, func: Any) -> None:
             if self.strict:
@@ -237,8 +249,8 @@ def open_case(case: Case, seen: Seen) -> tuple[Any, Any]:
     return module, batch
 
 
-def stepping(case: Case, module: Any, batch: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step, and what is done between steps."""
+def made_step(case: Case, module: Any, batch: Any) -> Callable[[], Any]:
+    """A step of training."""
     import torch
 
     import weft
@@ -257,14 +269,7 @@ def stepping(case: Case, module: Any, batch: Any) -> tuple[Callable[[], Any], Ca
         optimizer.step()
         return losses[-1]
 
-    def between() -> Any:
-        if "evaluate" in case.does:
-            module.eval()
-            with torch.no_grad():
-                module(*batch) if isinstance(batch, tuple) else module(**batch)
-            module.train()
-
-    return step, between
+    return step
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -272,30 +277,34 @@ def run_case(case: Case) -> dict[str, Any]:
     from torch._subclasses import FakeTensorMode
 
     from weft.runtime.checks.replicated import is_due
+    from weft.runtime.training.step import call
 
-    assert not any(map(is_due, STRICT))
-    seen, watch = Seen(), watcher()
+    assert not is_due(STRICT)
+    seen, watch, calls = Seen(), watcher(), {}
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
         module, batch = open_case(case, seen)
-        step, between = stepping(case, module, batch)
-        between()
-        calls = []
+        step = made_step(case, module, batch)
         for number in range(STEPS):
             seen.take()
-            watch.strict = number in STRICT
-            loss = step()
-            calls.append(seen.take())
-            watch.strict = False
-        # in the first evaluation after a step ranks compare what they hold
-        for watch.strict in (False, True):
-            between()
+            with watch.being(strict=number == STRICT):
+                loss = step()
+            calls["step"] = seen.take()
         held = [parameter for parameter in module.parameters() if parameter.numel()]
-        where = sorted({str(one.device) for part in held for one in (part, part.grad, loss) if one is not None})
+        where = {str(one.device) for part in held for one in (part, part.grad, loss) if one is not None}
+        if "evaluate" in case.does:
+            module.eval()
+            # in the first evaluation after a step ranks compare what they hold
+            for strict in (False, True):
+                seen.take()
+                with torch.no_grad(), watch.being(strict=strict):
+                    call(module, batch)
+                calls["evaluation"] = seen.take()
+            module.train()
     return {
-        "calls": [calls[number] for number in STRICT],
-        "where": where,
+        "calls": calls,
+        "where": sorted(where),
         "threads": sorted(seen.threads),
-        "missing": sum(one.grad is None for one in held),
+        "missing": sum(one.grad is None and one.requires_grad for one in held),
         "on host": dict(watch.found),
     }
 
@@ -303,8 +312,10 @@ def run_case(case: Case) -> dict[str, Any]:
 def main(library: str, *cases: str) -> None:
     load(library)
     import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from weft.runtime.program import load as loading
+    from weft.runtime.training import step as stepping
 
     # fake tensors have no pinned memory, and no values could be moved to a device that is not there
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign, assignment]
@@ -313,15 +324,16 @@ def main(library: str, *cases: str) -> None:
     loading.load_constants = lambda piece, device: {
         name: torch.empty_like(one, device=device) for name, one in real(piece, "cpu").items()
     }
-    code = 0
+    # the original lies on the host
+    stepping.modes_after = unset_fake_temporarily()(stepping.modes_after)
     for case in cases:
         try:
             found = run_case(Case(**json.loads(case)))
         except Exception:  # noqa: BLE001 - told by the test
-            found, code = {"failed": traceback.format_exc()}, 1
+            found = {"failed": traceback.format_exc()}
         print(json.dumps({"case": case, **found}), flush=True)
     # autograd's threads of devices that are not there cannot be joined
-    os._exit(code)
+    os._exit(0)
 
 
 if __name__ == "__main__":

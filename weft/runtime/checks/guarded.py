@@ -77,7 +77,13 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     held = tuple(map(held_by, ranks))
     holders = tuple(rank for rank, one in enumerate(held) if one.holds)
     guard = Guard(
-        held, len(held), all(one.complete for one in held), refuse, lambda mine: mine, lambda update, mine: mine, holders
+        held,
+        len(held),
+        all(one.complete for one in held),
+        refuse,
+        lambda mine: mine,
+        lambda update, mine: mine,
+        holders,
     )
     owners, here = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks)
     for number, module in enumerate(ranks):

@@ -390,6 +390,5 @@ class GroupComm:
         """Shapes may differ: sizes are exchanged first, so that the transport knows what to expect."""
         if self.size == 1:
             return [copied(tensor)]
-        sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
-        shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
+        shapes = [tuple(map(int, found)) for found in self._transport.tell(tensor.shape, self._ranks)]
         return self._transport.all_gather(tensor, self._ranks, shapes=shapes)

@@ -10,8 +10,8 @@ whether gradients are finite is asked of all of them together. What replicas ave
 Promised: a scale that overflows step after step, whatever it is lowered to, is an error and not an endless loop. So are
 losses that are not finite: what underflows on its way back looks like gradients without fault. A scale that has become
 zero, or has no reciprocal, is an error: gradients could not be scaled back. All of that is worked out where the scale
-lies. On a device the host looks at it in some steps only (`is_due`), and does not wait in the others; what cannot be
-scaled back is not finite there, and nothing is updated.
+lies. On a device the host looks at it in some steps only (`is_due`), and does not wait in the others; where gradients
+cannot be scaled back nothing is updated.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class GradScaler(torch.amp.GradScaler):
         guards = {id(guard): guard for one in parameters if (guard := guard_of(one)) is not None}
         self._guards = list(guards.values())
         self._refuse_useless()
+        scale = self._check_scale_growth_tracker("unscale_")[0]
+        # torch has looked at gradients before it scaled them back
+        useless = torch.isfinite(scale).logical_and(scale >= SMALLEST).logical_not().float()
+        for one in found.values():
+            torch.maximum(one, useless.to(one.device), out=one)
         for guard in self._guards:
             wrong = guard.most(torch.stack([found_inf, *(one.to(found_inf.device) for one in found.values())]).amax())
             found = found or {found_inf.device: found_inf}
