@@ -122,7 +122,7 @@ def watcher() -> Any:
     number, equal = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 
     class Watcher(TorchDispatchMode):
-        """Answers what the host reads with a one or a zero; where it is strict it notes that, and the host's tensors."""
+        """Answers what the host reads with a one or a zero; where it is strict it notes that, and tensors there."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,8 +1,8 @@
 """The collectives of a step of torch's FSDP2 by block, over its fake process group: a script of its own process.
 
-In: how many ranks. Out: a line of JSON: how often each operator of torch.distributed was called in the second and in
-the third step of `deep_llama.py`, each layer and the rest fully sharded. The tensors lie on the CPU; what is received
-is of any content.
+In: a model file such as `deep_llama.py`. Out: a line of JSON: how often each operator of torch.distributed was called
+in the second and in the third step of rank 0 of two, each layer and the rest fully sharded. The tensors lie on the CPU;
+what is received is of any content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.devices.deep_llama import example, model
+from weft.compile.model_file import load_model_file
+
+RANKS = 2
 
 
 class Issued(TorchDispatchMode):
@@ -35,10 +37,10 @@ class Issued(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(ranks: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    module, batch = model(), {name: one[: len(one) // ranks] for name, one in example().items()}
-    mesh = init_device_mesh("cpu", (ranks,))
+def main(file: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    subject, mesh = load_model_file(file), init_device_mesh("cpu", (RANKS,))
+    module, batch = subject.model, {name: one[: len(one) // RANKS] for name, one in subject.example.items()}
     for layer in module.model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
     fully_shard(module, mesh=mesh)
@@ -53,4 +55,4 @@ def main(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.devices.fake_cases import NOT_RUN, SAMPLE, everything, model_files
+from tests.devices.fake_cases import NOT_RUN, SAMPLE, WAITS, everything, model_files
 from tests.devices.fake_cuda import ROOT, Case
 
 HERE = Path(__file__).parent
@@ -78,7 +78,8 @@ def test_steps_on_fake_devices(library: Path, cases: Sequence[Case], request: py
     golden = json.loads(GOLDEN.read_text())
     for case, found in zip(cases, run(library, cases), strict=True):
         assert "failed" not in found, f"{case}: {found['failed']}"
-        assert not found["on host"], f"{case}: {found['on host']}"
+        waits = {one for one in found["on host"] if WAITS.get(case.file, "nowhere") not in one}
+        assert not waits, f"{case}: {waits}"
         assert found["where"] == ["cuda:0"], case
         assert found["missing"] == UNUSED.get(case.file, 0), case
         # the caller's thread, and autograd's for the device: none of the transport's
@@ -102,15 +103,18 @@ def test_every_file_under_examples_is_run() -> None:
 
 
 @needs_compiler
-def test_calls_of_zero3_are_at_most_those_of_fsdp2(library: Path) -> None:
-    """A Llama of 32 layers: parameters are gathered and gradients scattered by block."""
-    (ours,) = run(library, [Case("../tests/devices/deep_llama.py", "dp=2,zero=3")])
+@pytest.mark.parametrize("layers", [6, pytest.param(32, marks=pytest.mark.full)])
+def test_calls_of_zero3_are_at_most_those_of_fsdp2(library: Path, tmp_path: Path, layers: int) -> None:
+    """A Llama: parameters are gathered and gradients scattered by block, and the loss is summed."""
+    file = tmp_path / "llama.py"
+    file.write_text((HERE / "deep_llama.py").read_text().replace("LAYERS = 32", f"LAYERS = {layers}"))
+    (ours,) = run(library, [Case(str(file), "dp=2,zero=3")])
     assert "failed" not in ours and not ours["on host"], ours
     mine = {kind: number for kind, (number, _) in ours["calls"]["step"].items()}
-    ((_, theirs),) = lines(str(HERE / "fsdp2.py"), "2")
-    told = f"ours {mine}, FSDP2 {theirs}"
-    print(told)
-    assert mine["_allgather_base"] <= theirs["_allgather_base_"], told
-    assert mine["_reduce_scatter_base"] <= theirs["_reduce_scatter_base_"], told
-    # the loss over all ranks, and what it counts: FSDP2 knows its own rank's
-    assert ours["calls"]["step"]["allreduce"] == [2, 8] and "allreduce_" not in theirs, told
+    ((_, theirs),) = lines(str(HERE / "fsdp2.py"), str(file))
+    # by layer, forward and backward; what lies outside of layers is gathered once
+    assert theirs == {"_allgather_base_": 2 * layers + 1, "_reduce_scatter_base_": layers + 1}
+    assert mine["_allgather_base"] <= theirs["_allgather_base_"], mine
+    assert mine["_reduce_scatter_base"] <= theirs["_reduce_scatter_base_"], mine
+    # of the loss, and of the tokens that it counts
+    assert ours["calls"]["step"]["allreduce"] == [2, 8]

@@ -100,10 +100,10 @@ class Collectives:
         # gradients of this use have a leaf of their own, and the parameter may be laid elsewhere
         parameter = self._module.part(name)
         talks = any(transfer.kind != "local" for transfer in transfers)
-        if not talks or self._module.keeps(name) or not torch.is_grad_enabled():
+        if not talks or self._module.keeps(name):
             return self._used(name, [parameter], transfers, back, parameter.dtype, tell=True)[0]
         use, tape = self._use(self._gather(name, parameter, transfers)), self._module.tape
-        return tape.first(use, *tape.expect(use, back))
+        return tape.first(use, *tape.expect(use, back)) if torch.is_grad_enabled() else use.whole().detach()
 
     def gather(self, name: str, moves: Moves) -> Gather:
         """How a parameter that this rank stores a shard of is brought to where it is used."""
