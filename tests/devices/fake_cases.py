@@ -44,10 +44,9 @@ BY_HAND = {
 OTHER_MODELS = {"recycling": ("models/evoformer.py", 2), "experts": ("moe.py", 4)}
 WAITS = {"models/mixtral.py": "experts.py", "models/deepseek_v3.py": "experts.py"}
 """Where the host waits for a number all the same: for the sizes of groups of rows that torch's kernel does not take."""
-NOT_RUN = {
-    "gan.py": "two parallel modules in a loop of its own; it is no model file",
-    "plans.py": "plans by hand, without a model of their own",
-}
+PLANS = (("megatron", "gpt.py", 2), ("uneven", "mlp.py", 3), ("stored_in_parts", "mlp.py", 2))
+"""Functions of plans.py, a model for each, and devices."""
+NOT_RUN = {"gan.py": "two parallel modules in a loop of its own; it is no model file"}
 
 
 def set_to(file: str, plan: str, words: tuple[str, ...], **where: int) -> Case:
@@ -62,6 +61,7 @@ def model_files() -> list[str]:
 
 
 def plan_files() -> Iterator[Case]:
+    yield from (Case(file, f"examples/plans.py:{name}", devices, does=("clip",)) for name, file, devices in PLANS)
     for path in sorted(ROOT.glob("examples/plans/*.py")):
         file, devices = OTHER_MODELS.get(path.stem, ("gpt.py", BY_HAND.get(path.stem, 4)))
         yield Case(file, f"examples/plans/{path.name}:plan", devices, rank=devices - 1, does=("clip",))
@@ -77,7 +77,7 @@ def everything() -> Iterator[Case]:
         yield from (set_to("gpt.py", plan, words, rank=1) for words in SETTINGS)
     for plan in ("dp=2", "pp=2,microbatches=4", "dp=2,zero=3"):
         yield Case("gpt.py", plan, replicas=2, does=("clip", "evaluate"))
-    for file in sorted(set(model_files()) - NOT_RUN.keys()):
+    for file in sorted(set(model_files()) - {*NOT_RUN, "plans.py"}):
         yield from (Case(file, plan, does=("clip", "evaluate")) for plan in MODELS)
     yield from plan_files()
 
