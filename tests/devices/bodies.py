@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -132,6 +133,14 @@ def letters(transport: Transport, payload: Any) -> list[Tensor]:
             found += transport.take(peer, f"turn {turn}", form)
             found += transport.take(peer, f"nothing {turn}", [])
     return found
+
+
+def told(transport: Transport, payload: Any) -> list[Tensor]:
+    """Numbers of hosts, again and again, in several groups."""
+    n, rank = transport.num_ranks, transport.rank
+    groups = [tuple(range(n)), tuple(reversed(range(n))), (rank,)]
+    found = [transport.tell([rank + turn, 1 / 3, math.inf], group) for turn in range(3) for group in groups]
+    return [torch.tensor(one, dtype=torch.float64) for one in found]
 
 
 def outside(transport: Transport, payload: Any) -> str:

@@ -33,7 +33,7 @@ def check_like_emulator(pool: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", ["everything", "shards", "rows", "sums", "letters"])
+@pytest.mark.parametrize("name", ["everything", "shards", "rows", "sums", "letters", "told"])
 def test_every_call_is_the_emulators(pools: Pools, num_ranks: int, name: str) -> None:
     check_like_emulator(pools(num_ranks), name)
 

@@ -1,5 +1,5 @@
-"""Training steps on fake CUDA tensors: no operator mixes devices or waits for the host, and which calls of the backend
-a step makes."""
+"""Steps on fake CUDA tensors: no operator mixes devices or waits for the host, and which calls of the backend a step
+makes. `make golden` rewrites `fake_calls.json`, for the cases that it runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("c++")
+from tests.devices.fake_cases import NOT_RUN, SAMPLE, WAITS, everything, model_files
+from tests.devices.fake_cuda import ROOT, Case
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the guard of fake devices")
+HERE = Path(__file__).parent
+GOLDEN = HERE / "fake_calls.json"
+"""Of each case, calls and bytes of a step, and of an evaluation, by kind."""
+COMPILER = shutil.which("g++") or shutil.which("c++")
+CHUNK = 20
+"""Cases of one process."""
+UNUSED = {"models/graph.py": 2}
+"""Parameters without a gradient, on one device too."""
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the guard of fake devices")
 
 
 @pytest.fixture(scope="session")
@@ -33,89 +43,78 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-QUICK = {
-    ("gpt.py", "dp=2,tp=2"): {"allreduce": [21, 184_072]},
-    ("gpt.py", "dp=2,zero=3"): {
-        "_allgather_base": [4, 228_096],
-        "_reduce_scatter_base": [2, 114_176],
-        "allreduce": [3, 2_056],
-    },
-    ("models/resnet.py", "dp=2"): {"allreduce": [93, 94_808]},
-}
-FULL = {
-    ("gpt.py", "dp=2"): {"allreduce": [4, 116_232]},
-    ("gpt.py", "tp=2"): {"allreduce": [13, 248_064]},
-    ("gpt.py", "tp=2,megatron"): {"allreduce": [13, 248_064]},
-    ("gpt.py", "tp=2,megatron,sp"): {
-        "_allgather_base": [10, 245_760],
-        "allreduce": [4, 5_632],
-        "alltoall_base": [10, 122_880],
-    },
-    ("gpt.py", "dp=2,zero=1"): {
-        "_allgather_base": [2, 116_224],
-        "_reduce_scatter_base": [2, 114_176],
-        "allreduce": [3, 2_056],
-    },
-    ("gpt.py", "dp=2,spread"): {"allreduce": [30, 116_232], "alltoall_base": [28, 116_224]},
-    ("gpt.py", "dp=2,recompute=full"): {"allreduce": [4, 116_232]},
-    ("gpt.py", "coshard=2"): {},
-    ("moe.py", "tp=2"): {"_allgather_base": [1, 384], "allreduce": [4, 1_824]},
-    ("lora.py", "dp=2,tp=2"): {"_allgather_base": [7, 16_128], "allreduce": [26, 36_648], "alltoall_base": [2, 384]},
-    ("custom_ops.py", "dp=2"): {"allreduce": [2, 3_556]},
-    ("dynamic.py", "dp=2"): {"allreduce": [3, 114_184]},
-    ("checkpointed.py", "dp=2"): {"allreduce": [4, 109_576]},
-    ("models/llama.py", "dp=2,tp=2,zero=3"): {
-        "_allgather_base": [4, 155_904],
-        "_reduce_scatter_base": [2, 87_360],
-        "allreduce": [14, 55_688],
-        "alltoall_base": [14, 34_176],
-    },
-    ("models/t5.py", "tp=2"): {"allreduce": [27, 215_520]},
-    ("models/bert.py", "dp=2,tp=2"): {
-        "_allgather_base": [2, 6_208],
-        "allreduce": [24, 157_676],
-        "alltoall_base": [1, 3_072],
-    },
-    ("models/swin.py", "dp=2"): {"allreduce": [7, 232_472]},
-    ("models/recommender.py", "dp=2,tp=2"): {"allreduce": [8, 1_139_624], "alltoall_base": [1, 1_152]},
-    ("models/vit.py", "tp=2"): {"_allgather_base": [1, 24_576], "allreduce": [16, 314_976]},
-    ("models/unet.py", "dp=2"): {"allreduce": [2, 1_153_648]},
-    ("models/state_space.py", "dp=2,zero=3"): {
-        "_allgather_base": [4, 105_792],
-        "_reduce_scatter_base": [2, 56_736],
-        "allreduce": [4, 2_312],
-    },
-    ("models/evoformer.py", "dp=2"): {"_allgather_base": [30, 552_960], "allreduce": [6, 747_036]},
-    ("models/gemma.py", "tp=2"): {"allreduce": [13, 123_648]},
-    ("models/graph.py", "dp=2"): {"_allgather_base": [9, 31_104], "allreduce": [3, 50_144]},
-    ("models/qwen3.py", "tp=2"): {"allreduce": [14, 123_904]},
-}
-"""Calls and bytes of a step by kind. Experts whose groups torch's kernel does not multiply in float32 on devices are
-missing: the host waits for their sizes."""
-UNUSED = {"models/graph.py": 2}
-"""Parameters without a gradient, on one device too."""
-
-
-def run(library: Path, cases: Collection[tuple[str, str]]) -> list[dict[str, Any]]:
-    root = HERE.parent.parent
-    words = [word for file, plan in cases for word in (f"examples/{file}", plan)]
+def lines(*command: str) -> list[Any]:
+    """What a script of its own process tells, line by line."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "fake_cuda.py"), str(library), *words],
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "ignore", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("expected", [QUICK, pytest.param(FULL, marks=pytest.mark.full)], ids=["sample", "all"])
-def test_steps_on_fake_devices(library: Path, expected: dict[tuple[str, str], dict[str, list[int]]]) -> None:
-    for (case, calls), found in zip(expected.items(), run(library, expected), strict=True):
-        assert found["calls"] == [calls, calls], case
-        assert found["where"] == ["cuda:0"] and not found["on host"], case
-        assert found["missing"] == UNUSED.get(case[0], 0), case
+def run(library: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    return lines(str(HERE / "fake_cuda.py"), str(library), *(json.dumps(asdict(case)) for case in cases))
+
+
+def chunks() -> list[object]:
+    """Cases that run in one process each: the sample always."""
+    others = [case for case in everything() if case not in SAMPLE]
+    parts = [others[at : at + CHUNK] for at in range(0, len(others), CHUNK)]
+    return [SAMPLE, *(pytest.param(part, marks=pytest.mark.full) for part in parts)]
+
+
+def ids(cases: Sequence[Case]) -> str:
+    return f"{cases[0]}, ..."
+
+
+@needs_compiler
+@pytest.mark.parametrize("cases", chunks(), ids=ids)
+def test_steps_on_fake_devices(library: Path, cases: Sequence[Case], request: pytest.FixtureRequest) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    for case, found in zip(cases, run(library, cases), strict=True):
+        assert "failed" not in found, f"{case}: {found['failed']}"
+        waits = {one for one in found["on host"] if WAITS.get(case.file, "nowhere") not in one}
+        assert not waits, f"{case}: {waits}"
+        assert found["where"] == ["cuda:0"], case
+        assert found["missing"] == UNUSED.get(case.file, 0), case
         # the caller's thread, and autograd's for the device: none of the transport's
         assert not [name for name in found["threads"] if name.startswith("rank")], case
+        if request.config.getoption("--golden"):
+            golden[str(case)] = found["calls"]
+        assert found["calls"] == golden.get(str(case)), case
+    if request.config.getoption("--golden"):
+        told = (f"{json.dumps(case)}: {json.dumps(calls)}" for case, calls in sorted(golden.items()))
+        GOLDEN.write_text("{\n" + ",\n".join(told) + "\n}\n")
+
+
+def test_every_case_is_expected() -> None:
+    assert {str(case) for case in (*SAMPLE, *everything())} == json.loads(GOLDEN.read_text()).keys()
+
+
+def test_every_file_under_examples_is_run() -> None:
+    run = {case.file for case in everything()} | {Path(case.plan.partition(":")[0]).name for case in everything()}
+    assert run | NOT_RUN.keys() >= {*model_files(), *(one.name for one in ROOT.glob("examples/plans/*.py"))}
+    assert not run & NOT_RUN.keys()
+
+
+@needs_compiler
+@pytest.mark.parametrize("layers", [6, pytest.param(32, marks=pytest.mark.full)])
+def test_calls_of_zero3_are_at_most_those_of_fsdp2(library: Path, tmp_path: Path, layers: int) -> None:
+    """A Llama: parameters are gathered and gradients scattered by block, and the loss is summed."""
+    file = tmp_path / "llama.py"
+    file.write_text((HERE / "deep_llama.py").read_text().replace("LAYERS = 32", f"LAYERS = {layers}"))
+    (ours,) = run(library, [Case(str(file), "dp=2,zero=3")])
+    assert "failed" not in ours and not ours["on host"], ours
+    mine = {kind: number for kind, (number, _) in ours["calls"]["step"].items()}
+    ((_, theirs),) = lines(str(HERE / "fsdp2.py"), str(file))
+    # by layer, forward and backward; what lies outside of layers is gathered once
+    assert theirs == {"_allgather_base_": 2 * layers + 1, "_reduce_scatter_base_": layers + 1}
+    assert mine["_allgather_base"] <= theirs["_allgather_base_"], mine
+    assert mine["_reduce_scatter_base"] <= theirs["_reduce_scatter_base_"], mine
+    # of the loss, and of the tokens that it counts
+    assert ours["calls"]["step"]["allreduce"] == [2, 8]

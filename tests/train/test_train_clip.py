@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import weft
 from tests.train.eager import gpt
 from tests.train.ranks import on_ranks
 from weft.errors import RunError
+from weft.runtime.layout.index import size
 from weft.runtime.random import Stream
 from weft.runtime.training.shard_owners import ShardOwners
 from weft.runtime.training.step import call
@@ -48,6 +50,23 @@ def test_each_element_has_one_rank_that_answers_for_it() -> None:
             count[index[0][:, None], index[1]] += torch.as_tensor(mine).float()
     assert count.eq(1).all()
     assert holdings.answers_for("w", 0) is True and holdings.answers_for("w", 2) is False
+
+
+def test_what_another_rank_answers_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks hold everything, and answer for every other element."""
+
+    def answers_for(self: ShardOwners, name: str, rank: int) -> Tensor:
+        shape = size(self.ranks[rank][name])
+        return (torch.arange(math.prod(shape)) % 2 == rank).view(shape)
+
+    monkeypatch.setattr(ShardOwners, "answers_for", answers_for)
+    model, example = gpt()
+    parallel = weft.parallelize(copy.deepcopy(model), example, "dp=2", emulate=True, cache=None)
+    with DrawMode(Stream(0, 0, 0)):
+        call(model, example).backward()
+    call(parallel, example).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    torch.testing.assert_close(weft.clip_grad_norm_(parallel, 0.05), wanted, rtol=1e-12, atol=0)
 
 
 def test_a_bound_of_nothing_is_refused_and_plain_modules_are_torchs() -> None:

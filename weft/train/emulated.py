@@ -32,6 +32,7 @@ from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
+from weft.runtime.training.reduction import times
 from weft.runtime.training.step import Stepping, loss_of
 from weft.runtime.weights.ending import Returned, refuse_parts
 from weft.runtime.weights.gradient import is_retained
@@ -206,12 +207,12 @@ class Emulated(Stepping):
 
     @on_all_ranks
     @plainly
-    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+    def forward_backward(self, batch: Any, scale: float | Tensor = 1.0) -> Tensor:
         """Forward and backward of all ranks; gradients, `scale` times, are added to what was there, the loss is
         returned."""
         if self._first.has_forward:
             loss = loss_of(self, batch)
-            (loss if scale == 1 else loss * scale).backward()
+            times(loss, scale).backward()
             return loss.detach()
         if not torch.is_grad_enabled():
             raise refusal(*NO_GRADIENT)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.compile.model_file import Optimizer, Subject, load_model_file
 from weft.compile.optimizer import make_optimizer
@@ -133,6 +134,10 @@ def open_subject(
     )
 
 
+Step = tuple[int, Tensor, dict[str, float | Tensor]]
+"""Its number, its loss, and what else is shown of it."""
+
+
 class Run:
     """One rank's run."""
 
@@ -150,10 +155,12 @@ class Run:
         settings, module, losses = self._settings, self._module, list[float]()
         batches = self._source.batches(module.replica, module.num_replicas, self._order.start)
         started, away = time.perf_counter(), 0.0
+        made: list[Step] = []
         for step in range(self._order.start, settings.steps):
-            loss, numbers = self._step(step, next(batches))
-            losses.append(loss)
-            shown.step(step, loss, numbers)
+            made.append((step, *self._step(step, next(batches))))
+            # a device is asked for numbers when it has the next step to do
+            while len(made) > (self._lags and losses != [] and not self._pauses(step + 1)):
+                losses.append(self._told(*made.pop(0), shown))
             before = time.perf_counter()
             self._between(step + 1, shown)
             away += time.perf_counter() - before
@@ -165,18 +172,33 @@ class Run:
         memory = peak_memory(module.program.transport.device)
         return Told(tuple(losses), tuple(self._evaluations), rate, memory)
 
-    def _step(self, step: int, batch: Any) -> tuple[float, dict[str, float]]:
-        numbers = {"train/lr": self._rates.begin(step)}
+    @property
+    def _lags(self) -> bool:
+        """What a step gives is read after the next one was issued."""
+        return self._module.program.transport.device.type != "cpu"
+
+    def _step(self, step: int, batch: Any) -> tuple[Tensor, dict[str, float | Tensor]]:
+        numbers: dict[str, float | Tensor] = {"train/lr": self._rates.begin(step)}
 
         def clip() -> None:
             if self._clip is not None:
-                numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf).item()
+                numbers["train/gradient_norm"] = self._clip(self._settings.clip or math.inf)
 
         loss = self._module.train_step(batch, self._optimizer, prepare=clip, scaler=self._scaler)
-        found = self._module.over_replicas(loss).item()
+        return self._module.over_replicas(loss), numbers
+
+    def _told(self, step: int, loss: Tensor, numbers: dict[str, float | Tensor], shown: Shown) -> float:
+        """The loss of a step, which is shown; refuses to go on after one that is not finite."""
+        found = loss.item()
         if not math.isfinite(found):
             raise RunError(f"the loss is {found} in step {step}", remedy="a smaller --lr, --clip 1.0, or other data")
-        return found, numbers
+        shown.step(step, found, {name: float(number) for name, number in numbers.items()})
+        return found
+
+    def _pauses(self, done: int) -> bool:
+        """After so many steps there is an evaluation, or something is saved."""
+        every = (self._settings.eval_every, self._settings.save_every)
+        return done == self._settings.steps or any(one is not None and done % one == 0 for one in every)
 
     def _between(self, done: int, shown: Shown) -> None:
         """Evaluate and save, if it is time."""

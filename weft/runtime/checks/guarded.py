@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
 from weft.errors import Refuse
 from weft.runtime.checks.guards import ALONE, Guard, RankParameters
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
 from weft.runtime.training.full_tensor import Here, show_shards
 from weft.runtime.training.one_rank import OneRank
-from weft.runtime.training.shard_owners import ShardOwners, exchange, tell_numbers
+from weft.runtime.training.shard_owners import ShardOwners, exchange
 
 
 def held_by(module: OneRank) -> RankParameters:
@@ -39,12 +41,13 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
     """Watch over what an optimizer does to one rank of several processes."""
     transport, held = module.program.transport, held_by(module)
 
-    def tell(mine: list[float]) -> list[float]:
-        everyone = tuple(range(transport.num_ranks))
-        return [number for one in tell_numbers(transport, mine, everyone) for number in one]
+    everyone = tuple(range(transport.num_ranks))
+    told = transport.tell([float(held.complete), float(held.holds), float(module.holds_all)], everyone)
+    complete, holds, holds_all = zip(*told, strict=True)
 
-    told = tell([float(held.complete), float(held.holds), float(module.holds_all)])
-    complete, holds, holds_all = told[::3], told[1::3], told[2::3]
+    def most(mine: Tensor) -> Tensor:
+        return transport.all_reduce(mine.to(transport.device), everyone, "max")
+
     if not all(holds_all):
         show_shards(module, exchange(module.masters), refuse)
     holders = tuple(rank for rank, one in enumerate(holds) if one)
@@ -60,7 +63,8 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
             raise error
         return [one for one in found.values() if one is not None]
 
-    guard = Guard((held,), transport.num_ranks, all(complete), refuse, tell, compare, holders, job.passed)
+    guard = Guard((held,), transport.num_ranks, all(complete), refuse, most, compare, holders, job.passed)
+    guard.waits = transport.device.type != "cpu"
     began = job.progress(min(holders, default=0))
     if held.holds:
         guard.began = began
@@ -73,15 +77,16 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
     held = tuple(map(held_by, ranks))
     holders = tuple(rank for rank, one in enumerate(held) if one.holds)
     guard = Guard(
-        held, len(held), all(one.complete for one in held), refuse, _told_here, lambda update, mine: mine, holders
+        held,
+        len(held),
+        all(one.complete for one in held),
+        refuse,
+        lambda mine: mine,
+        lambda update, mine: mine,
+        holders,
     )
     owners, here = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks)
     for number, module in enumerate(ranks):
         show_shards(module, owners, refuse, here)
         module.watched_by(guard, partial(guard.remember, number))
     return guard
-
-
-def _told_here(mine: list[float]) -> list[float]:
-    """All ranks are here."""
-    return mine

@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 from weft.errors import Refuse
 from weft.runtime.checks.closures import Given, run_closure
 from weft.runtime.checks.elementwise import MARK, Verdict, mixing_of, settings_of
+from weft.runtime.checks.replicated import is_due
 from weft.runtime.checks.scales import Scales, agreed, under_plain_scaler
 from weft.runtime.checks.settings import Settings, noted, settings_for
 from weft.runtime.checks.shard_rules import held_of
@@ -43,8 +44,8 @@ from weft.runtime.checks.whole_state import PartOf, cut_state
 from weft.runtime.training.combined_optimizer import CombinedOptimizer
 from weft.runtime.watch.progress import Began
 
-Tell = Callable[[list[float]], list[float]]
-"""Numbers of the ranks here to those of all."""
+Most = Callable[[Tensor], Tensor]
+"""From a number of the ranks here to the largest of all."""
 Compare = Callable[[int, list[float]], list[float]]
 """From the number of an update and what the ranks here say to what all that hold something say; refuses where some say
 nothing."""
@@ -63,12 +64,10 @@ SCALED = (
 )
 ALONE = (
     "gradients were changed on rank {0} of a replica and not on rank {1}",
-    "change gradients on all ranks alike: weft.clip_grad_norm_(parallel, max_norm) to clip them, the learning rate of "
-    "a group of parameters, or the loss, to weigh what one rank holds",
+    "clip with weft.clip_grad_norm_(parallel, max_norm); weigh by the loss, or the learning rate of a group",
 )
 SCALER = (
-    "torch's GradScaler decides on each rank for itself whether gradients are finite: some ranks would update, others "
-    "would not",
+    "torch's GradScaler decides on each rank by itself whether gradients are finite: some ranks would not update",
     "scaler = weft.GradScaler(...)",
 )
 REPLACED = (
@@ -80,11 +79,10 @@ SPREAD = "add `spread` to the plan: each parameter lies whole on one rank; or us
 
 @dataclass(frozen=True)
 class Mark:
-    """What a parameter says of itself. Saved or copied it says nothing.
+    """What a parameter says of itself, which `refuse` makes an error of. Saved or copied it says nothing.
 
     Args:
         guard: of the module that it is part of; None: of one that a parallel module has replaced.
-        refuse: makes the error.
     """
 
     guard: weakref.ref[Guard] | None = None
@@ -125,21 +123,23 @@ class Guard:
         ranks: what each of its ranks here holds.
         num_ranks: of a replica.
         alike: every rank of the replica holds every trained parameter, whole.
-        tell: gives the numbers that all ranks of the replica tell, if those here tell these; compare: the same
-            before an update, of ranks that say something; passed: is told of one of which nothing is said.
+        most: gives the largest of the numbers of all ranks of the replica; compare: from numbers of the ranks here to
+            those of all before an update, of ranks that say something; passed: is told of one of which nothing is said.
         holders: the ranks that hold something. The others have no gradients that could be written to.
         began: is told of each forward in training, and of how many of those before it an update followed.
+        waits: to read a number the host waits for a device: scales are looked at before some updates only (`is_due`).
     """
 
     ranks: tuple[RankParameters, ...]
     num_ranks: int
     alike: bool
     refuse: Refuse
-    tell: Tell
+    most: Most
     compare: Compare
     holders: tuple[int, ...]
     passed: Passed = lambda update: None
     began: Began = lambda made: None
+    waits: bool = False
     scales: tuple[Scales, ...] = ()
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     module: weakref.ref[nn.Module] | None = None
@@ -174,9 +174,14 @@ class Guard:
 
     def remember(self, rank: int | None = None) -> None:
         """Gradients are as they are to be: from now on they are watched; those of one of the ranks here, or of all."""
-        if self.watches_scales:
+        if self.watches_scales and self._looks:
             for one in self.scales if rank is None else (self.scales[rank],):
                 one.remember()
+
+    @property
+    def _looks(self) -> bool:
+        """Before the next update ranks look at scales: the same on all of them."""
+        return not self.waits or is_due(self._updated)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that mixes what lies apart. Each class and kind of settings is tried once. What it has
@@ -252,7 +257,7 @@ class Guard:
         if len(self.ranks) < self.num_ranks and under_plain_scaler():
             raise self.refuse(*SCALER)
         self._update += 1
-        if any(one.written for one in self.scales):
+        if self._looks and any(one.written for one in self.scales):
             self._compare([one.factor() for one in self.scales])
         else:
             self.passed(self._update)

@@ -34,6 +34,15 @@ SETTINGS = -1
 """In place of what is held: what optimizers were set to."""
 
 
+def is_due(step: int) -> bool:
+    """True in the steps in which ranks compare.
+
+    >>> [step for step in range(400) if is_due(step)]
+    [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
+    """
+    return due_from(step) == step
+
+
 class Drift(NamedTuple):
     """A parameter, and two ranks that have it otherwise."""
 

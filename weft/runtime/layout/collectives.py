@@ -109,9 +109,11 @@ class Collectives:
         # gradients of this use have a leaf of their own, and the parameter may be laid elsewhere
         parameter = self._module.part(name)
         way = self._way(name, parameter, tuple(forward), tuple(sync))
-        if way.gather is None or not torch.is_grad_enabled():
+        if way.gather is None:
             return self._used(name, [parameter], way.forward, way.backward, parameter.dtype, tell=True)[0]
         use, tape = self._use(way.gather), self._module.tape
+        if not torch.is_grad_enabled():
+            return use.whole().detach()
         return tape.first(use, *tape.expect(use, way.backward, now=True))
 
     def _way(self, name: str, parameter: Tensor, forward: tuple[Move, ...], sync: tuple[Move, ...]) -> _Way:

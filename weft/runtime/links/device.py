@@ -13,7 +13,8 @@ deadlock of streams, and a program has one order. How each kind is carried:
 
 Messages of one rank for another (`post`, `take`) travel in the order of posting, on a communicator for this direction
 alone, so that both ranks may send first. What comes when is told through the store: a rank receives what was posted
-before, and keeps what was not asked for yet.
+before, and keeps what was not asked for yet. Numbers that hosts tell each other (`tell`) go by the store too, of up
+to 64 ranks: no device is waited for.
 
 The watch knows of every call from its issue until the device is done with it, and keeps time: a message that nobody has
 taken yet keeps nobody waiting, and has no limit.
@@ -24,7 +25,6 @@ device. Communicators are made when a program is opened, as far as its tables te
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceScatterOptions
 
-from weft.runtime.layout.index import narrowed, put, take
+from weft.runtime.layout.index import take
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Store
+from weft.runtime.links.bucketed import fill, fill_rows, rows_of, shards_of, wholes_of
 from weft.runtime.links.buffer_pool import is_private
 from weft.runtime.links.groups import Groups, name_of
 from weft.runtime.links.inbox import Inbox
@@ -51,7 +52,6 @@ from weft.runtime.links.transport import (
     Handle,
     Sends,
     Then,
-    as_shards,
     combine,
 )
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
@@ -66,6 +66,9 @@ ADDED = frozenset(
 )
 """Numbers that every backend adds."""
 LANE = "device"
+FEW = 64
+"""Ranks that tell each other numbers by the store, which serves them one by one."""
+TOLD = " told"
 POLL = 0.0005
 """Seconds between two looks for a message."""
 
@@ -124,6 +127,7 @@ class DeviceTransport(JobTransport):
         self._adding = {op: _options(AllreduceOptions, kind) for op, kind in OPS.items()}
         self._scattering = _options(ReduceScatterOptions, ReduceOp.SUM)
         self._opened: dict[tuple[str, Group], tuple[Any, str, Group]] = {}
+        self._told = Counter[Group]()
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
         self.step = step
@@ -200,13 +204,13 @@ class DeviceTransport(JobTransport):
         self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
     ) -> Handle[list[Tensor]]:
         flat = self.empty(sum(sharding.aligned_lengths), sharding.dtype) if full is None else None
-        made = list(full or ()) if flat is None else _wholes(flat, sharding)
+        made = list(full or ()) if flat is None else wholes_of(flat, sharding)
         sent = self._laid([shards[at] for at, _, _ in sharding.runs[group.index(self.rank)]], sharding)
         arriving = self._all_gathered(sent, group)
         if not sharding.in_rows or group != tuple(sorted(group)):
-            return Then(arriving, lambda came: _filled(made, sharding, _rows(came, group)))
+            return Then(arriving, lambda came: fill(made, sharding, rows_of(came, group)))
         if flat is None or not sharding.run:
-            return Then(arriving, lambda came: _in_rows(made, sharding, came.view(len(group), -1)))
+            return Then(arriving, lambda came: fill_rows(made, sharding, came.view(len(group), -1)))
         order = sharding.order(self.device)
 
         def ordered(came: Tensor) -> list[Tensor]:
@@ -235,7 +239,23 @@ class DeviceTransport(JobTransport):
             total,
             addends,
         )
-        return Then(issued, lambda total: _shards(total, sharding))
+        return Then(issued, lambda total: shards_of(total, sharding))
+
+    def tell(self, numbers: Sequence[float], group: Group) -> list[tuple[float, ...]]:
+        if not 1 < len(group) <= FEW:
+            return super().tell(numbers, group)
+        number, name = self._told[group], "-".join(map(str, group))
+        self._told[group] += 1
+        self.store.set(f"told/{name}/{number}/{self.rank}", " ".join(map(repr, map(float, numbers))))
+        keys = [f"told/{name}/{number}/{rank}" for rank in group]
+        self._watch.enter(MAIN, group, number, "numbers of all ranks", TOLD)
+        self._wait_for(keys)
+        self._watch.leave(MAIN)
+        found = [tuple(map(float, one.split())) for one in self.store.multi_get(keys)]
+        if number:
+            # who has said something this time has heard all of the time before
+            self.store.delete_key(f"told/{name}/{number - 1}/{self.rank}")
+        return found
 
     # -- how they are carried
 
@@ -305,7 +325,7 @@ class DeviceTransport(JobTransport):
 
     def _gathered(self, flat: Tensor, group: Group) -> Handle[list[Tensor]]:
         """The same one by one, in group order."""
-        return Then(self._all_gathered(flat, group), lambda came: _rows(came, group))
+        return Then(self._all_gathered(flat, group), lambda came: rows_of(came, group))
 
     # -- messages
 
@@ -355,9 +375,7 @@ class DeviceTransport(JobTransport):
         key = f"post/{peer}/{self.rank}/{self._received[peer]}"
         self._watch.enter_message(MAIN, peer, self._received[peer], f"wait for {wanted}")
         self._received[peer] += 1
-        while not self.store.check([key]):
-            self._watch.check()
-            time.sleep(POLL)
+        self._wait_for([key])
         self._watch.leave(MAIN)
         length, _, tag = self.store.get(key).decode().partition(" ")
         self.store.delete_key(key)
@@ -367,6 +385,12 @@ class DeviceTransport(JobTransport):
             with span("message", tag, "from rank", peer):
                 Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
         self._inbox.put(peer, tag, body)
+
+    def _wait_for(self, keys: list[str]) -> None:
+        """Until others have left a word in the store; the watch keeps time."""
+        while not self.store.check(keys):
+            self._watch.check()
+            time.sleep(POLL)
 
     def close(self) -> None:
         for work, _ in self._leaving:
@@ -379,61 +403,6 @@ def _options(kind: Any, op: Any) -> Any:
     made = kind()
     made.reduceOp = op
     return made
-
-
-def _rows(came: Tensor, group: Group) -> list[Tensor]:
-    """What came of each member, in group order."""
-    at = {peer: row for row, peer in enumerate(sorted(group))}
-    found = came.view(len(group), came.numel() // len(group)).unbind()
-    return [found[at[peer]] for peer in group]
-
-
-def _wholes(flat: Tensor, sharding: Sharding) -> list[Tensor]:
-    """A flat tensor as wholes: they come together, and go one soon after the other."""
-    pieces: Sequence[Tensor] = flat.split_with_sizes(sharding.aligned_lengths)
-    if sharding.aligned_lengths != sharding.lengths:
-        pieces = [piece[:length] for piece, length in zip(pieces, sharding.lengths, strict=True)]
-    each = zip(pieces, sharding.shapes, strict=True)
-    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in each]
-
-
-@torch.no_grad()
-def _in_rows(full: list[Tensor], sharding: Sharding, came: Tensor) -> list[Tensor]:
-    """Each whole from the members' rows, in one operator."""
-    members = came.shape[0]
-    sizes = [length // members for length in sharding.lengths]
-    torch.split_with_sizes_copy(came, sizes, 1, out=[one.view(members, -1) for one in full])
-    return full
-
-
-@torch.no_grad()
-def _filled(full: list[Tensor], sharding: Sharding, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Each whole from the members' runs, in as few kernels as there can be."""
-    views, sources = list[Tensor](), list[Tensor]()
-    for runs, row in zip(sharding.runs, rows, strict=True):
-        pieces = row.split_with_sizes(_lengths([shape for _, _, shape in runs], row.numel()))
-        for (at, part, shape), piece in zip(runs, pieces, strict=False):
-            view = narrowed(full[at], part)
-            if view is None:
-                put(full[at], part, piece.view(shape))
-            else:
-                views.append(view)
-                sources.append(piece.view(shape))
-    if views:
-        torch._foreach_copy_(views, sources)
-    return full
-
-
-def _lengths(shapes: Sequence[tuple[int, ...]], total: int) -> list[int]:
-    """Elements of each, and how many more there are."""
-    lengths = list(map(math.prod, shapes))
-    return [*lengths, total - sum(lengths)]
-
-
-def _shards(total: Tensor, sharding: Sharding) -> list[Tensor]:
-    """A sum, as the shards that it is of."""
-    length = sum(sharding.shard_lengths)
-    return as_shards(total if total.numel() == length else total[:length], sharding)
 
 
 def open_transport(

@@ -42,6 +42,9 @@ class Subgroup(Transport):
     ) -> dict[int, list[Tensor]]:
         return self._inside(self.whole.all_to_all(*self._mapped(sends, expects), self.outside(group), kind))
 
+    def tell(self, numbers: Sequence[float], group: Group) -> list[tuple[float, ...]]:
+        return self.whole.tell(numbers, self.outside(group))
+
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         self.whole.post(self.ranks[peer], tag, tensors)
 

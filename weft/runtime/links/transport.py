@@ -188,6 +188,13 @@ class Transport(ABC):
         own = copied(tensor) if copies else tensor
         return [came[peer][0] if peer in came else own for peer in group]
 
+    def tell(self, numbers: Sequence[float], group: Group) -> list[tuple[float, ...]]:
+        """Numbers of the host, this rank's and those of the others, as many of each; in the order of `group`."""
+        if len(group) == 1:
+            return [tuple(numbers)]
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [tuple(one.tolist()) for one in self.all_gather(told, group)]
+
     def barrier(self, group: Group) -> None:
         """Wait until every member has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device), group, kind="barrier")
@@ -399,8 +406,7 @@ class GroupComm:
         if self.size == 1:
             return [copied(tensor)]
         self._tell("all_gather")
-        sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
-        shapes = [tuple(map(int, found.tolist())) for found in self._transport.all_gather(sizes, self._ranks)]
+        shapes = [tuple(map(int, found)) for found in self._transport.tell(tensor.shape, self._ranks)]
         return self._transport.all_gather(tensor, self._ranks, shapes=shapes)
 
     def _tell(self, what: str) -> None:

@@ -26,7 +26,11 @@ class Clip:
         self._module = module
         holdings: ShardOwners = exchange(module.masters)
         rank = module.program.transport.rank
-        self._mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
+        mine = {name: holdings.answers_for(name, rank) for name, _ in module.masters.trained()}
+        device = module.program.transport.device
+        self._others = {name: ~one.to(device) for name, one in mine.items() if isinstance(one, Tensor)}
+        """Of parameters that others answer for in part, where."""
+        self._mine = {name for name, one in mine.items() if one is not False}
 
     @torch.no_grad()
     def __call__(
@@ -53,21 +57,32 @@ class Clip:
     def _norm(self, chosen: Collection[int]) -> Tensor:
         """Of all these gradients of the model, the same on every rank."""
         transport = self._module.program.transport
+        mine = [
+            self._answered(name, one.grad.detach())
+            for name, one in self._module.masters.trained()
+            if one.grad is not None and name in self._mine and id(one) in chosen
+        ]
         total = torch.zeros((), dtype=torch.float64, device=transport.device)
-        for name, parameter in self._module.masters.trained():
-            mine = self._mine[name]
-            if parameter.grad is not None and mine is not False and id(parameter) in chosen:
-                squares = parameter.grad.detach().abs().double().square()
-                total += squares.sum() if mine is True else squares[mine.to(squares.device)].sum()
+        if mine:
+            total = torch.stack(torch._foreach_norm(mine, 2.0, dtype=torch.float64)).square().sum()
         # added in rank order: equal bit for bit on all ranks
         return torch.stack(transport.all_gather(total, tuple(range(transport.num_ranks)))).sum().sqrt()
+
+    def _answered(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient without the elements that others answer for, as real numbers."""
+        if name in self._others:
+            gradient = gradient.masked_fill(self._others[name], 0)
+        return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def scale_by(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients whose common norm is this one, if it is above the bound."""
     scale = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for one in gradients:
-        one.mul_(scale.to(one.device, one.dtype))
+        alike.setdefault((one.device, one.dtype), []).append(one)
+    for kind, some in alike.items():
+        torch._foreach_mul_(some, scale.to(*kind))
 
 
 def clip_rank(

@@ -37,7 +37,6 @@ from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.flow import Flow, MakeFlow, MakeSize
 from weft.runtime.training.pieces import Pieces, hold_all
 from weft.runtime.training.reduction import BadReduction, Reduction
-from weft.runtime.training.shard_owners import tell_numbers
 from weft.runtime.training.step import Stepping
 from weft.runtime.weights.leaf_aliases import has_hook_after
 from weft.runtime.weights.masters import Masters
@@ -241,16 +240,17 @@ class OneRank(Stepping):
         """The loss of the last step over the batches of all replicas. All ranks call this together."""
         if self.num_replicas == 1:
             return loss
-        found = self._totals(float(loss.detach()), self._weight)
-        losses, weights = torch.tensor(found, dtype=torch.float64, device=loss.device).unbind(1)
+        # nobody waits for the loss
+        mine = loss.detach().double().reshape(1)
+        told = torch.cat([mine, torch.full_like(mine, self._weight)])
+        losses, weights = torch.stack(self._transport.whole.all_gather(told, self._transport.twins)).unbind(1)
         if self.reduction.sums:
             return losses.sum()
-        there = weights > 0
-        return (losses * weights)[there].sum() / weights.sum()
+        return torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
 
     def _totals(self, *mine: float) -> list[tuple[float, ...]]:
         """Numbers of every replica, the same on all ranks."""
-        return tell_numbers(self._transport.whole, mine, self._transport.twins)
+        return self._transport.whole.tell(mine, self._transport.twins)
 
     def _weighed(self, batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], rows: Sequence[int]) -> list[float]:
         """What batches weigh."""
@@ -338,7 +338,7 @@ class OneRank(Stepping):
         if wrong is None:
             return
         updates = 0 if self.guard is None else self.guard.num_updates
-        made = dict(zip(ranks, tell_numbers(whole, [updates], ranks), strict=True))
+        made = dict(zip(ranks, whole.tell([updates], ranks), strict=True))
         why = ""
         if made[wrong.one] != made[wrong.other]:
             why = f": rank {wrong.other} has made {made[wrong.other][0]:.0f} updates, rank {wrong.one} "

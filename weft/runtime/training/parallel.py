@@ -40,7 +40,7 @@ from weft.runtime.training.flow import Flow, lend, take_back
 from weft.runtime.training.full_state import full_state
 from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
-from weft.runtime.training.reduction import reduced
+from weft.runtime.training.reduction import reduced, times
 from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import arguments_of, loss_of
 
@@ -238,7 +238,7 @@ class Parallel(OneRank):
 
     @on_all_ranks
     @plainly
-    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+    def forward_backward(self, batch: Any, scale: float | Tensor = 1.0) -> Tensor:
         """Forward and backward, of all micro-batches; gradients, `scale` times, are added to what was there, the loss
         is returned.
 
@@ -249,8 +249,8 @@ class Parallel(OneRank):
             if batch is None:
                 raise self._refused(*NO_BATCH)
             loss = loss_of(self, batch)
-            count = self._count(*self.arranged(*arguments_of(batch))) * scale
-            (loss if count == 1 else loss * count).backward()
+            count = self._count(*self.arranged(*arguments_of(batch)))
+            times(times(loss, count), scale).backward()
             return loss.detach()
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
@@ -261,11 +261,11 @@ class Parallel(OneRank):
         told = self._totals(rows, sum(weights))
         inputs = self._begin(flow, "pipeline", micros, [int(one) for one, _ in told])
         self.begin_training([tensor for one in inputs for tensor in one], compare=self._is_checked)
-        counts = [one * scale for one in self.reduction.counts(weights, [weight for _, weight in told])]
+        counts = self.reduction.counts(weights, [weight for _, weight in told])
         everybody = {size for one, _ in told for size in flow.size_of(int(one))}
         alike = len({one for one, _ in told}) == 1
         losses = self._accumulate(
-            inputs, counts, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
+            inputs, counts, scale=scale, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
         )
         self.step += 1
         self._weight, self.losses = sum(weights), tuple(losses)

@@ -30,6 +30,7 @@ from weft.runtime.links.transport import Doing, Transport
 from weft.runtime.program.lines import span
 from weft.runtime.program.module import ParallelModule
 from weft.runtime.random import Stream
+from weft.runtime.training.reduction import times
 from weft.runtime.training.stage_io import Crossing, Readers, StageIO
 from weft.runtime.weights.grad_accumulation import Queue, accumulating, add_queued
 from weft.runtime.weights.gradient import Gradient, give_gradient
@@ -169,6 +170,7 @@ class Rank:
         seed: int,
         step: int,
         *,
+        scale: float | Tensor = 1.0,
         size_of: Sequence[int] | None = None,
         first: int = 0,
         completes: Collection[int] = (),
@@ -178,7 +180,7 @@ class Rank:
         Args:
             batches: the inputs of each micro-batch. If they are fewer than the schedule has, the events of the others
                 are left out: the same on all ranks of a replica, so that nobody waits for them.
-            shares: what each micro-batch's loss counts in that of the step.
+            shares: what each micro-batch's loss counts in that of the step. scale: of all gradients.
             size_of: which of `sizes` each micro-batch has; the first if not given.
             first: the number of the first micro-batch among those of all replicas.
             completes: sizes whose gradients other replicas complete in this step, whether they come up here or not.
@@ -199,7 +201,7 @@ class Rank:
                     continue
                 piece.module.of_others = False
                 if event.phase == B:
-                    self._backward(share, piece, event.micro, shares[event.micro])
+                    self._backward(share, piece, event.micro, shares[event.micro], scale)
                 else:
                     add_queued(self._queues.pop((event.piece, event.micro)))
                 piece.module.of_others = len(self.sizes) > 1
@@ -327,14 +329,15 @@ class Rank:
             if other is not share:
                 other.pieces[piece.name].module.take_buffers(piece.module)
 
-    def _backward(self, share: Share, piece: Piece, micro: int, counts: float) -> None:
+    def _backward(self, share: Share, piece: Piece, micro: int, counts: float, scale: float | Tensor) -> None:
         held = self._saved.pop((piece.name, micro))
         gradients: dict[str, Gradient] = {}
         for one in share.crossings:
             if one.source == piece.name and one.trained and one.back == (one.tensor, one.target):
                 gradients.setdefault(one.tensor, Gradient()).add(self._mail.receive_back(one, micro))
         if self.loss[0] in held.given:
-            gradients[self.loss[0]] = Gradient(torch.full_like(self._losses[micro], counts))
+            loss = self._losses[micro]
+            gradients[self.loss[0]] = Gradient(times(torch.full_like(loss, counts), scale).to(loss.dtype))
         # what is run again in backward queues, or adds up, too
         piece.module.rerun_mode = self._mode(piece, held.queue)
         _run_backward(held.given, gradients)

@@ -64,9 +64,14 @@ class Reduction:
         return _divided([weight * len(totals) for weight in weights], sum(totals))
 
 
+def times(loss: Tensor, factor: float | Tensor) -> Tensor:
+    """A loss so many times. A tensor is not looked at."""
+    return loss if not isinstance(factor, Tensor) and factor == 1 else loss * factor
+
+
 def reduced(losses: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The loss of some micro-batches; one that counts nothing is left out, also if it is not a number."""
-    found = [loss if share == 1 else loss * share for loss, share in zip(losses, shares, strict=True) if share]
+    found = [times(loss, share) for loss, share in zip(losses, shares, strict=True) if share]
     if not found:
         return losses[0] * 0
     total = found[0].clone()

@@ -9,7 +9,9 @@ whether gradients are finite is asked of all of them together. What replicas ave
 
 Promised: a scale that overflows step after step, whatever it is lowered to, is an error and not an endless loop. So are
 losses that are not finite: what underflows on its way back looks like gradients without fault. A scale that has become
-zero, or has no reciprocal, is an error at once: gradients could not be scaled back.
+zero, or has no reciprocal, is an error: gradients could not be scaled back. All of that is worked out where the scale
+lies. On a device the host looks at it in some steps only (`is_due`), and does not wait in the others; where gradients
+cannot be scaled back nothing is updated.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.runtime.checks.guards import Guard, guard_of
+from weft.runtime.checks.replicated import is_due
 
 PATIENCE = 64
 """Steps in a row without an update: the scale has been halved as often by then."""
@@ -38,7 +41,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_skipped = 0
+        self._num_updates = 0
+        self._skipped: Tensor | None = None
+        """Steps in a row without an update."""
         self._guards: list[Guard] = []
         self._finite: list[Tensor] = []
 
@@ -51,7 +56,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def saw(self, loss: Tensor) -> None:
         """A loss of this step: `update()` asks whether it is finite."""
-        self._finite.append(torch.isfinite(loss.detach()).all())
+        if self._enabled:
+            self._finite.append(torch.isfinite(loss.detach()).all())
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -62,34 +68,50 @@ class GradScaler(torch.amp.GradScaler):
         guards = {id(guard): guard for one in parameters if (guard := guard_of(one)) is not None}
         self._guards = list(guards.values())
         self._refuse_useless()
+        scale = self._check_scale_growth_tracker("unscale_")[0]
+        # torch has looked at gradients before it scaled them back
+        useless = torch.isfinite(scale).logical_and(scale >= SMALLEST).logical_not().float()
+        for one in found.values():
+            torch.maximum(one, useless.to(one.device), out=one)
         for guard in self._guards:
-            wrong = guard.tell([float(any(bool(one.item()) for one in found.values()))])
+            wrong = guard.most(torch.stack([found_inf, *(one.to(found_inf.device) for one in found.values())]).amax())
+            found = found or {found_inf.device: found_inf}
             for one in found.values():
-                one.fill_(max(wrong))
-            found = found or {found_inf.device: torch.full_like(found_inf, max(wrong))}
+                one.copy_(wrong)
             # scaled back, on all ranks alike
             guard.remember()
         return found
 
+    @property
+    def _looks(self) -> bool:
+        """The host is to look at numbers in this step."""
+        return self._scale is None or self._scale.device.type == "cpu" or is_due(self._num_updates)
+
     def _refuse_useless(self) -> None:
         """What was multiplied by nothing cannot be divided by it."""
-        scale = self.get_scale()
+        scale = self.get_scale() if self._looks else 1.0
         if not SMALLEST <= scale < math.inf:
             raise self._refuse(f"the loss scale is {scale:.0e}: gradients cannot be scaled back")
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's; refuses to go on where nothing helps."""
+        if not self._enabled:
+            return
+        scale = self._check_scale_growth_tracker("update")[0]
         states = self._per_optimizer_states.values()
-        wrong = any(bool(one.item()) for state in states for one in state["found_inf_per_device"].values())
-        finite, self._finite = self._finite, []
-        wrong = wrong or not all(bool(one) for one in finite)
-        self._num_skipped = self._num_skipped + 1 if wrong else 0
+        wrong = [one > 0 for state in states for one in state["found_inf_per_device"].values()]
+        wrong += [~one for one in self._finite]
+        self._finite = []
+        if wrong:
+            known = torch.zeros_like(scale) if self._skipped is None else self._skipped
+            self._skipped = (known + 1) * torch.stack([one.to(scale.device) for one in wrong]).any()
         super().update(new_scale)
-        if self._num_skipped >= PATIENCE:
+        if self._looks and self._skipped is not None and self._skipped.item() >= PATIENCE:
             raise self._refuse(
                 f"gradients or losses were not finite in {PATIENCE} steps in a row; the loss scale is "
                 f"{self.get_scale():.0e}"
             )
+        self._num_updates += 1
 
     def _refuse(self, message: str) -> Exception:
         return (self._guards[0].refuse if self._guards else _plain)(message, REMEDY)

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.runtime.layout.execute import put, size
 from weft.runtime.layout.indices import indices
 from weft.runtime.layout.transfer import Index
-from weft.runtime.links.transport import Group, GroupComm, Transport
+from weft.runtime.links.transport import GroupComm, Transport
 from weft.runtime.program.load import tupled
 from weft.runtime.program.stored import Holds
 
@@ -64,14 +64,6 @@ def tell_all(transport: Transport, value: Any) -> list[Any]:
     text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=transport.device)
     everybody = GroupComm(transport, tuple(range(transport.num_ranks)))
     return [json.loads(bytes(one.tolist())) for one in everybody.all_gather(text)]
-
-
-def tell_numbers(transport: Transport, mine: Sequence[float], ranks: Group) -> list[tuple[float, ...]]:
-    """Numbers of some ranks, this one among them, as many of each; in the order of the ranks."""
-    if len(ranks) == 1:
-        return [tuple(mine)]
-    told = torch.tensor(mine, dtype=torch.float64, device=transport.device)
-    return [tuple(one.tolist()) for one in transport.all_gather(told, ranks)]
 
 
 def gather(

@@ -184,7 +184,7 @@ class Stepping(Own):
         self.loss_alone = alone
 
     @abstractmethod
-    def forward_backward(self, batch: Any, scale: float = 1.0) -> Tensor:
+    def forward_backward(self, batch: Any, scale: float | Tensor = 1.0) -> Tensor:
         """Forward and backward; gradients, `scale` times, are added to what was there, the loss is returned."""
 
     def _tell_raised(self, error: Exception) -> None:
@@ -271,7 +271,7 @@ def loss_of(module: Stepping, batch: Any) -> Tensor:
 
 
 def step_of(
-    forward_backward: Callable[[Any, float], Tensor],
+    forward_backward: Callable[[Any, float | Tensor], Tensor],
     batch: Any,
     optimizer: Optimizers,
     prepare: Prepare | None = None,
@@ -280,7 +280,12 @@ def step_of(
     """Gradients, update; the loss before it. Gradients stay to be looked at until the next step."""
     for one in all_of(optimizer):
         plainly(one.zero_grad)(set_to_none=True)
-    loss = forward_backward(batch, 1.0 if scaler is None else float(scaler.scale(torch.ones(()))))
+    scale: float | Tensor = 1.0
+    if scaler is not None:
+        # it lies where gradients do: nobody waits for it
+        groups = [group for one in all_of(optimizer) for group in cast(torch.optim.Optimizer, one).param_groups]
+        scale = scaler.scale(torch.ones((), device=groups[0]["params"][0].device))
+    loss = forward_backward(batch, scale)
     if scaler is not None:
         if isinstance(scaler, GradScaler):
             scaler.saw(loss)  # one of ours, which ends what does not get better
