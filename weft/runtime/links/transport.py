@@ -358,8 +358,13 @@ def as_shards(flat: Tensor, sharding: Sharding) -> list[Tensor]:
 def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:
     """Put a shard in its place, unless it lies there."""
     view = narrowed(full, part)
-    if view is None or view.data_ptr() != shard.data_ptr() or view.stride() != shard.stride():
+    if view is None or view.data_ptr() != shard.data_ptr() or _steps(view) != _steps(shard):
         put(full, part, shard)
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """Strides of the dims that have any steps."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 COMBINE: Mapping[str, Callable[..., Tensor]] = {
