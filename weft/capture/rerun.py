@@ -6,16 +6,17 @@ Whatever forward reads (an attribute, a class, a registry, memory that it shares
 shows here, if it changes what is computed. Which modes and hooks the module has, and which of its parameters are
 trained, is as it was at the first run: the module lives on beside the program, and may be used for something else.
 
-Promised: tensors are fake, nothing is computed, and the module and all random states are as before. A forward that
-keeps something, that needs values, or that by itself makes other calls each time, is not known in this way.
+Promised: tensors are fake, nothing is computed, and the module and all random states are as before; nobody else may
+look at the module meanwhile. A forward that keeps something, that needs values, or that by itself makes other calls
+each time, is not known in this way.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -93,23 +94,33 @@ class Rerun:
         modes: what is in training mode.
     """
 
-    def __init__(self, module: nn.Module, example: Any, modes: Modes, precision: Precision | None = None) -> None:
+    def __init__(self, module: nn.Module, example: Any, modes: Modes, precision: Precision | None) -> None:
         refuse_modules(module)
         self.example, self.modes = example, modes
         self._module, self._precision = module, precision
         self._example: Example = flatten_example(module, example)
         self._hooks = [(sub, name, vars(sub)[name].copy()) for sub in module.modules() for name in HOOKS]
-        self._mode, self._lock = FakeTensorMode(allow_non_fake_inputs=True), threading.Lock()
+        self._mode, self._lock = FakeTensorMode(allow_non_fake_inputs=True), Lock()
         self._fakes = list(fakes_of(module, precision, self._mode, moved=False))
         with self._mode:
             self._inputs = stand_ins(self._example)
         self._names = {id(fake): f"held {at}" for at, (_, _, _, fake) in reversed(list(enumerate(self._fakes)))}
         self._names |= {id(one): f"input {at}" for at, one in enumerate(self._inputs)}
-        self._first = self._learned()
+        self._first: list[Said] | None = None
+        self._is_learned = False
+
+    def learn(self) -> None:
+        """What forward does now is what it is to do."""
+        if not self._is_learned:
+            self._first, self._is_learned = self._learned(), True
 
     def difference(self) -> str:
-        """Where forward does something else than at the first run; "" if it does the same."""
-        if self._first is None or torch._C._len_torch_function_stack():
+        """Where forward does something else than at the first run, which this is if there was none; "" if it does the
+        same."""
+        if torch._C._len_torch_function_stack():
+            return ""
+        self.learn()
+        if self._first is None:
             return ""
         with self._lock:
             now = self._calls()

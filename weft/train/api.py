@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ from weft.errors import PlanError, RunError
 from weft.plan.batch import BatchDims
 from weft.runtime.checks.batch_checksum import other_than
 from weft.runtime.checks.guards import mark_replaced
+from weft.runtime.checks.rarely import Rarely
 from weft.runtime.checks.wrapping import ordinary
 from weft.runtime.jobs.connect import connect, is_launched
 from weft.runtime.jobs.devices import Device, choose, look, use_device
@@ -159,13 +161,14 @@ def _surface(
     found = surface_of(module, original, _arguments(example), live=live)
     if not live:
         return found
-    # that of training runs before ranks take the module's values: fake tensors stand there meanwhile
-    first = Rerun(module, example, found.modes, precision)
+    # in this thread alone, and before ranks take the module's values: fake tensors stand there meanwhile
+    thread, first = get_ident(), Rerun(module, example, found.modes, precision)
+    first.learn()
 
     def rerun(batch: Arguments | None, modes: Modes) -> Callable[[], str]:
-        if batch is None and modes == found.modes:
-            return first.difference
-        return Rerun(module, example if batch is None else as_example(batch), modes, precision).difference
+        is_first = batch is None and modes == found.modes
+        again = first if is_first else Rerun(module, example if batch is None else as_example(batch), modes, precision)
+        return Rarely(again.difference, thread)
 
     return replace(found, rerun=rerun)
 

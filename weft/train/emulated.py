@@ -190,10 +190,11 @@ class Emulated(Stepping):
 
     def _prepare_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A batch that no program is for is refused here: a rank that fails ends all. What is missing is made here."""
-        self._first.refuse_outside(self._first.known_flow(args, kwargs))
         if not self._first.has_program():
+            self._first.refuse_outside(None)
             self._make_missing()
         flow = self._first.known_flow(args, kwargs)
+        self._first.refuse_outside(flow)
         if flow is None:
             self._prepare(Wanted(modes=self.modes, batch=(args, kwargs), outputs=self._first.wants_all))
         elif not flow.is_whole:

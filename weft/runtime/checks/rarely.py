@@ -7,6 +7,7 @@ fourth and so on, then so seldom that it takes a small share of the time that ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter
 
 EARLY = 64
@@ -20,15 +21,17 @@ class Rarely:
 
     Args:
         check: gives what is wrong, or "".
+        thread: in which it is asked; in others nothing is wrong.
     """
 
-    def __init__(self, check: Callable[[], str]) -> None:
-        self._check, self._next = check, 1
-        # asked once when it is noted what is right
-        self._calls = -1
-        self._looked, self._at = -1, perf_counter()
+    def __init__(self, check: Callable[[], str], thread: int) -> None:
+        self._check, self._thread = check, thread
+        self._calls, self._next = 0, 1
+        self._looked, self._at = 0, perf_counter()
 
     def __call__(self) -> str:
+        if get_ident() != self._thread:
+            return ""
         self._calls += 1
         return self._look() if self._calls >= self._next else ""
 

@@ -21,7 +21,6 @@ from weft.runtime.checks.batch_checksum import batch_number, other_batch
 from weft.runtime.checks.guards import CLIP, Guard, handed_out
 from weft.runtime.checks.outside import Outside
 from weft.runtime.checks.rank_tensor import RankTensor
-from weft.runtime.checks.rarely import Rarely
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
@@ -169,7 +168,7 @@ class OneRank(Stepping):
         parts = {path: (vars(one), one.shown_names(), one.ours_of(names)) for path, one in shown.items()}
         # one rank is enough: all run the same script
         again = self._surface.rerun if self._transport.whole.rank == 0 else None
-        rerun = str if again is None else Rarely(again(flow.batch, self.modes))
+        rerun = str if again is None else again(flow.batch, self.modes)
         self._outside[flow] = Outside(reads, self._surface.owners, dict(self.named_parameters()), parts, rerun)
         if self._refusal is not None:
             for module in flow.modules:
