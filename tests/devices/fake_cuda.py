@@ -109,7 +109,7 @@ class Counted:
 def place() -> str:
     """The innermost line of the project, this file apart."""
     frames = [one for one in traceback.extract_stack() if one.filename.startswith(str(ROOT))]
-    own = [one for one in frames if one.filename != __file__]
+    own = [one for one in frames if one.filename != __file__ and "site-packages" not in one.filename]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
 
 
@@ -180,7 +180,7 @@ def make_transport(case: Case, num_ranks: int, seen: Seen) -> Any:
             return [tuple(numbers)] * len(group)
 
     groups = Groups(HashStore(), case.rank, Fake("fake", "cuda", host_waits=False), local=True)
-    return Alone(HashStore(), groups, num_ranks, device=torch.device("cuda:0"), timeout=1.0)
+    return Alone(HashStore(), groups, num_ranks, device=torch.device("cuda:0"), timeout=600.0)
 
 
 def others_agree(files: Any) -> None:

@@ -70,7 +70,7 @@ class StoredParts(Own):
         moves = self._tables.moves.values()
         ways = [one for move in moves for one in (*move.forward, *(move.backward or ()))]
         ways += [one for move in moves for by in move.by_chunk for one in (*by.forward, *by.backward)]
-        return {self.place.group(one) for one in axes} | {one.group for one in ways if one.group}
+        return {self.place.group(one) for one in axes} | {one.group for one in ways if self.transport.rank in one.group}
 
     def __init__(self, transport: Transport, tables: Tables) -> None:
         super().__init__()
