@@ -152,8 +152,11 @@ def test_parallelize_alone() -> None:
     model, example = MLP(), (torch.zeros(4, 6), torch.zeros(4, 6))
     with pytest.raises(RunError, match="device='cuda' is asked for, and no cuda"):
         weft.parallelize(model, example, "dp=1", device="cuda", cache=None)
-    with pytest.raises(RunError, match="timeout=0 is no time"):
-        weft.parallelize(model, example, "dp=1", timeout=0, cache=None)
+    for timeout in (0, -1, "5", True):
+        with pytest.raises(RunError, match=f"timeout={timeout!r} is no time"):
+            weft.parallelize(model, example, "dp=1", timeout=timeout, cache=None)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="backend=3 is no backend"):
+        weft.parallelize(model, example, "dp=1", backend=3, cache=None)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="backend='gloo' is asked for, and emulate=True runs all ranks"):
         weft.parallelize(model, example, "dp=2", emulate=True, backend="gloo", cache=None)
     assert weft.parallelize(model, example, "dp=1", device="cpu", cache=None) is not None

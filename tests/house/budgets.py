@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 155_036,
+    "runtime": 155_208,
     "ops": 45_518,
     "codegen": 35_507,
     "plan": 32_520,
     "capture": 43_803,
     "lower": 20_000,
-    "train": 22_279,
+    "train": 22_331,
     "verify": 15_805,
     "order": 13_320,
     "ir": 13_242,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 431_441
+ALL = 431_665
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -374,6 +374,19 @@ def tells_what_it_lost(transport: ProcessTransport, payload: Any) -> None:
         raise
 
 
+def sums_with_one_that_goes(transport: ProcessTransport, payload: Any) -> None:
+    """Rank 1 dies between two sums."""
+    transport.all_reduce(torch.zeros(3), (0, 1))
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.doing = Doing("B2 of blocks.0")
+    try:
+        transport.all_reduce(torch.zeros(3), (0, 1))
+    except PeerLost as error:
+        Path(payload).write_text(str(error))
+        raise
+
+
 def waits_for_a_slow_letter(transport: Transport, payload: Any) -> None:
     """Rank 1 is alive and posts nothing."""
     transport.post(1 - transport.rank, "hello", [torch.zeros(1)])

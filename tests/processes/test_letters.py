@@ -84,6 +84,13 @@ def test_who_waited_for_what_from_a_rank_that_is_gone(ways: Pools, tmp_path: Pat
     assert "rank 0 waited for gradient of x, micro-batch 2 from rank 1 (in B2 of blocks.0)" in text
 
 
+def test_who_was_in_which_sum_with_a_rank_that_is_gone(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(bodies.identity)
+    failed(pools(2), bodies.sums_with_one_that_goes, ProcessFailed, payload=str(tmp_path / "error"))
+    text = (tmp_path / "error").read_text()
+    assert "rank 1 has gone; rank 0 was in all_reduce(sum) of float32[3]" in text and "in B2 of blocks.0" in text
+
+
 def test_a_letter_that_does_not_come_in_time(ways: Pools) -> None:
     pool = ways(2)
     pool.run(bodies.identity)

@@ -237,9 +237,12 @@ def _launched(
     asked: dict[str, Any],
 ) -> nn.Module:
     """The rank that this process is."""
-    timeout = asked["timeout"]
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise RunError(f"timeout={timeout} is no time", remedy="seconds that one collective may take, such as 600")
+    timeout, backend = asked["timeout"], asked["backend"]
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < math.inf):
+        raise RunError(f"timeout={timeout!r} is no time", remedy="seconds that one collective may take, such as 600")
+    if backend is not None and not isinstance(backend, str):
+        raise RunError(f"backend={backend!r} is no backend", remedy='a name, such as "gloo" or "nccl"')
     if not is_launched():
         chosen = choose([replace(look(asked["device"], asked["backend"]), local=(0, 1))], 0)
         files = files_of(trained())

@@ -109,7 +109,7 @@ class Channel:
             num_ranks, messages = self._watch.num_ranks, None
             everybody = tuple(range(num_ranks))
             with self._watch.opening(self._lane, everybody):
-                pipes = self._groups.pipes(everybody, MESSAGES, self._watch.check)
+                pipes = self._groups.pipes(everybody, MESSAGES, self._watch.check, self._watch.gone)
                 if pipes is None:
                     messages = self._groups.messages(num_ranks, MESSAGES)
             if pipes is None:
@@ -222,7 +222,7 @@ class Channel:
         members = tuple(sorted(group))
         if members not in self._segments:
             with self._watch.opening(self._lane, members):
-                pipes = self._groups.pipes(members, self._lane, self._look)
+                pipes = self._groups.pipes(members, self._lane, self._look, self._watch.gone)
             self._segments[members] = None
             if pipes is not None:
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415 - loaded where it is used only

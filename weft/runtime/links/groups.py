@@ -75,11 +75,18 @@ class Groups:
             found = self._made[lane, members] = self._make(store, members, f"weft {lane}: {name_of(members)}")
         return found
 
-    def pipes(self, ranks: Group, lane: str, look: Callable[[], None] = lambda: None) -> Pipes | None:
+    def pipes(
+        self,
+        ranks: Group,
+        lane: str,
+        look: Callable[[], None] = lambda: None,
+        gone: Callable[[int], str] = "rank {} has gone".format,
+    ) -> Pipes | None:
         """Pipes between these ranks, who all ask for them; None where they cannot reach each other so.
 
         Args:
             look: called while waiting for them; raises if that is in vain.
+            gone: says that a rank has gone.
         """
         members = tuple(sorted(ranks))
         if not (self._by_pipe and hasattr(os, "memfd_create")):
@@ -88,7 +95,9 @@ class Groups:
             from weft.runtime.shm.pipes import meet  # noqa: PLC0415 - loaded where it is used only
 
             store, position = self._prefixed(members, lane), members.index(self.rank)
-            self._pipes[lane, members] = meet(store, position, len(members), look)
+            found = self._pipes[lane, members] = meet(store, position, len(members), look)
+            if found is not None:
+                found.told = lambda at: gone(members[at])
         return self._pipes[lane, members]
 
     def messages(self, num_ranks: int, lane: str) -> Any:

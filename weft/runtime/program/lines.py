@@ -68,7 +68,8 @@ def ranged(program: Any, model: Any) -> AbstractContextManager[None]:
 
 def within(program: Any, what: str) -> str:
     """Words that say too which module a program is in, if it has ranges."""
-    return f"{what} in {vars(program)[WITHIN]}" if profiler._is_profiler_enabled and WITHIN in vars(program) else what
+    path = vars(program).get(WITHIN) if profiler._is_profiler_enabled else ""
+    return f"{what} in {path}" if path else what
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _ranged(program: Any, model: Any) -> Iterator[None]:
     def within(path: str, place: str, layer: Any = None) -> AbstractContextManager[Any]:
         name = ".".join(filter(None, (paths[id(layer)] if layer is not None else "", path)))
         own[WITHIN] = name
-        return span(name, place)
+        return span(name, place) if name or place else span("model")
 
     # it stays: what is recomputed in backward runs these functions again
     own["within"] = within

@@ -54,10 +54,14 @@ class Pipes:
 
     Args:
         incoming, outgoing: descriptors by position of the other member.
+
+    Attributes:
+        told: says which member has gone, by its position.
     """
 
     def __init__(self, incoming: Mapping[int, int], outgoing: Mapping[int, int]) -> None:
         self._incoming, self._outgoing = incoming, outgoing
+        self.told: Callable[[int], str] = "member {} of the group has gone".format
         self._to_send: dict[int, Queue] = {at: deque() for at in outgoing}
         self._to_come: dict[int, Queue] = {at: deque() for at in incoming}
 
@@ -105,7 +109,7 @@ class Pipes:
                     look()
                 continue
             if not found:
-                raise PeerLost("a rank that something was to come from has gone")
+                raise PeerLost(self.told(at))
             return found
 
     def close(self) -> None:
@@ -128,7 +132,7 @@ class Pipes:
                 except BlockingIOError:
                     break
                 except BrokenPipeError as error:
-                    raise PeerLost("a rank that something was sent to has gone") from error
+                    raise PeerLost(self.told(at)) from error
                 _advance(queue, done)
 
     def _receive(self) -> None:
@@ -139,7 +143,7 @@ class Pipes:
                 except BlockingIOError:
                     break
                 if not done:
-                    raise PeerLost("a rank that something was to come from has gone")
+                    raise PeerLost(self.told(at))
                 _advance(queue, done)
 
     def _turn(self) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN
 from weft.runtime.checks.wrapping import on_all_ranks
+from weft.runtime.links.transport import Doing
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Arguments, Signed
 from weft.runtime.program.surface import Modes
@@ -122,6 +123,8 @@ class Parallel(OneRank):
             if flow.has_loss:
                 self._weigh(args, kwargs, inputs)
         found = program(*inputs)
+        # what follows is the caller's
+        self._transport.doing = Doing()
         if flow is not self._flow:
             # buffers that a forward of evaluation has changed
             take_back(self.program, flow)
@@ -140,6 +143,7 @@ class Parallel(OneRank):
         stream = Stream(self.seed, self.step, self.replica * self._flow.count)
         found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
         take_back(self.program, flow)
+        self._transport.doing = Doing()
         weights = self._weighed(micros, flow.parts(rows)) if flow.has_loss else flow.parts(rows)
         self._weight = sum(weights)
         return flow.join(found, self.reduction.shares(weights))
@@ -267,6 +271,7 @@ class Parallel(OneRank):
         losses = self._accumulate(
             inputs, counts, scale=scale, size_of=flow.size_of(rows), completes=frozenset() if alike else everybody
         )
+        self._transport.doing = Doing()
         self.step += 1
         self._weight, self.losses = sum(weights), tuple(losses)
         self._warn_of_nan(losses, weights)

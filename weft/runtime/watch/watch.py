@@ -256,6 +256,12 @@ class Watch:
         self.tell()
         return describe(read_states(self._store, self.num_ranks))
 
+    def gone(self, peer: int) -> str:
+        """That a rank has gone, and what this one was in."""
+        doing, step = self._doing()
+        calls = [f" in {call.what}, call {call.number} of group {call.group}" for call in list(self._calls.values())]
+        return f"rank {peer} has gone; rank {self.rank} was{calls[0] if calls else ''} ({doing}, step {step})"
+
     def say(self, key: str, text: str) -> None:
         """Leave a word for the others."""
         self._store.set(key, text)
