@@ -417,7 +417,9 @@ SIZES: dict[str, Callable[[Tensor], Any]] = {
 def test_sizes_of_parts_are_told_once(kind: str) -> None:
     parallel = opened("pp=2,tp=2,microbatches=2")
     part, empty = (parallel.get_parameter(f"ranks.{rank}.up.weight") for rank in (0, 2))
-    with pytest.warns(UserWarning, match=r"up\.weight on this rank is that of its part, \[4, 6\].*has \[8, 6\]") as told:
+    with pytest.warns(
+        UserWarning, match=r"up\.weight on this rank is that of its part, \[4, 6\].*has \[8, 6\]"
+    ) as told:
         SIZES[kind](part)
     assert told[0].filename == __file__
     SIZES[kind](part), SIZES[kind](empty)

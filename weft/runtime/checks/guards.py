@@ -370,9 +370,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         if watched is None:
             return None
     settings, given = watched.settings, None
-    for one in watched.replaced:
-        if one.grad is not None:
-            raise vars(one)[NAME].refuse(SHARED[0].format(list(one.shape)), SHARED[1])
+    for original in watched.replaced:
+        if original.grad is not None:
+            raise vars(original)[NAME].refuse(SHARED[0].format(list(original.shape)), SHARED[1])
     if kwargs or len(args) > 1:
         several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
         given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None

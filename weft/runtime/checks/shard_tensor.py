@@ -74,6 +74,8 @@ _FILLS = """
 """
 FILLS = frozenset(_FILLS.split())
 SIZES = ("size", "numel", "nelement", "__len__")
+PROPERTIES = "weft.runtime.program.shown.attributes"
+"""What compares what a user's property gives with what the original's does."""
 BETWEEN = (__name__, "torch.overrides", "torch._tensor")
 """Modules that stand between whoever asks for a size and a shard."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -330,6 +332,8 @@ def _tell_of_size(tensor: Tensor, name: str, *, whole: bool) -> None:
         frame = frame.f_back
     file, shape, shard = frame.f_code.co_filename, tuple(tensor.shape), held.shard
     if shape == shard.shape or INSTALLED in file or file.startswith(LIBRARY):
+        return
+    if frame.f_back is not None and frame.f_back.f_globals.get("__name__") == PROPERTIES:
         return
     if _takes_apart(frame.f_code, frame.f_lasti) if whole else tensor.numel() or name == "size":
         shard.told.set()

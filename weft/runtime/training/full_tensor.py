@@ -102,9 +102,7 @@ def _index(held: Held, rank: Index, part: Tensor) -> Index:
     return tuple(runs for one in found for runs in one)
 
 
-def show_shards(
-    module: OneRank, owners: ShardOwners, refuse: Refuse, told: Event, here: Here | None = None
-) -> None:
+def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, told: Event, here: Here | None = None) -> None:
     """Let users see as shards what the rank holds in part.
 
     Args:
