@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from weft.runtime.operators.algorithms import Exchange as Exchange
     from weft.runtime.operators.algorithms import register_algorithm as register_algorithm
     from weft.runtime.operators.custom import register_op as register_op
+    from weft.runtime.training.full_tensor import full_shape as full_shape
     from weft.runtime.training.full_tensor import full_tensor as full_tensor
     from weft.runtime.training.full_tensor import shard_like as shard_like
     from weft.runtime.training.reduction import per_token as per_token
@@ -62,7 +63,7 @@ _EXPORTS = {
     **dict.fromkeys(("parallelize", "clip_grad_norm_", "save", "load"), "weft.train"),
     "WeftError": "weft.errors",
     "GradScaler": "weft.runtime.training.scaling",
-    **dict.fromkeys(("full_tensor", "shard_like"), "weft.runtime.training.full_tensor"),
+    **dict.fromkeys(("full_tensor", "full_shape", "shard_like"), "weft.runtime.training.full_tensor"),
     "dynamic": "weft.capture.example",
     **dict.fromkeys(("register_algorithm", "Exchange"), "weft.runtime.operators.algorithms"),
     "register_op": "weft.runtime.operators.custom",
@@ -76,6 +77,7 @@ __all__ = [
     "parallelize",
     "clip_grad_norm_",
     "full_tensor",
+    "full_shape",
     "shard_like",
     "save",
     "load",

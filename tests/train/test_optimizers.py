@@ -415,3 +415,17 @@ def test_marks_are_not_saved() -> None:
     parallel = parallel_of(model, example, "dp=2")
     again = pickle.loads(pickle.dumps(list(parallel.parameters())))
     torch.optim.SGD(again, lr=0.1).step(lambda: 0.0)
+
+
+def test_an_optimizer_of_what_shares_a_parameter_outside_is_refused() -> None:
+    model, example = mlp()
+    head = nn.Linear(8, 8, bias=False)
+    head.weight = next(model.parameters())
+    parallel = weft.parallelize(model, example, "dp=2", emulate=True, cache=None)
+    optimizer = torch.optim.SGD([*parallel.parameters(), *head.parameters()], lr=0.1)
+    parallel.forward_backward(example)
+    optimizer.step()
+    # only now it is trained beside the parallel module's
+    head.weight.grad = torch.ones_like(head.weight)
+    with pytest.raises(RunError, match=r"given to parallelize\(\), beside(.|\n)*all that shares it"):
+        optimizer.step()

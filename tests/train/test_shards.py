@@ -309,7 +309,7 @@ def test_copies_are_shards_and_files_have_ordinary_tensors() -> None:
             copy.deepcopy(one).norm()
         read = pickle.loads(pickle.dumps(one))
         assert type(read) in (nn.Parameter, Tensor) and torch.equal(read, one.as_subclass(Tensor))
-        assert "[0:4, 0:6] of its [8, 6]" in repr(one) and one.shape == read.shape and one.numel() == read.numel()
+        assert "[0:4, 0:6] of its [8, 6]" in repr(one) and one.shape == read.shape
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3", "pp=2,tp=2,microbatches=2"])
@@ -383,3 +383,79 @@ def test_memory_that_is_swapped_is_followed_or_refused(plan: str, grad: bool) ->
             swapping(parallel, grad)
     else:
         assert swapping(parallel, grad) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "dp=2,spread"])
+def test_full_shapes_are_those_of_the_original(plan: str) -> None:
+    parallel, shapes = opened(plan), {name: one.shape for name, one in net().named_parameters()}
+    for name, one in parallel.named_parameters():
+        if "@" not in name:
+            assert weft.full_shape(one) == shapes[original(name)]
+            assert one.grad is None or weft.full_shape(one.grad * 2) == shapes[original(name)]
+    assert weft.full_shape(torch.ones(2, 3)) == (2, 3)
+
+
+def unpacked(w: Tensor) -> int:
+    rows, columns = w.shape
+    return rows * columns
+
+
+SIZES: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda w: w.shape[0],
+    "last": lambda w: 1 / w.shape[-1],
+    "unpacked": unpacked,
+    "size": lambda w: w.size(0),
+    "size by name": lambda w: w.size(dim=0),
+    "sizes": lambda w: w.size()[0],
+    "numel": lambda w: w.numel(),
+    "nelement": lambda w: w.nelement(),
+    "len": len,
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_sizes_of_parts_are_told_once(kind: str) -> None:
+    parallel = opened("pp=2,tp=2,microbatches=2")
+    part, empty = (parallel.get_parameter(f"ranks.{rank}.up.weight") for rank in (0, 2))
+    with pytest.warns(
+        UserWarning, match=r"up\.weight on this rank is that of its part, \[4, 6\].*has \[8, 6\]"
+    ) as told:
+        SIZES[kind](part)
+    assert told[0].filename == __file__
+    SIZES[kind](part), SIZES[kind](empty)
+
+
+def test_sizes_that_others_ask_for_are_not_told() -> None:
+    parallel = opened("dp=2,zero=3")
+    torch.optim.AdamW(parallel.parameters()).step()
+    str(parallel), repr(list(parallel.parameters())), copy.deepcopy(list(parallel.parameters()))
+    assert sum(one.dim() for one in parallel.parameters())
+    one = parallel.get_parameter("ranks.0.up.weight")
+    # to look whether there is something, to print and to compare
+    assert one.shape == (4, 6) and len(one.shape) == 2 and str(one.shape) == "torch.Size([4, 6])"
+    assert torch.zeros(one.shape).shape == one.shape and type(pickle.loads(pickle.dumps(one.shape))) is torch.Size
+
+
+def test_that_nothing_is_held_is_no_size() -> None:
+    parallel = opened("dp=2,spread")
+    assert not all(one.numel() for one in parallel.parameters())
+    with pytest.warns(UserWarning, match=r"on this rank is that of its part, \[0.*weft\.full_shape"):
+        assert any(not one.size(0) for one in parallel.parameters())
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "dp=2,spread"])
+def test_a_penalty_over_all_is_a_term_where_some_are_frozen(plan: str) -> None:
+    def penalised(module: Any) -> dict[str, Tensor]:
+        for name, one in module.named_parameters():
+            one.requires_grad_("up" not in name)
+        (0.1 * sum(one.square().sum() for one in module.parameters())).backward()
+        return {name: weft.full_tensor(one.grad) for name, one in module.named_parameters() if one.grad is not None}
+
+    parallel = weft.parallelize(net(), batch(), plan, emulate=True, cache=None)
+    expected = penalised(net())
+    for name, gradient in penalised(parallel).items():
+        torch.testing.assert_close(gradient, expected[original(name)], rtol=1e-12, atol=1e-12)
+    for _, one in shards(parallel):
+        if not one.requires_grad:
+            with pytest.raises(RunError, match="sum over the elements"):
+                one.square().sum().item()

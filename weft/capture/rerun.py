@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -41,6 +42,11 @@ Said = tuple[Any, ...]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 ARRAY = 65536
 """Bytes of an array that are compared."""
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """As it is saved."""
+    return tensor
 
 
 class StoppedError(Exception):
@@ -183,6 +189,8 @@ class Rerun:
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            # the caller's would be given fake tensors, and may end this
+            stack.enter_context(saved_tensors_hooks(identity, identity))
             stack.enter_context(self._mode)
             stack.enter_context(listener)
             with nullcontext() if precision is None else Rules(precision):

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from weft.compile.programs import Wanted
 from weft.errors import RunError
 from weft.runtime.checks.guarded import guard_all
-from weft.runtime.checks.guards import CLIP, handed_out
+from weft.runtime.checks.guards import CLIP
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN, UNCALLED, hooks_of
-from weft.runtime.checks.wrapping import on_all_ranks
+from weft.runtime.checks.wrapping import REDRAWN, handed_out, on_all_ranks, redraws
 from weft.runtime.layout.execute import take
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Signed
@@ -201,6 +201,8 @@ class Emulated(Stepping):
             for rows in flow.missing([self._first.cut(flow, args, kwargs)[1]]):
                 self._prepare(Wanted(modes=self.modes, batch=flow.batch, rows=rows, outputs=self._first.wants_all))
         else:
+            if redraws(flow.program):
+                raise refusal(*REDRAWN)
             try:
                 flow.bind_whole(args, kwargs)
             except BatchMismatch as error:

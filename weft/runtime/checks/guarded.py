@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import Event
 
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
         return transport.all_reduce(mine.to(transport.device), everyone, "max")
 
     if not all(holds_all):
-        show_shards(module, exchange(module.masters), refuse)
+        show_shards(module, exchange(module.masters), refuse, Event())
     holders = tuple(rank for rank, one in enumerate(holds) if one)
     job = transport.job
 
@@ -85,8 +86,8 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
         lambda update, mine: mine,
         holders,
     )
-    owners, here = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks)
+    owners, here, told = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks), Event()
     for number, module in enumerate(ranks):
-        show_shards(module, owners, refuse, here)
+        show_shards(module, owners, refuse, told, here)
         module.watched_by(guard, partial(guard.remember, number))
     return guard

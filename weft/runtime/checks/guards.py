@@ -13,8 +13,6 @@ What was found out about an optimizer is kept with it: a step costs a few micros
 
 from __future__ import annotations
 
-import inspect
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -73,6 +71,12 @@ SCALER = (
 REPLACED = (
     "the optimizer holds parameters of the module that was given to parallelize(), which are not trained any more",
     "make the optimizer afterwards: torch.optim.AdamW(parallel.parameters())",
+)
+SHARED = (
+    "the optimizer holds a parameter of shape {0} of the module that was given to parallelize(), beside the parallel "
+    "module's own: what shares it outside trains it apart from that one",
+    "parallelize a module that holds all that shares it, such as body and head together; or leave the original out of "
+    "the optimizer",
 )
 SPREAD = "add `spread` to the plan: each parameter lies whole on one rank; or use an elementwise one (AdamW, SGD)"
 
@@ -337,27 +341,20 @@ def mark_replaced(parameters: Iterable[nn.Parameter], refuse: Refuse) -> None:
             vars(parameter)[NAME] = Mark(None, refuse)
 
 
-def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exception | None]) -> Iterator[nn.Parameter]:
-    """Parameters, one by one, but not to torch's clip_grad_norm_."""
-    if sys._getframe(1).f_code is inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__:
-        error = refuse()
-        if error is not None:
-            raise error
-    yield from parameters
-
-
 @dataclass(frozen=True, slots=True)
 class _Watched:
     """What was found out about an optimizer: the guards of its parameters, and how many it had then.
 
     Args:
         shards: its parameters that are held in part: ordinary ones while it steps.
+        replaced: its parameters that a parallel module has taken the place of.
         settings: of its steps.
     """
 
     guards: tuple[weakref.ref[Guard], ...]
     counts: list[int]
     shards: tuple[nn.Parameter, ...]
+    replaced: tuple[nn.Parameter, ...]
     settings: Settings
 
 
@@ -373,6 +370,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         if watched is None:
             return None
     settings, given = watched.settings, None
+    for original in watched.replaced:
+        if original.grad is not None:
+            raise vars(original)[NAME].refuse(SHARED[0].format(list(original.shape)), SHARED[1])
     if kwargs or len(args) > 1:
         several = [guard for one in watched.guards if (guard := one()) is not None and guard.num_ranks > 1]
         given = run_closure(optimizer, args, kwargs, several[0].refuse) if several else None
@@ -399,8 +399,11 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Watched | None:
     if isinstance(optimizer, CombinedOptimizer):
         return None  # each of them has its own
     guards = list({id(guard): guard for one in _all(optimizer) if (guard := guard_of(one)) is not None}.values())
-    _refuse_replaced(optimizer)
+    replaced = tuple(filter(_is_replaced, _all(optimizer)))
     if not guards:
+        # they get no gradient any more; who goes on with the original gives them some
+        if replaced and all(one.grad is None for one in replaced):
+            raise vars(replaced[0])[NAME].refuse(*REPLACED)
         return None
     for guard in guards:
         guard.check(optimizer)
@@ -409,7 +412,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Watched | None:
         optimizer.register_load_state_dict_post_hook(_look_again)
     counts = [len(group["params"]) for group in optimizer.param_groups]
     shards = tuple(one for one in _all(optimizer) if held_of(one) is not None)
-    found = _Watched(tuple(map(weakref.ref, guards)), counts, shards, settings_for(optimizer))
+    found = _Watched(tuple(map(weakref.ref, guards)), counts, shards, replaced, settings_for(optimizer))
     vars(optimizer)[MARK] = found
     return found
 
@@ -441,10 +444,3 @@ def _all(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 def _is_replaced(parameter: Any) -> bool:
     mark = _mark_of(parameter)
     return mark.guard is None and mark.refuse is not None
-
-
-def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer over parameters that get no gradient any more; who goes on with the original gives them some."""
-    gone = [one for one in _all(optimizer) if _is_replaced(one)]
-    if gone and all(one.grad is None for one in gone):
-        raise vars(gone[0])[NAME].refuse(*REPLACED)

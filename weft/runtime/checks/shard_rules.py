@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -35,6 +37,8 @@ class Shard:
         mine: what this rank holds.
         ranks: what each rank of the replica holds.
         gather: all of a tensor that is held so, on all ranks.
+        parameter: itself.
+        told: the user was told that sizes are those of parts.
     """
 
     name: str
@@ -43,6 +47,14 @@ class Shard:
     ranks: tuple[Index, ...]
     refuse: Refuse
     gather: Callable[[Tensor, Held], Tensor]
+    parameter: ref[Tensor]
+    told: Event
+
+    @property
+    def is_frozen(self) -> bool:
+        """The parameter gets no gradient now."""
+        parameter = self.parameter()
+        return parameter is not None and not parameter.requires_grad
 
     def is_cut(self, dim: int) -> bool:
         """True if some rank holds a part along a dim; nothing of a number has one dim."""

@@ -13,14 +13,19 @@ memory, and who refers to it, stay.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice, repeat
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from weft.runtime.checks.outside import INSTALLED, LIBRARY
 from weft.runtime.checks.shard_rules import (
     CONVERSIONS,
     ELEMENTWISE,
@@ -68,6 +73,11 @@ _FILLS = """
     randint_like xavier_normal xavier_uniform kaiming_normal kaiming_uniform orthogonal sparse dropout
 """
 FILLS = frozenset(_FILLS.split())
+SIZES = ("size", "numel", "nelement", "__len__")
+PROPERTIES = "weft.runtime.program.shown.attributes"
+"""What compares what a user's property gives with what the original's does."""
+BETWEEN = (__name__, "torch.overrides", "torch._tensor")
+"""Modules that stand between whoever asks for a size and a shard."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """Of torch's GradScaler, which is refused where that matters."""
 
@@ -211,6 +221,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if name == "__set__":
         return _set(func, args)
     if name in METADATA or name == UNSCALE:
+        if name in SIZES:
+            _tell_of_size(args[0], name, whole=name == "size" and len(args) + len(kwargs) == 1)
         return func(*args, **kwargs)
     if name.startswith("_foreach_"):
         return _listed(func, name, args, kwargs)
@@ -247,8 +259,9 @@ def _reduced(func: Any, held: Held, args: tuple[Any, ...], kwargs: Mapping[str, 
     """What a reduction gives."""
     name = plain_name(func.__name__)
     along = reduced_dims(name, held, args, kwargs)
-    # only its gradients are right
-    is_term = name == "sum" and len(args) == 1 and not kwargs and args[0].requires_grad and torch.is_grad_enabled()
+    # only its gradients are right, of which what is frozen has none
+    differentiates = torch.is_grad_enabled() and (args[0].requires_grad or held.shard.is_frozen)
+    is_term = name == "sum" and len(args) == 1 and not kwargs and differentiates
     if along is None and not is_term:
         raise _refused(func, args)
     found = func(*args, **kwargs)
@@ -287,6 +300,8 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     (tensor, *_), name = args, func.__self__.__name__
     if name in NO_PROPERTY:
         raise _refused(func.__self__, args)
+    if name == "shape":
+        _tell_of_size(tensor, name, whole=True)
     found = func(*args)
     return _held_as(found, held_of(tensor)) if name in ("grad", *SAME) else found
 
@@ -303,6 +318,42 @@ def _set(func: Any, args: tuple[Any, ...]) -> Any:
             else "parameter.copy_(weft.shard_like(values, parameter))",
         )
     return func(*args)
+
+
+def _tell_of_size(tensor: Tensor, name: str, *, whole: bool) -> None:
+    """Warn, once for each module, of a number that is the size of a part of a parameter, if it is the user's own code
+    that asks for it. Whether there are elements, and a shape as it is (`whole`), to print or to compare, is no number.
+    """
+    held = held_of(tensor)
+    if type(tensor) is not ShardParameter or held is None or held.shard.told.is_set():
+        return
+    frame: FrameType = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in BETWEEN:
+        frame = frame.f_back
+    file, shape, shard = frame.f_code.co_filename, tuple(tensor.shape), held.shard
+    if shape == shard.shape or INSTALLED in file or file.startswith(LIBRARY):
+        return
+    if frame.f_back is not None and frame.f_back.f_globals.get("__name__") == PROPERTIES:
+        return
+    if _takes_apart(frame.f_code, frame.f_lasti) if whole else tensor.numel() or name == "size":
+        shard.told.set()
+        warnings.warn_explicit(
+            f"the size of {shard.name} on this rank is that of its part, {list(shape)}; the original has "
+            f"{list(shard.shape)}. Where a size is used as a number, or to choose parameters, results would be others "
+            "than on one device: weft.full_shape(parameter) is the original's on all ranks",
+            UserWarning,
+            file,
+            frame.f_lineno,
+        )
+
+
+@functools.lru_cache(256)
+def _takes_apart(code: CodeType, at: int) -> bool:
+    """True if what a line gets at a place is indexed, or unpacked, at once."""
+    first, second = islice(chain((one for one in dis.get_instructions(code) if one.offset > at), repeat(None)), 2)
+    if first is None or second is None:
+        return False
+    return first.opname == "UNPACK_SEQUENCE" or second.opname == "BINARY_SUBSCR" or second.argrepr == "[]"
 
 
 def _refused(func: Any, operands: Iterable[Any]) -> Exception:

@@ -11,14 +11,18 @@ Inference mode is kept away likewise: of what a parallel module makes in a call,
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import call, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _recomputation_hook, _StopRecomputationError
 
 from weft.runtime.checks.watched import Fact
 
@@ -44,7 +48,13 @@ AUTOCAST = (
     "a parallel module is called under autocast, and was made without",
     "put torch.autocast into the forward of the model, or give parallelize() a precision: precision='bf16'",
 )
+REDRAWN = (
+    "a parallel module whose forward draws random numbers (dropout) is called inside backward, where "
+    "torch.utils.checkpoint computes again what it did before: it would draw others",
+    "checkpoint inside of the model, or recompute=... in the plan: both draw the same",
+)
 
+AS_IT_IS = nullcontext()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -72,6 +82,15 @@ def wrapped_by(name: str) -> tuple[str, str]:
     )
 
 
+def handed_out(parameters: Sequence[nn.Parameter], refuse: Callable[[], Exception | None]) -> Iterator[nn.Parameter]:
+    """Parameters, one by one, but not to torch's clip_grad_norm_."""
+    if sys._getframe(1).f_code is inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__:
+        error = refuse()
+        if error is not None:
+            raise error
+    yield from parameters
+
+
 def on_all_ranks(function: Function) -> Function:
     """A method that all ranks call together: an error that it raises on some ranks only is told to the others
     (`_tell_raised`), which would wait for them. What it makes is ordinary. torch.compile neither traces it nor looks
@@ -79,16 +98,48 @@ def on_all_ranks(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if torch.is_inference_mode_enabled():
-                with ordinary():
-                    return function(self, *args, **kwargs)
-            return function(self, *args, **kwargs)
-        except Exception as error:
-            self._tell_raised(error)
-            raise
+        # most calls are under no hooks
+        with to_its_end() if torch._C._autograd._top_saved_tensors_default_hooks(False) else AS_IT_IS:
+            try:
+                if torch.is_inference_mode_enabled():
+                    with ordinary():
+                        return function(self, *args, **kwargs)
+                return function(self, *args, **kwargs)
+            except Exception as error:
+                self._tell_raised(error)
+                raise
 
     return cast(Function, _uncompiled(call))
+
+
+@contextmanager
+def to_its_end() -> Iterator[None]:
+    """torch ends the recomputation of a checkpoint (use_reentrant=False) by an error, where all is saved that backward
+    needs. A call of a parallel module goes on to its end first: on all ranks it runs the same collectives."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
+    if not getattr(pack, "__qualname__", "").startswith(f"{_recomputation_hook.__name__}."):
+        yield
+        return
+    stopped = list[_StopRecomputationError]()
+
+    @functools.wraps(pack)
+    def packed(tensor: Tensor) -> Any:
+        if not stopped:
+            try:
+                return pack(tensor)
+            except _StopRecomputationError as error:
+                stopped.append(error)
+        return tensor
+
+    with saved_tensors_hooks(packed, unpack):
+        yield
+    if stopped:
+        raise stopped[0]
+
+
+def redraws(program: Any) -> bool:
+    """True in a forward inside backward, of a program that draws."""
+    return program.has_drawn and torch._C._current_graph_task_id() != -1
 
 
 def around(device_kind: str = "") -> Iterator[tuple[Fact, Any, tuple[str, str]]]:

@@ -235,6 +235,11 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             self._draws[key] = Draw(number, shape, whole(shape) if index is None else index)
         return {"draw": self._draws[key], "stream": self.stream}
 
+    @property
+    def has_drawn(self) -> bool:
+        """A forward draws random numbers, and there was one."""
+        return bool(self._draws)
+
     def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
         """A chunk's part of a tensor; zeros of that shape if it has none."""
         return x.new_zeros(shape) if index is None else take_part(x, index, self.tape.known(x))

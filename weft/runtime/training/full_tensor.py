@@ -1,4 +1,4 @@
-"""Full tensors of shards: `weft.full_tensor` and `weft.shard_like`.
+"""Full tensors of shards: `weft.full_tensor`, `weft.full_shape` and `weft.shard_like`.
 
 In: a parameter of which this rank holds a part, its gradient, or what was computed of them element by element
 (`checks/shard_tensor.py`). Out: all of it, on every rank; all ranks call it at the same place. And back: what belongs
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -59,6 +60,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 @plainly
+def full_shape(tensor: Tensor) -> torch.Size:
+    """The shape of all of what a tensor is a part of, as on one device; its own if it is no part."""
+    held = held_of(tensor)
+    return tensor.shape if held is None else torch.Size(_shape(held, tensor))
+
+
+@plainly
 @torch.no_grad()
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """The part of a full tensor that belongs to a parameter, or to its gradient, on this rank: a new tensor."""
@@ -94,11 +102,12 @@ def _index(held: Held, rank: Index, part: Tensor) -> Index:
     return tuple(runs for one in found for runs in one)
 
 
-def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, here: Here | None = None) -> None:
+def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, told: Event, here: Here | None = None) -> None:
     """Let users see as shards what the rank holds in part.
 
     Args:
         owners: what each rank of the replica holds.
+        told: that sizes are those of parts.
         here: brings together what ranks hold, if all are here and one caller has them all.
     """
     originals, copies = shapes_of(module.program), module.masters.apart
@@ -109,7 +118,8 @@ def show_shards(module: OneRank, owners: ShardOwners, refuse: Refuse, here: Here
         # another layout of what stands under its own name, which is to be asked
         none = nothing(original.shape)
         everybody = (mine,) if copy else tuple(one.get(original.names[0], none) for one in owners.ranks)
-        shard = Shard(name, original.shape, mine, everybody, refuse, here or partial(_sent, weakref.ref(module)))
+        gather = here or partial(_sent, weakref.ref(module))
+        shard = Shard(name, original.shape, mine, everybody, refuse, gather, weakref.ref(parameter), told)
         if any(size(index) != original.shape for index in everybody):
             show_as_shard(parameter, shard)
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from weft.errors import Refuse
 from weft.runtime.checks.batch_checksum import batch_number, other_batch
-from weft.runtime.checks.guards import CLIP, Guard, handed_out
+from weft.runtime.checks.guards import CLIP, Guard
 from weft.runtime.checks.outside import Outside
 from weft.runtime.checks.rank_tensor import RankTensor
 from weft.runtime.checks.replicated import Replicated
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import UNCALLED, Unchanged, applied, hooks_of, left_behind
 from weft.runtime.checks.watched import Fact, Facts, remedy_for
-from weft.runtime.checks.wrapping import around, ordinary
+from weft.runtime.checks.wrapping import around, handed_out, ordinary
 from weft.runtime.layout.execute import take
 from weft.runtime.layout.index import nothing, size
 from weft.runtime.layout.transfer import Index

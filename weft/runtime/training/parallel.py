@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import ASSIGN
-from weft.runtime.checks.wrapping import on_all_ranks
+from weft.runtime.checks.wrapping import REDRAWN, on_all_ranks, redraws
 from weft.runtime.links.transport import Doing
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Arguments, Signed
@@ -102,6 +102,8 @@ class Parallel(OneRank):
         """A program of one piece, on all of the batch."""
         inputs = flow.bind_whole(args, kwargs)
         looks, program = self._looks.get(flow), flow.program
+        if redraws(program):
+            raise self._refused(*REDRAWN)
         state = looks.state if looks is not None and looks.is_same() else self.refuse_surroundings(flow)
         if program.inner is not None:
             program.inner.state = state
