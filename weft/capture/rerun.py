@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.capture.example import Example, flatten_example, forward_place
 from weft.capture.source import place_here
-from weft.capture.tracing.modules import without_computed
+from weft.capture.tracing.modules import refuse_modules, without_computed
 from weft.capture.tracing.repeat import plain
 from weft.capture.tracing.surroundings import Surroundings
 from weft.capture.tracing.trace import fakes_of, quiet_torch, stand_ins
@@ -94,6 +94,7 @@ class Rerun:
     """
 
     def __init__(self, module: nn.Module, example: Any, modes: Modes, precision: Precision | None = None) -> None:
+        refuse_modules(module)
         self.example, self.modes = example, modes
         self._module, self._precision = module, precision
         self._example: Example = flatten_example(module, example)

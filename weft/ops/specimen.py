@@ -340,7 +340,7 @@ def with_recipe(form: Form) -> Form:
 def specimens(form: Form, recipes: Iterable[Recipe], seed: int, *, gradients: bool = False) -> Iterator[Specimen]:
     """The form with every kind of values, of those given, that the op takes and makes numbers of; with every kind of
     gradients too, if it has any that are asked for."""
-    pairs = [(recipe, _normal) for recipe in recipes]
+    pairs: list[tuple[Recipe, Recipe]] = [(recipe, _normal) for recipe in recipes]
     if gradients and any(one.needs_grad for one in form.reads):
         pairs += [(RECIPES[form.recipe], gradient) for gradient in GRADIENTS]
     for recipe, gradient in pairs:
