@@ -11,11 +11,11 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 154_980,
-    "ops": 45_518,
+    "runtime": 155_060,
+    "ops": 45_720,
     "codegen": 35_507,
     "plan": 32_520,
-    "capture": 43_758,
+    "capture": 44_560,
     "lower": 20_000,
     "train": 22_261,
     "verify": 15_805,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_393,
 }
-ALL = 431_322
+ALL = 432_400
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
