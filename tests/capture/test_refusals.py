@@ -215,9 +215,10 @@ def test_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 def test_refuses_modules(spoil: Any, words: str, remedy: str) -> None:
     module = Does("branch")
     module.linear = spoil(module.linear)
-    with pytest.raises(CaptureError, match=words) as caught:
-        capture(module, X)
-    assert remedy in caught.value.remedy and caught.value.place == "module linear"
+    for run in (lambda: capture(module, X), lambda: weft.parallelize(module, X, "dp=2", emulate=True)):
+        with pytest.raises(CaptureError, match=words) as caught:
+            run()
+        assert remedy in caught.value.remedy and caught.value.place == "module linear"
 
 
 class Ragged(nn.Module):
@@ -351,6 +352,38 @@ class Meddles(nn.Module):
         if self.what == "function":
             y = Noisy.apply(y)
         return y.sum()
+
+
+class Recomputes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        made: Tensor = (run[0] if isinstance(run, list) else run)(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+@pytest.mark.parametrize(
+    ("given", "what"), [(lambda module: module.half, "GivesObjects.half"), (lambda module: [module.linear], "a Linear")]
+)
+def test_refuses_functions_that_are_given_objects(given: Any, what: str) -> None:
+    class GivesObjects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def half(self, x: Tensor) -> Tensor:
+            return x / 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Recomputes.apply(given(self), self.linear(x))
+            return made.sum()
+
+    with pytest.raises(CaptureError, match=f"Recomputes is given .*{what}") as caught:
+        weft.parallelize(GivesObjects(), X, "dp=2", emulate=True)
+    assert "Recomputes.apply(given(self)" in caught.value.place and "use_reentrant=False" in caught.value.remedy
 
 
 class Noisy(torch.autograd.Function):

@@ -11,11 +11,11 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 155_924,
-    "ops": 45_518,
+    "runtime": 155_989,
+    "ops": 45_711,
     "codegen": 35_507,
     "plan": 32_520,
-    "capture": 43_826,
+    "capture": 44_611,
     "lower": 20_000,
     "train": 22_345,
     "verify": 15_805,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_397,
 }
-ALL = 432_422
+ALL = 433_465
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

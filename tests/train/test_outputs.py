@@ -213,6 +213,32 @@ def test_arguments_that_are_given_as_their_defaults() -> None:
         parallel(x, scale=3.0)
 
 
+def test_keywords_of_no_parameter_have_the_order_of_the_example() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, scale: Tensor, **more: Tensor) -> Tensor:
+            found = [at * self.b(one) for at, one in enumerate(more.values(), 1)]
+            return (self.a(x) * scale + torch.stack(found).sum(0)).square().mean()
+
+    torch.manual_seed(0)
+    net, x = Towers().double(), batch()["x"]
+    given = {"x": x, "scale": x[:, :1], "text": x * 2, "image": x * 3}
+    parallel: Any = weft.parallelize(net, given, "dp=2", emulate=True, cache=None)
+    named = {name: given[name] for name in ("text", "scale", "image", "x")}
+    for found in (parallel(**named), parallel(x, **{name: given[name] for name in ("text", "image", "scale")})):
+        torch.testing.assert_close(found, net(**given), rtol=1e-12, atol=1e-12)
+    other = {name: given[name] for name in ("x", "scale", "image", "text")}
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for call in (lambda: parallel(**other), lambda: parallel.train_step(other, optimizer)):
+        with pytest.raises(
+            RunError, match=r"\['image', 'text'\] have another order than in the example, \['text', 'im"
+        ):
+            call()
+
+
 def test_flags_beside_what_is_returned() -> None:
     """A program for another flag is not taken for that of the example, and refusals stay those of the example."""
 

@@ -19,7 +19,8 @@ from weft.capture.precision import chosen_precision
 from weft.capture.sizes import Sizes, guards_of
 from weft.capture.state import bind_state
 from weft.capture.tracing.expect import emit_expectations
-from weft.capture.tracing.modules import refuse_modules
+from weft.capture.tracing.functions import functions_watched
+from weft.capture.tracing.modules import refuse_modules, warn_of_hooks
 from weft.capture.tracing.properties import refuse_identity
 from weft.capture.tracing.trace import Trace, trace
 from weft.capture.tracing.watch import Watch
@@ -58,6 +59,7 @@ def capture(
         ['aten.linear.default']
     """
     refuse_modules(module)
+    warn_of_hooks(module)
     flat = replace(
         flatten_example(module, example),
         precision=chosen_precision(precision, module, error=CaptureError),
@@ -117,6 +119,15 @@ def refuse_unsettled(first: Graph, second: Graph) -> None:
 
 def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     """The Graph of a trace."""
+    with functions_watched(module, traced.found.functions) as refuse_stateful:
+        graph, builder = assembled(module, flat, traced)
+        refuse_stateful(graph)
+    refuse_trained_constants(graph)
+    return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
+
+
+def assembled(module: nn.Module, flat: Example, traced: Trace) -> tuple[Graph, Builder]:
+    """The same, and what built it."""
     builder = Builder(traced.fake_mode, Sizes())
     state = bind_state(module, flat, traced.program, builder)
     converter = Converter(builder, traced.found)
@@ -128,8 +139,7 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     refuse_identity(flat.values, traced.found.reader.lines)
     reads = traced.found.reader.found(module, traced.found.changed, traced.found.calls.given)
     graph = replace(assemble(module, flat, traced.output, state, builder, results), asks=asks, reads=reads)
-    refuse_trained_constants(graph)
-    return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
+    return graph, builder
 
 
 def refuse_trained_constants(graph: Graph) -> None:

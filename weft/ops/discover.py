@@ -208,7 +208,7 @@ class _Search:
 
     def _confirmed(self, guesses: list[Guess]) -> list[Guess]:
         """The names that hold together, with other values, and at sizes close to the real ones."""
-        first, *others = specimens(self.base, RECIPES, seed=11)
+        first, *others = specimens(self.base, RECIPES, seed=11, gradients=True)
         large = list(specimens(replace(self.large, lower=self.base.lower), [self.plain], seed=13))
         guesses = self._holding(first, guesses, cuts_of)
         for it in (*others, *large):

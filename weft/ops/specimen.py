@@ -227,11 +227,11 @@ def _positive(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
     return torch.rand(shape, generator=generator, dtype=torch.float64) * 50 + 1.5
 
 
-def _with_one(odd: float) -> Recipe:
-    """Ordinary numbers and one that is odd: an op that looks for it finds it in one part only."""
+def _with_one(odd: float, scale: float = 1.0) -> Recipe:
+    """Ordinary numbers, times a scale, and one that is odd: an op that looks for it finds it in one part only."""
 
     def recipe(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        made = _normal(shape, generator)
+        made = _normal(shape, generator) * scale
         if made.numel() > 1:
             made.view(-1)[int(torch.randint(made.numel(), (), generator=generator))] = odd
         return made
@@ -244,6 +244,14 @@ EXTREME: tuple[Recipe, ...] = (_huge, *map(_with_one, (-1e7, 1e7, float("inf"), 
 
 RECIPES: tuple[Recipe, ...] = (_normal, _repeated, _unit, _positive, _with_one(0.0), *EXTREME)
 """Ordinary numbers; zeros, signs and many that are equal; between nought and one; above one; one zero; extremes."""
+
+GRADIENTS: tuple[Recipe, ...] = (
+    *(_with_one(odd) for odd in (0.0, float("inf"), float("nan"))),
+    *(_with_one(sign, 0.0) for sign in (1.0, -1.0)),
+    *(_with_one(sign * 1e8 * scale, scale) for scale in (1e-8, 1e-4, 1.0) for sign in (1.0, -1.0)),
+)
+"""Gradients with one number that is not as the others: whatever limit backward compares a norm, a sum or an element
+with, from 1e-8 to 1e8, for some of these the whole gradient lies above it and a part of it below."""
 
 
 def draw(form: Form, recipe: Recipe, seed: int) -> Values:
@@ -272,28 +280,30 @@ def index_limit(form: Form, position: int) -> int:
     return min([*found, 100])
 
 
-def specimen(form: Form, recipe: Recipe, seed: int = 0) -> Specimen:
-    """The form with values, run whole. Raises what the operator raises."""
+def specimen(form: Form, recipe: Recipe, seed: int = 0, gradient: Recipe = _normal) -> Specimen:
+    """The form with values, run whole, and told a gradient. Raises what the operator raises."""
     values = draw(form, recipe, seed)
-    made, told, gradients = _whole(form, values, seed)
+    made, told, gradients = _whole(form, values, seed, gradient)
     makes = tuple(Tensor(f"made{i}", tuple(one.shape), one.dtype, one.requires_grad) for i, one in enumerate(made))
     results = tuple(one.detach() for one in made)
     noise: tuple[float, ...] = ()
-    if recipe in EXTREME:
+    if recipe in EXTREME or gradient in GRADIENTS:
         moved = tuple(one * (1 + 1e-15 * torch.randn_like(one)) if floating(one) else one for one in values)
-        others, _, slopes = _whole(form, moved, seed)
+        others, _, slopes = _whole(form, moved, seed, gradient)
         pairs = zip((*results, *gradients), (*others, *slopes), strict=True)
         noise = tuple(0.0 if a is None or b is None else _gap(a, b.detach()) for a, b in pairs)
     return Specimen(form.op, form.reads, makes, values, results, told, gradients, form.lower, noise)
 
 
-def _whole(form: Form, values: Values, seed: int) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
-    """What the op makes of values, random gradients of that, and the gradients of its operands."""
+def _whole(
+    form: Form, values: Values, seed: int, gradient: Recipe
+) -> tuple[Values, Values, tuple[torch.Tensor | None, ...]]:
+    """What the op makes of values, gradients of that, and the gradients of its operands."""
     leaves = leaves_of(values, form.reads)
     generator = torch.Generator().manual_seed(seed + 1)
     with precision(form.lower):
         results = run(form.op, leaves)
-        told = tuple(_cotangent(one, generator) for one in results)
+        told = tuple(_cotangent(one, gradient, generator) for one in results)
         return results, told, gradients_of(results, told, leaves)
 
 
@@ -304,10 +314,8 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
-def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if not floating(result):
-        return result.detach()
-    return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+def _cotangent(result: torch.Tensor, gradient: Recipe, generator: torch.Generator) -> torch.Tensor:
+    return gradient(tuple(result.shape), generator).to(result.dtype) if floating(result) else result.detach()
 
 
 def with_recipe(form: Form) -> Form:
@@ -329,11 +337,15 @@ def with_recipe(form: Form) -> Form:
     raise failure
 
 
-def specimens(form: Form, recipes: Iterable[Recipe], seed: int) -> Iterator[Specimen]:
-    """The form with every kind of values, of those given, that the op takes and makes numbers of."""
-    for recipe in recipes:
+def specimens(form: Form, recipes: Iterable[Recipe], seed: int, *, gradients: bool = False) -> Iterator[Specimen]:
+    """The form with every kind of values, of those given, that the op takes and makes numbers of; with every kind of
+    gradients too, if it has any that are asked for."""
+    pairs: list[tuple[Recipe, Recipe]] = [(recipe, _normal) for recipe in recipes]
+    if gradients and any(one.needs_grad for one in form.reads):
+        pairs += [(RECIPES[form.recipe], gradient) for gradient in GRADIENTS]
+    for recipe, gradient in pairs:
         try:
-            it = specimen(form, recipe, seed)
+            it = specimen(form, recipe, seed, gradient)
         except FAILURES:
             continue
         if all(not floating(one) or not one.numel() or bool(one.isfinite().any()) for one in it.results):

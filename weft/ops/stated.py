@@ -171,7 +171,7 @@ class _Check:
             )
         # an algorithm computes in its own way, which extreme values tell from the operator's
         recipes = [one for one in RECIPES if self.said.run is None or one not in EXTREME]
-        made = list(specimens(first, recipes, 3))
+        made = list(specimens(first, recipes, 3, gradients=self.said.run is None))
         for form in others:
             made += specimens(form, [RECIPES[first.recipe]], 3)
         if not made:

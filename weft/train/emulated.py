@@ -31,9 +31,9 @@ from weft.runtime.program.calling import Signed
 from weft.runtime.program.module import TWICE
 from weft.runtime.program.stored import shapes_of
 from weft.runtime.program.surface import Modes, Surface
-from weft.runtime.training.parallel import FORM, NO_FORWARD, NO_GRADIENT, Parallel
+from weft.runtime.training.parallel import NO_FORWARD, NO_GRADIENT, Parallel
 from weft.runtime.training.reduction import times
-from weft.runtime.training.step import Stepping, loss_of
+from weft.runtime.training.step import FORM, Stepping, loss_of
 from weft.runtime.weights.ending import Returned, refuse_parts
 from weft.runtime.weights.gradient import is_retained
 from weft.runtime.weights.leaf_aliases import is_watched

@@ -47,6 +47,7 @@ from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Call, Hear, Recorder
 from weft.capture.tracing.stable import stable_form
+from weft.capture.tracing.surroundings import Surroundings
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
 from weft.runtime.operators.custom import CustomOp
@@ -70,6 +71,8 @@ class Interception:
     functions: list[Opaque] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     """For each function call, its outputs' tree with True where a tensor stands."""
+    around: dict[int, Surroundings] = field(default_factory=dict)
+    """What is around each function, by the identity of its class, before it first ran."""
     regions: int = 0
     requires: str = ""
     """The last line that told a tensor to require a gradient."""
@@ -157,6 +160,9 @@ class Interception:
 
     def mark(self, function: Opaque, tensors: list[torch.Tensor]) -> Any:
         """Leave a marker for one call; what the function returns, with the marker's tensors in it."""
+        function.refuse_objects()
+        if id(function.cls) not in self.around:
+            self.around[id(function.cls)] = Surroundings(torch.nn.Module(), [function.cls])
         key = len(self.functions)
         self.functions.append(function)
         made = torch.ops.weft.function(key, tensors)
@@ -174,6 +180,11 @@ class Interception:
         kinds = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         self.outputs[key] = pytree.tree_unflatten(kinds, spec)
         return [torch.empty_like(leaf) for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    def restore(self) -> None:
+        """Give what is around functions back what it held: they ran on fake tensors."""
+        for one in reversed(self.around.values()):
+            one.restore()
 
     @contextmanager
     def region(self, *, reentrant: bool, tensors: list[torch.Tensor]) -> Iterator[None]:

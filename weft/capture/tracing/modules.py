@@ -29,7 +29,7 @@ from weft.errors import CaptureError
 def refuse_modules(module: nn.Module) -> None:
     """Raise if a sub-module or parameter cannot be captured whatever its forward does."""
     for path, sub in module.named_modules():
-        label = f"{path} ({type(sub).__name__})" if path else type(sub).__name__
+        label = label_of(path, sub)
         if isinstance(sub, torch.jit.ScriptModule):
             raise CaptureError(
                 f"the module {label} was compiled by torch.jit: its operators cannot be seen",
@@ -49,7 +49,6 @@ def refuse_modules(module: nn.Module) -> None:
                 place=f"module {path or 'itself'}",
                 remedy="run forward once, model(*example), or name the sizes (nn.Linear instead of nn.LazyLinear)",
             )
-        warn_of_hooks(sub, label)
     found = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
     if hook := next(filter(is_own_hook, found), None):
         raise CaptureError(
@@ -66,15 +65,20 @@ def refuse_modules(module: nn.Module) -> None:
             )
 
 
-def warn_of_hooks(module: nn.Module, label: str) -> None:
+def label_of(path: str, sub: nn.Module) -> str:
+    return f"{path} ({type(sub).__name__})" if path else type(sub).__name__
+
+
+def warn_of_hooks(module: nn.Module) -> None:
     """Forward hooks of the user's own code run while forward is traced: what they compute is computed ever after."""
-    for hook in (*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()):
-        if is_own_hook(hook):
-            warnings.warn(
-                f"the hook {hook_name(hook)} of the module {label} becomes a part of the program: to remove it later "
-                "has no effect",
-                stacklevel=2,
-            )
+    for path, sub in module.named_modules():
+        for hook in (*vars(sub)["_forward_pre_hooks"].values(), *vars(sub)["_forward_hooks"].values()):
+            if is_own_hook(hook):
+                warnings.warn(
+                    f"the hook {hook_name(hook)} of the module {label_of(path, sub)} becomes a part of the program: to "
+                    "remove it later has no effect",
+                    stacklevel=2,
+                )
 
 
 def is_own_hook(hook: Any) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
+from weft.capture.source import place_here
+from weft.errors import CaptureError
 from weft.runtime.operators.custom import CustomOp, tensors_in
 
 
@@ -64,6 +66,26 @@ class Opaque:
 
     def __str__(self) -> str:
         return self.what
+
+    def refuse_objects(self) -> None:
+        """Raise if it is given what the text of a program cannot hold."""
+        odd = next((leaf for leaf in self.leaves if not isinstance(leaf, WRITTEN)), None)
+        if odd is not None:
+            name = getattr(odd, "__qualname__", f"a {type(odd).__qualname__}")
+            raise CaptureError(
+                f"{self.what} is given {name}, and a program can give it tensors, numbers and words only",
+                place=place_here(),
+                remedy=CALLED if callable(odd) else GIVEN,
+            )
+
+
+GIVEN = "give it the tensors and numbers that it needs"
+CALLED = f"to compute again in backward, torch.utils.checkpoint.checkpoint(..., use_reentrant=False); else {GIVEN}"
+WRITTEN = (
+    *(type(None), bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""What stands for itself in the text of a program."""
 
 
 def original_apply(cls: type, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, partial
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -37,11 +37,15 @@ DEPTH = 3
 
 
 class Surroundings:
-    """The state around a module before its forward."""
+    """The state around a module before its forward.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module)]
+    Args:
+        besides: functions and classes that its forward leads to, if not by name.
+    """
+
+    def __init__(self, module: nn.Module, besides: Sequence[Any] = ()) -> None:
+        self._module, self._besides = module, besides
+        self._spaces = [(*one, _seen(one[2])) for one in _namespaces(module, besides)]
         self._caches = [(one, _misses(one)) for _, _, space, _ in self._spaces for one in _caches(space)]
         self._containers = Containers((value for *_, held in self._spaces for value in held.values()), DEPTH)
         self._sizes = self._sizes_now()
@@ -50,7 +54,7 @@ class Surroundings:
         """The state now."""
         is_same = self._containers.is_same() and self._sizes == self._sizes_now()
         is_same = is_same and not any(_is_rebound(space, held) for _, _, space, held in self._spaces)
-        return self if is_same else Surroundings(self._module)
+        return self if is_same else Surroundings(self._module, self._besides)
 
     def _sizes_now(self) -> list[int]:
         """How much there is to look at."""
@@ -149,7 +153,7 @@ Found = tuple[str, Any, Space]
 """A label, what its values are attributes of (None: of nothing), and the values."""
 
 
-def _namespaces(module: nn.Module) -> Iterator[Found]:
+def _namespaces(module: nn.Module, besides: Sequence[Any]) -> Iterator[Found]:
     """Of the files that forwards are written in: modules, classes of sub-modules, and what their methods lead to."""
     kinds = {kind for sub in module.modules() for kind in type(sub).__mro__ if _is_users(kind)}
     files = {str(getattr(sys.modules[kind.__module__], "__file__", "")) for kind in kinds}
@@ -163,6 +167,7 @@ def _namespaces(module: nn.Module) -> Iterator[Found]:
     known: set[int] = set()
     waiting: list[tuple[str, Any]] = [(kind.__qualname__, kind) for kind in sorted(kinds, key=repr, reverse=True)]
     waiting += ((_name_of(one), each) for one in _hooks(module) for each in _unwrapped(one))
+    waiting += ((one.__qualname__, one) for one in besides)
     while waiting:
         label, value = waiting.pop()
         if id(value) not in known and _is_of(value, is_theirs):

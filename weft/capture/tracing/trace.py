@@ -201,6 +201,7 @@ class Traced(nn.Module):
             watch.restore()
             if watch.kept:
                 watch.restore_objects()
+            self.found.restore()
             surroundings.restore()
         self.seen((output, watch, is_kept))
         return tuple(leaves)

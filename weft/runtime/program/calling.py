@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.runtime.program.batch import BatchMismatch
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -34,7 +36,7 @@ class Calling:
 
     def arranged(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments in the form of the example, if they are the same ones. An argument that the example leaves
-        out may be given as its default."""
+        out may be given as its default. Raises BatchMismatch if what `**kwargs` takes has another order."""
         given = tuple(args), dict(kwargs)
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -52,6 +54,13 @@ class Calling:
             return given
         if any(not self._is_default(name, found[name]) for name in found if name not in wanted):
             return given
+        more = [name for name in kwargs if name not in self.signature.parameters]
+        own = [name for name in self.keywords if name in more]
+        if more != own:
+            raise BatchMismatch(
+                f"the keyword arguments {more} have another order than in the example, {own}: forward takes them as "
+                "**kwargs, and may go over them in their order"
+            )
         return tuple(found[name] for name in names), {name: found[name] for name in self.keywords}
 
     def _is_default(self, name: str, value: Any) -> bool:

@@ -43,7 +43,7 @@ from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.reduction import reduced, times
 from weft.runtime.training.shard_owners import tell_all
-from weft.runtime.training.step import arguments_of, loss_of
+from weft.runtime.training.step import FORM, arguments_of, loss_of
 
 NO_FORWARD = (
     "a model in pieces has no forward of its own in training: its micro-batches go forward and backward in turn",
@@ -64,7 +64,6 @@ WHOLE = (
     "what weft.save wrote; p.data.copy_(weft.shard_like(full[name], p)) for each of parallel.named_parameters() sets "
     "them later on. load_state_dict() takes what state_dict() of the same plan gave on this rank"
 )
-FORM = "give batches in the form of the example"
 
 
 class Parallel(OneRank):
@@ -87,7 +86,7 @@ class Parallel(OneRank):
         """What the original returns of the replica's batch, on every rank of it."""
         calling = self.calling
         if calling is not None and (tuple(kwargs) != calling.keywords or len(args) != calling.num_args):
-            args, kwargs = calling.arranged(args, kwargs)
+            args, kwargs = self.arranged(args, kwargs)
         if self.training and not self._flow.is_whole:
             raise self._refused(*NO_FORWARD)
         try:

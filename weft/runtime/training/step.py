@@ -19,6 +19,7 @@ from weft.runtime.checks.guards import Guard
 from weft.runtime.checks.shard_tensor import plainly
 from weft.runtime.checks.unchanged import BOUND
 from weft.runtime.checks.wrapping import on_all_ranks, wrapped_by, wrapper
+from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Calling, sign
 from weft.runtime.program.name_passthrough import Own
 from weft.runtime.program.own_modes import Change, modes_after
@@ -26,6 +27,8 @@ from weft.runtime.program.shown.attributes import Attributes
 from weft.runtime.program.shown.tree import Shown, shown_tree, with_items
 from weft.runtime.program.surface import Modes, Surface
 from weft.runtime.training.scaling import GradScaler
+
+FORM = "give batches in the form of the example"
 
 
 class Optimizer(Protocol):
@@ -168,7 +171,10 @@ class Stepping(Own):
         # every call comes by here, and hardly any is of another form
         if calling is None or (tuple(kwargs) == calling.keywords and len(args) == calling.num_args):
             return args, kwargs
-        return calling.arranged(args, kwargs)
+        try:
+            return calling.arranged(args, kwargs)
+        except BatchMismatch as error:
+            raise self._refused(str(error), FORM) from None
 
     @contextmanager
     def giving_loss(self) -> Iterator[None]:
