@@ -34,7 +34,7 @@ def batch(seed: int = 1) -> Tensor:
     return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-PLANS = ["dp=1", "dp=2", "tp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,spread"]
+PLANS = ["dp=1", "dp=2", "tp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,spread", "tp=2,spread"]
 RECOMPUTED = ["dp=1,recompute=full", "dp=2,recompute=full", "dp=2,zero=3,recompute=full"]
 
 
