@@ -13,6 +13,7 @@ import weft
 from tests.train.ranks import on_ranks
 from tests.train.test_unused_outputs import EveryRank
 from weft.errors import WeftError
+from weft.runtime.links.transport import put_shard
 
 
 class Layers(nn.Module):
@@ -124,3 +125,25 @@ def test_which_gradients_there_are(plan: str) -> None:
     assert wanted == [["a.weight", "a.bias", "b.weight", "b.bias"], ["c.weight", "c.bias"]]
     for told in on_ranks(layers(), (batch(), True), plan, found):
         assert told == wanted
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_set_to_zero_by_hand(plan: str) -> None:
+    """As torch's optimizers once did it: `detach_()` is not for views."""
+
+    def steps(module: Any) -> None:
+        for step in range(2):
+            module(batch(step), True).backward()
+            for one in module.parameters():
+                one.grad.detach_()
+                one.grad.zero_()
+                assert not one.grad.as_subclass(Tensor).count_nonzero()
+
+    on_ranks(layers(), (batch(), True), plan, steps)
+
+
+def test_a_shard_of_one_row_lies_in_its_place() -> None:
+    """The strides of a dim of one element are any: to copy it onto itself is refused by torch."""
+    full = torch.arange(8.0).view(1, 8)
+    put_shard(full, ((((0, 1),), ((0, 4),))), full.flatten()[:4].view(1, 4))
+    assert full.tolist() == [list(range(8))]

@@ -63,6 +63,7 @@ TWICE = (
     "call the first backward(retain_graph=True), call the module again, or add the losses and call backward once",
 )
 
+
 class ParallelModule(StoredParts, grid={}, parameters={}):
     """One rank's share of a model.
 
