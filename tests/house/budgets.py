@@ -11,9 +11,9 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 155_989,
+    "runtime": 156_187,
     "ops": 45_711,
-    "codegen": 35_507,
+    "codegen": 35_539,
     "plan": 32_520,
     "capture": 44_611,
     "lower": 20_000,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_397,
 }
-ALL = 433_465
+ALL = 433_695
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import weft
+from tests.train.ranks import on_ranks
 from weft.errors import RunError
 
 X = torch.randn(4, 8, dtype=torch.float64)
@@ -41,6 +44,37 @@ def test_another_flag_or_word(plan: str) -> None:
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
     loss = parallel.train_step({"x": X, "square": False, "kind": "relu"}, optimizers[1])
     torch.testing.assert_close(loss, eager(X, square=False).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_steps_with_another_flag_or_word(plan: str) -> None:
+    """As a call does: the step of another flag is that of another program."""
+
+    torch.manual_seed(0)
+    model = Switched()
+
+    def steps(module: Any) -> list[float]:
+        optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
+        for square, kind in ((True, "relu"), (False, "relu"), (False, "tanh"), (True, "relu"), (False, "tanh")):
+            batch = {"x": X, "square": square, "kind": kind}
+            if module is model:
+                optimizer.zero_grad()
+                losses.append(module(**batch))
+                losses[-1].backward()
+                optimizer.step()
+            elif len(losses) == 2:
+                optimizer.zero_grad()
+                losses.append(module.forward_backward(batch))
+                optimizer.step()
+            else:
+                losses.append(module.train_step(batch, optimizer))
+        return [loss.item() for loss in losses]
+
+    example = {"x": X, "square": True, "kind": "relu"}
+    found = on_ranks(model, example, plan, steps)
+    wanted = steps(model)
+    for losses in found:
+        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_number_that_changes_is_a_tensor() -> None:

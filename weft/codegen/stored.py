@@ -37,9 +37,10 @@ def parameter_entries(sheet: Sheet) -> list[Entry]:
     names = [one.tensor for one in program.graph.parameters]
     # pieces of a pipeline give what is used, all of it
     is_open = program.roots and not program.given
-    some = reached_from_some(program.graph, list(program.outputs), names) if is_open else {}
     trained = [sync.parameter for sync in reversed(program.syncs)]
     rest = [one.tensor for one in program.graph.parameters if one.tensor not in set(trained)]
+    some = dict[str, tuple[int, ...]]() if program.given else dict.fromkeys(rest, ())
+    some |= reached_from_some(program.graph, list(program.outputs), names) if is_open else {}
     found = program.graph.parameter_tensors
     return [_entry(sheet, found[name], some.get(name)) for name in (*trained, *rest)]
 
@@ -58,7 +59,7 @@ def _entry(sheet: Sheet, one: Parameter | Buffer, some: tuple[int, ...] | None =
     if isinstance(one, Parameter):
         words += ["trained=False"] if not one.trainable else [*_use(sheet, one), *_sync(sheet, one)]
         words += _keeps(sheet, one)
-        words += [f"reached_from={literal(some)}"] if some and one.trainable else []
+        words += [f"reached_from={literal(some)}"] if some is not None and one.trainable else []
     elif not one.persistent:
         words.append("persistent=False")
     words += [f"tied={literal(one.names[1:])}"] if len(one.names) > 1 else []

@@ -38,7 +38,7 @@ from weft.runtime.program.stored import NO_TABLES, Container, Part, Table, Table
 from weft.runtime.random import Draw, Stream
 from weft.runtime.weights.as_seen import Samples
 from weft.runtime.weights.buckets import Blocks
-from weft.runtime.weights.ending import LiveOutputs, Outputs, entered, tied_loss, tied_outputs
+from weft.runtime.weights.ending import FROZEN, LiveOutputs, Outputs, entered, tied_loss, tied_outputs
 from weft.runtime.weights.full_weights import FullWeights
 from weft.runtime.weights.grad_sync import GradSync
 from weft.runtime.weights.gradient import Gradient, give_gradient, is_retained
@@ -188,7 +188,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             reading = self.reading()
         hooks = hooks_around() if torch.is_grad_enabled() else None
         inputs = brought(args, self.device, type(self).forward)
-        self._live_now = self.live.now(inputs, self.inputs_from)
+        self._live_now, tape.frozen = self.live.now(inputs, self.inputs_from), self.live.frozen
         if self.inputs_from:
             inputs = tuple(entered(x, tape, self.inputs_from.get(at)) for at, x in enumerate(inputs))
         try:
@@ -343,6 +343,10 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             # a rank that holds nothing of it has seen nothing
             self.transport.job.raised(error)
             raise error
+        if tape.reruns and (other := tape.frozen ^ self.live.frozen):
+            raise self.refusal(f"{min(other)} {FROZEN[0]}", FROZEN[1])
+        if self.masters is not None and self.live.frozen:
+            self.masters.freeze_copies()
         tape.begin(spent=not is_retained())
         self.prefetch_back.begin(tape.gathered.again())
         if self._backward is None:
@@ -403,7 +407,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         for name, parameter in self.trained():
             before, gradient = (
                 backward.before.get(name),
-                found.get(name) if backward.reaches(self._stored[name]) else None,
+                found.get(name) if backward.reaches(name, self._stored[name]) else None,
             )
             if not parameter.requires_grad:
                 # frozen for the time being: as in eager, nothing is added
@@ -422,7 +426,7 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             self.masters.collect()
         if self.after_backward is not None:
             missing = ((name, part) for name, part in self._stored.items() if name not in self._parts)
-            self.after_backward([name for name, part in missing if part.trained and backward.reaches(part)])
+            self.after_backward([name for name, part in missing if part.trained and backward.reaches(name, part)])
 
 
 @dataclass
@@ -434,10 +438,10 @@ class _Backward:
     end: weakref.ref[Any] | None = None
     """What autograd calls at its end."""
 
-    def reaches(self, part: Part) -> bool:
+    def reaches(self, name: str, part: Part) -> bool:
         """True if a parameter has a gradient of what the caller uses; where no batch came, others have used it."""
-        some = part.reached_from
-        return some is None or not self.tapes or any(not one.outputs.isdisjoint(some) for one in self.tapes)
+        some, tapes = part.reached_from, [one for one in self.tapes if name not in one.frozen]
+        return not self.tapes or any(some is None or not one.outputs.isdisjoint(some) for one in tapes)
 
 
 def _left(module: weakref.ref[ParallelModule], backward: _Backward, end: object) -> None:

@@ -46,7 +46,8 @@ class Part:
         tied: other names of the same parameter.
         persistent: of a buffer: it is saved.
         reached_from: of a program that returns several outputs, the positions of those that a gradient comes from;
-            None: all of them. If the caller uses others only, the parameter has no gradient.
+            None: all of them. If the caller uses others only, the parameter has no gradient. Of one that no gradient
+            reaches: ().
         keeps: what stays as it is used while the optimizer updates the part: the `weight`, brought up to date in each
             step; and the `gradient`, if it is added up so over the micro-batches of a step.
     """

@@ -116,13 +116,14 @@ class Parallel(OneRank):
         self._is_checked = self._transport.begin_program(self.step, f"{kind} {shapes}")
         if self._is_checked:
             self._refuse_other_batches(inputs)
-        if self.training or flow is self._flow:
+        trains = self.training or flow is self._flow
+        if trains:
             self.begin_training(inputs, compare=self._is_checked)
             self.step += 1
         else:
             self.begin_evaluation()
-            if flow.has_loss:
-                self._weigh(args, kwargs, inputs)
+        if flow.has_loss and (self.loss_alone or not trains):
+            self._weigh(args, kwargs, inputs)
         found = program(*inputs)
         # what follows is the caller's
         self._transport.doing = Doing()
@@ -254,8 +255,7 @@ class Parallel(OneRank):
             if batch is None:
                 raise self._refused(*NO_BATCH)
             loss = loss_of(self, batch)
-            count = self._count(*self.arranged(*arguments_of(batch)))
-            times(times(loss, count), scale).backward()
+            times(times(loss, self._count()), scale).backward()
             return loss.detach()
         if not torch.is_grad_enabled():
             raise self._refused(*NO_GRADIENT)
@@ -280,11 +280,9 @@ class Parallel(OneRank):
             return torch.zeros((), device=self._transport.device)
         return reduced(losses, self.reduction.shares(weights))
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """What the batch counts in gradients that are averaged over replicas."""
-        form = self._flow.form
-        self._weigh(args, kwargs, form.bind(args, kwargs))
-        if self.num_replicas == 1 or (self.reduction.how == "mean" and not form.sizes):
+    def _count(self) -> float:
+        """What the batch of this step counts in gradients that are averaged over replicas."""
+        if self.num_replicas == 1 or (self.reduction.how == "mean" and not self._flow.form.sizes):
             # all replicas have as many rows
             return 1.0
         (count,) = self.reduction.counts([self._weight], [one for (one,) in self._totals(self._weight)])

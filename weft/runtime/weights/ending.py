@@ -142,6 +142,12 @@ RETAINED = (
     "let the model return that output, and make the loss of it outside: then its gradient comes by it",
 )
 
+FROZEN = (
+    "was frozen in one forward and not in another that came later, and backward runs again what was recomputed in the "
+    "first: it would read it as it was in the last",
+    "call backward before the next forward, or freeze the same parameters in both",
+)
+
 
 def refuse_parts(ctx: Any, refusal: Refuse) -> None:
     """Refuse a backward that does not go through all of the forward, once and for all.
@@ -215,16 +221,19 @@ class LiveOutputs:
         self.state: object = None
         """Of the parameters, when they were looked at: the same object as long as nothing about them changes."""
         self._found: Outputs = None
+        self.frozen: frozenset[str] = frozenset()
+        """Parameters that need no gradient."""
 
     def look(self, trained: Sequence[tuple[str, Tensor]], state: object) -> None:
         """See which parameters are frozen, of those of the model, also what other ranks hold."""
-        frozen = {name for name, one in trained if not one.requires_grad}
-        self.state, self._found = state, self._without(frozen) if frozen else None
+        named = {name for name, one in trained if not one.requires_grad}
+        self.frozen = frozenset(n for n, part in self._parts.items() if not named.isdisjoint((n, *part.tied)))
+        self.state, self._found = state, self._without() if self.frozen else None
 
-    def _without(self, frozen: Collection[str]) -> Outputs:
+    def _without(self) -> Outputs:
         found = frozenset[int]()
         for name, part in self._parts.items():
-            if name not in frozen:
+            if name not in self.frozen:
                 if part.reached_from is None:
                     return None
                 found = found.union(part.reached_from)

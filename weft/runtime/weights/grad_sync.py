@@ -307,7 +307,9 @@ class GradSync:
             return partial(self._write_stored, name) if weight.is_leaf and name in self._summed else None
         leaf = self._module.tape.known(weight) if weight.is_leaf else None
         sink = None if leaf is None else leaf.sink
-        if not isinstance(sink, UseGradient) or len(sink.use.leaves) != 1 or not self.uses.scatters(sink.use.transfers):
+        if not isinstance(sink, UseGradient) or len(sink.use.leaves) != 1 or sink.use.frozen:
+            return None
+        if not self.uses.scatters(sink.use.transfers):
             return None
         return partial(self._write_use, sink, weight.dtype)
 

@@ -85,7 +85,8 @@ def give_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Let a parameter have this gradient, in its own dtype unless any will do (`masters.py`)."""
     if gradient is not None and gradient.dtype != parameter.dtype and parameter.grad_dtype is not None:
         gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient
+    # part of a bucket, which is nobody's business: torch refuses detach_() of views
+    parameter.grad = gradient.data if gradient is not None and gradient._is_view() else gradient
 
 
 def make_leaf(tensor: Tensor, sink: Gradient) -> Tensor:

@@ -88,8 +88,8 @@ class LeafAliases:
             elif leaf is None or leaf.data_ptr() != parameter.data_ptr() or leaf.stride() != parameter.stride():
                 self._read_leaf(name, parameter)
             elif leaf.requires_grad != parameter.requires_grad:
-                leaf.requires_grad_(parameter.requires_grad)
-                self._right_for = None
+                # another leaf: the graphs of forwards that were made before go on as they were
+                self._read_leaf(name, parameter)
 
     @contextmanager
     def reading(self) -> Iterator[None]:

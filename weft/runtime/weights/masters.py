@@ -61,10 +61,9 @@ class Masters:
     def refresh(self) -> None:
         """Masters may have changed, in ways that nobody sees: bring all copies up to date."""
         changed, same = list[Pair](), list[Pair]()
+        self.freeze_copies()
         for name, master in self._held.items():
             copy = self.program.part(name)
-            if copy.requires_grad != master.requires_grad:
-                copy.requires_grad_(master.requires_grad)
             (same if self._seen.get(name) == master._version else changed).append((copy, master))
             self._seen[name] = master._version
         for pairs, quietly in ((changed, False), (same, True)):
@@ -73,6 +72,13 @@ class Masters:
                 # what is the same as before may be written while a backward waits for it
                 with _unsafe_preserve_version_counter(tuple(copies)) if quietly else nullcontext():
                     torch._foreach_copy_(copies, masters)
+
+    def freeze_copies(self) -> None:
+        """Copies need gradients where their masters do now."""
+        for name, master in self._held.items():
+            copy = self.program.part(name)
+            if copy.requires_grad != master.requires_grad:
+                copy.requires_grad_(master.requires_grad)
 
     @torch.no_grad()
     def collect(self) -> None:

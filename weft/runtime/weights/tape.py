@@ -35,6 +35,8 @@ class Used:
     dtype: torch.dtype
     leaves: tuple[tuple[torch.Size, Gradient], ...] = ()
     """Shape and summed gradient, one per chunk."""
+    frozen: bool = False
+    """What arrives for it counts as zeros: its parameter needed no gradient in the forward."""
     number: int | None = None
     """Of its transfers (`use_sync.py`)."""
     passed: bool = False
@@ -118,6 +120,8 @@ class Tape:
     """Backward runs something again: so must all parameters."""
     seen: AsSeen | None = None
     """The parameters as they were at the end of such a forward."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that needed no gradient in this forward: it gives them none, whatever they need by now."""
     outputs: frozenset[int] = frozenset()
     """Those that a gradient has come to, in the backward that goes on."""
     spent: bool = False
@@ -182,7 +186,7 @@ class Tape:
         *,
         tell: bool = True,
     ) -> Used:
-        use = Used(parameter, transfers, dtype)
+        use = Used(parameter, transfers, dtype, frozen=parameter in self.frozen)
         use.leaves = tuple([(torch.Size(one), UseGradient(use, self.tell) if tell else Gradient()) for one in shapes])
         self.used.append(use)
         return use

@@ -113,6 +113,8 @@ class UseSync:
 
     def _take(self, use: Used) -> None:
         """Let the gradient of a use go: home, or to the others of its kind."""
+        for _, sink in use.leaves if use.frozen else ():
+            sink.clear()
         came = next((sink.total.dtype for _, sink in use.leaves if sink.total is not None), None)
         dtype, first = use.dtype if came == use.dtype else real_dtype(use.dtype), use not in self._gone
         self._gone.add(use)
