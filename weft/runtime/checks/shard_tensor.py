@@ -348,8 +348,8 @@ def _tell_of_size(tensor: Tensor, name: str, *, whole: bool) -> None:
 
 @functools.lru_cache(256)
 def _is_number(code: CodeType, at: int, whole: bool) -> bool:
-    """True if a line takes a number from what it gets at a place: of a whole shape, if it indexes or unpacks it at once;
-    else if it does not only ask whether there is something."""
+    """True if a line takes a number from what it gets at a place: of a whole shape, if it indexes or unpacks it at
+    once; else if it does not only ask whether there is something."""
     rest = (one for one in dis.get_instructions(code) if one.offset > at)
     first, second = next(rest, None), next(rest, None)
     if first is None or second is None:
