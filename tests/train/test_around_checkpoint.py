@@ -1,4 +1,4 @@
-"""A parallel module inside `torch.utils.checkpoint`: backward computes its forward again, as in eager, or is refused."""
+"""A parallel module in `torch.utils.checkpoint`: backward computes its forward again, as in eager, or is refused."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, islice, repeat
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
@@ -335,7 +334,7 @@ def _tell_of_size(tensor: Tensor, name: str, *, whole: bool) -> None:
         return
     if frame.f_back is not None and frame.f_back.f_globals.get("__name__") == PROPERTIES:
         return
-    if _takes_apart(frame.f_code, frame.f_lasti) if whole else tensor.numel() or name == "size":
+    if (tensor.numel() or whole or name == "size") and _is_number(frame.f_code, frame.f_lasti, whole):
         shard.told.set()
         warnings.warn_explicit(
             f"the size of {shard.name} on this rank is that of its part, {list(shape)}; the original has "
@@ -348,12 +347,17 @@ def _tell_of_size(tensor: Tensor, name: str, *, whole: bool) -> None:
 
 
 @functools.lru_cache(256)
-def _takes_apart(code: CodeType, at: int) -> bool:
-    """True if what a line gets at a place is indexed, or unpacked, at once."""
-    first, second = islice(chain((one for one in dis.get_instructions(code) if one.offset > at), repeat(None)), 2)
+def _is_number(code: CodeType, at: int, whole: bool) -> bool:
+    """True if a line takes a number from what it gets at a place: of a whole shape, if it indexes or unpacks it at
+    once; else if it does not only ask whether there is something."""
+    rest = (one for one in dis.get_instructions(code) if one.offset > at)
+    first, second = next(rest, None), next(rest, None)
     if first is None or second is None:
-        return False
-    return first.opname == "UNPACK_SEQUENCE" or second.opname == "BINARY_SUBSCR" or second.argrepr == "[]"
+        return not whole
+    if whole:
+        return first.opname == "UNPACK_SEQUENCE" or second.opname == "BINARY_SUBSCR" or second.argrepr == "[]"
+    is_asked = "JUMP" in first.opname or first.opname in ("TO_BOOL", "UNARY_NOT")
+    return not is_asked and (first.argval, second.opname) != (0, "COMPARE_OP")
 
 
 def _refused(func: Any, operands: Iterable[Any]) -> Exception:
