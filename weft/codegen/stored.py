@@ -39,8 +39,8 @@ def parameter_entries(sheet: Sheet) -> list[Entry]:
     is_open = program.roots and not program.given
     trained = [sync.parameter for sync in reversed(program.syncs)]
     rest = [one.tensor for one in program.graph.parameters if one.tensor not in set(trained)]
-    some = dict[str, tuple[int, ...]]() if program.given else dict.fromkeys(rest, ())
-    some |= reached_from_some(program.graph, list(program.outputs), names) if is_open else {}
+    some: dict[str, tuple[int, ...]] = {} if program.given else dict.fromkeys(rest, ())
+    some.update(reached_from_some(program.graph, list(program.outputs), names) if is_open else {})
     found = program.graph.parameter_tensors
     return [_entry(sheet, found[name], some.get(name)) for name in (*trained, *rest)]
 
