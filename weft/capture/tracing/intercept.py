@@ -91,6 +91,8 @@ class Interception:
     """The identities of its parameters and buffers."""
     attributes: dict[int, str] = field(default_factory=dict)
     """The names of tensors that its attributes are, by identity."""
+    trained: set[int] = field(default_factory=set)
+    """The memory of parameters that forward reads and the module does not have."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""

@@ -272,7 +272,7 @@ def trace(
         warnings.simplefilter("ignore")
         written = written_when_called(fx.GraphModule.recompile)
         stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", written))
-        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting(TracerBase.create_node)))
+        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting(TracerBase.create_node, found.trained)))
         stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
@@ -295,16 +295,21 @@ def trace(
     return Trace(program, found, output, watch.settling, is_kept)
 
 
-def noting(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+def noting(create: Callable[..., fx.Node], trained: set[int]) -> Callable[..., fx.Node]:
     """`create`, of nodes that know their line, and whether gradients were recorded when they were made.
+
+    The memory of parameters that the module does not have is added to `trained`: export takes them for constants.
 
     Export would look at each frame of the process to find the line. It has regions for grad modes, and loses those that
     lie directly in an autocast and those of inference mode.
     """
 
-    def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(tracer: TracerBase, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         tracer.record_stack_traces = False
-        node = create(tracer, *args, **kwargs)
+        node = create(tracer, kind, target, *args, **kwargs)
+        held = getattr(tracer.root, target, None) if kind == "get_attr" else None
+        if isinstance(held, nn.Parameter) and held.requires_grad:
+            trained.add(memory_of(held))
         node.meta[GRAD_MODE] = torch.is_grad_enabled()
         if not node.stack_trace and (frame := users_frame(frames_of_forward())) is not None:
             node.stack_trace = "".join(StackSummary.from_list([frame]).format()).strip()
