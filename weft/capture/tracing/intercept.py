@@ -91,6 +91,8 @@ class Interception:
     """The identities of its parameters and buffers."""
     attributes: dict[int, str] = field(default_factory=dict)
     """The names of tensors that its attributes are, by identity."""
+    untrained: dict[int, str] = field(default_factory=dict)
+    """The names of inputs that require no gradient, by identity."""
     trained: set[int] = field(default_factory=set)
     """The memory of parameters that forward reads and the module does not have."""
 
@@ -115,6 +117,17 @@ class Interception:
             if not is_fake(one) and not torch._C._functorch.is_functorch_wrapped_tensor(one):
                 name = self.attributes.get(id(one), "")
                 raise fixed("attribute" if name else FOREIGN, name, place_here())
+
+    def refuse_trained(self, tensor: torch.Tensor, requires: bool = True) -> None:
+        """Raise if an input is told to require a gradient: it belongs to the caller."""
+        if requires and id(tensor) in self.untrained:
+            name = self.untrained[id(tensor)]
+            raise CaptureError(
+                f"forward makes its input {name} require a gradient: the caller's {name} would get none",
+                place=place_here(),
+                remedy=f"call {name}.requires_grad_() before the call, on the batch and in the example; or work on "
+                f"{name}.detach().requires_grad_()",
+            )
 
     def repeat(self, run: Callable[[], Any], hear: Hear) -> Any:
         """Run forward once more, untraced; `hear` answers its calls."""
@@ -240,6 +253,7 @@ class Listener(TorchFunctionMode):
             return False
         if func in (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD):
             self.found.requires = place_here()
+            self.found.refuse_trained(args[0], *args[1:], *kwargs.values())
         if func in ASKS:
             self.found.ask(ASKS[func])
             if func == GET_REQUIRES_GRAD:

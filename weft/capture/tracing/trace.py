@@ -87,6 +87,14 @@ UNSEEN: Sequence[tuple[Any, Sequence[str], str, str]] = (
 )
 """Functions of others that forward must not call: where they lie, their names, why, what to do instead."""
 
+QUESTIONS: Sequence[tuple[Any, str]] = (
+    (torch.compiler, "is_compiling"),
+    (torch.compiler, "is_exporting"),
+    (torch._dynamo, "is_compiling"),
+    (torch._utils, "is_compiling"),
+)
+"""Functions that say whether forward is being compiled: where they lie, their names."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -135,7 +143,10 @@ class Traced(nn.Module):
     def run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The user's forward."""
         precision = self.example.precision
-        args, kwargs = self.example.arguments(tensors if precision is None else precision.inputs(tensors))
+        given = tensors if precision is None else precision.inputs(tensors)
+        named = zip(self.example.names, self.example.values, given, strict=True)
+        self.found.untrained = {id(one): name for name, value, one in named if not value.requires_grad}
+        args, kwargs = self.example.arguments(given)
         with nullcontext() if precision is None else Rules(precision):
             return self.module(*args, **kwargs)
 
@@ -283,9 +294,9 @@ def trace(
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, refused(getattr(owner, name), what, remedy)))
         if asked is not None:
-            for name in ("is_compiling", "is_exporting"):
-                answer = told_no(getattr(torch.compiler, name), asked.append)
-                stack.enter_context(mock.patch.object(torch.compiler, name, answer))
+            for owner, name in QUESTIONS:
+                answer = told_no(getattr(owner, name), asked.append)
+                stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     output, watch, is_kept = outputs[-1]
