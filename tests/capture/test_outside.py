@@ -457,8 +457,8 @@ WEIGHTS = torch.zeros(2, requires_grad=True)
 PROMPT = nn.Parameter(torch.zeros(2))
 CRITIC = [nn.Linear(1, 2).requires_grad_(True)]
 FOREIGN: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "a tensor": (lambda: WEIGHTS.exp(), r"WEIGHTS\.exp"),
-    "a parameter": (lambda: PROMPT.exp(), r"PROMPT\.exp"),
+    "a tensor": (lambda: torch.exp(WEIGHTS), r"exp\(WEIGHTS"),
+    "a parameter": (lambda: torch.exp(PROMPT), r"exp\(PROMPT"),
     "a module in a list": (lambda: CRITIC[0](torch.ones(1, 1)), r"CRITIC\[0\]"),
 }
 DETACHED: dict[str, Callable[[], Tensor]] = {

@@ -20,7 +20,7 @@ class Kind(enum.Enum):
     A = 1
 
 
-class Word(str, enum.Enum):
+class Word(enum.StrEnum):
     A = "a"
 
 

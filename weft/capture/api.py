@@ -138,14 +138,13 @@ def refuse_trained_constants(graph: Graph) -> None:
     readers: dict[str, Op | None] = {name: None for name in graph.constants if graph.tensors[name].needs_grad}
     for op in graph.ops:
         if read := next((name for name in op.inputs if name in readers), ""):
-            reader = readers[read] or op
-            readers |= {name: reader for name in op.outputs if graph.tensors[name].needs_grad}
+            readers |= {name: readers[read] or op for name in op.outputs if graph.tensors[name].needs_grad}
     for name in graph.outputs:
         if name in readers:
             raise CaptureError(
                 "forward uses a tensor that requires a gradient and is no parameter of the module: it would not be "
                 "trained",
-                place=str(reader.source) if (reader := readers[name]) else "",
+                place=str(reader.source) if (reader := readers[name]) is not None else "",
                 remedy="make it an nn.Parameter of the module, and a module that holds it a submodule, or pass it in "
                 "as an input; if it is not to be trained, detach() it or set requires_grad_(False)",
             )

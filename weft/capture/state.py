@@ -72,7 +72,9 @@ def bind_state(
         for path, sub in module.named_modules(remove_duplicate=False)
         for name in vars(sub)
     }
-    binder = Binder(example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes, trained)
+    binder = Binder(
+        example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes, trained
+    )
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     placeholders = tuple(binder.bind(spec, nodes) for spec in program.graph_signature.input_specs)
     return State(

@@ -46,7 +46,7 @@ from weft.capture.tracing.properties import refuse_frozen
 from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Call, Hear, Recorder
-from weft.capture.tracing.stable import stable_form
+from weft.capture.tracing.stable import needs_grad, packs, padded_with_zeros, stable_form
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
 from weft.runtime.operators.custom import CustomOp
@@ -151,6 +151,22 @@ class Interception:
             return is_grad_enabled()
         self.ask(GRAD_MODE)
         return self.grad and is_grad_enabled()
+
+    def encoder(self, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Stands in for the forward of torch's encoder while tracing."""
+
+        def encode(
+            encoder: Any, src: torch.Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+        ) -> torch.Tensor:
+            if not packs(encoder, src, mask, src_key_padding_mask):
+                return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+            if is_grad_enabled() and needs_grad(encoder, src):
+                self.asks.setdefault(GRAD_MODE, place_here())
+                if self.grad:
+                    return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+            return padded_with_zeros(encoder, src, src_key_padding_mask)
+
+        return encode
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""

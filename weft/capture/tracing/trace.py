@@ -287,6 +287,8 @@ def trace(
         stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
+        encode = found.encoder(transformer.TransformerEncoder.forward)
+        stack.enter_context(mock.patch.object(transformer.TransformerEncoder, "forward", encode))
         stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
         # a mode hears nothing of the one, and of the other what it calls itself
         stack.enter_context(mock.patch.object(torch, "from_numpy", torch.as_tensor))
@@ -318,7 +320,7 @@ def noting(create: Callable[..., fx.Node], trained: set[int]) -> Callable[..., f
     def create_node(tracer: TracerBase, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         tracer.record_stack_traces = False
         node = create(tracer, kind, target, *args, **kwargs)
-        held = getattr(tracer.root, target, None) if kind == "get_attr" else None
+        held = getattr(vars(tracer).get("root"), target, None) if kind == "get_attr" else None
         if isinstance(held, nn.Parameter) and held.requires_grad:
             trained.add(memory_of(held))
         node.meta[GRAD_MODE] = torch.is_grad_enabled()
