@@ -299,20 +299,21 @@ def test_patches_are_taken_back() -> None:
 class Asks(nn.Module):
     """Goes another way when it is compiled; `reads` if the eager way takes a number from a tensor."""
 
-    def __init__(self, reads: bool) -> None:
+    def __init__(self, reads: bool, owner: Any = torch.compiler) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.reads = reads
+        self.reads, self.owner = reads, owner
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        if not torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if not self.owner.is_compiling() and not torch.compiler.is_exporting():
             return y.sum() * (y.max().item() if self.reads else 2.0)
         return y.exp().sum()
 
 
-def test_eager_way_is_captured() -> None:
-    kinds = [op.kind for op in capture(Asks(reads=False), torch.randn(4, 6)).ops]
+@pytest.mark.parametrize("owner", [torch.compiler, torch._dynamo, torch._utils])
+def test_eager_way_is_captured(owner: Any) -> None:
+    kinds = [op.kind for op in capture(Asks(False, owner), torch.randn(4, 6)).ops]
     assert "mul" in kinds and "exp" not in kinds
 
 

@@ -454,21 +454,40 @@ def test_a_second_forward_with_other_weights_is_refused(kind: type[nn.Module]) -
 
 
 WEIGHTS = torch.zeros(2, requires_grad=True)
+PROMPT = nn.Parameter(torch.zeros(2))
+CRITIC = [nn.Linear(1, 2).requires_grad_(True)]
+FOREIGN: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "a tensor": (lambda: torch.exp(WEIGHTS), r"exp\(WEIGHTS"),
+    "a parameter": (lambda: torch.exp(PROMPT), r"exp\(PROMPT"),
+    "a module in a list": (lambda: CRITIC[0](torch.ones(1, 1)), r"CRITIC\[0\]"),
+}
+DETACHED: dict[str, Callable[[], Tensor]] = {
+    "a tensor": lambda: WEIGHTS.detach().exp(),
+    "a parameter": lambda: PROMPT.detach().exp(),
+    "detached later": lambda: (PROMPT * 2).detach().exp(),
+    "its shape": lambda: torch.ones(PROMPT.shape),
+    "without gradients": lambda: torch.no_grad()(CRITIC[0])(torch.ones(1, 1)),
+}
 
 
 class Weighed(nn.Module):
-    """Uses a tensor that the loop trains, and that is no parameter; or its value alone."""
+    """Uses what is no parameter."""
 
-    def __init__(self, detached: bool) -> None:
+    def __init__(self, weights: Callable[[], Tensor]) -> None:
         super().__init__()
-        self.layer, self.detached = nn.Linear(4, 4), detached
+        self.layer, self.weights = nn.Linear(4, 4), weights
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = WEIGHTS.detach() if self.detached else WEIGHTS
-        return self.layer(x).square().mean() * weights.exp().sum()
+        return self.layer(x).square().mean() * self.weights().sum()
 
 
-def test_tensors_that_the_loop_trains_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"requires a gradient and is no parameter(.|\n)*weights.exp"):
-        weft.capture(Weighed(False), torch.ones(2, 4))
-    assert weft.verify(Weighed(True), (torch.ones(2, 4),), plan="dp=2").equal
+@pytest.mark.parametrize("what", FOREIGN)
+def test_tensors_that_the_loop_trains_are_refused(what: str) -> None:
+    weights, line = FOREIGN[what]
+    with pytest.raises(CaptureError, match=rf"requires a gradient and is no parameter(.|\n)*{line}"):
+        weft.capture(Weighed(weights), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("what", DETACHED)
+def test_the_values_of_such_tensors_may_be_used(what: str) -> None:
+    assert weft.verify(Weighed(DETACHED[what]), (torch.ones(2, 4),), plan="dp=2").equal

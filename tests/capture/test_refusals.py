@@ -440,6 +440,28 @@ def test_refuses_unseen_gradient_in_reentrant_checkpoint() -> None:
     assert "requires_grad_(True)" in caught.value.place
 
 
+def test_refuses_inputs_that_forward_lets_require_a_gradient() -> None:
+    class Adapts(nn.Module):
+        def __init__(self, adapt: Any) -> None:
+            super().__init__()
+            self.linear, self.adapt = nn.Linear(6, 6), adapt
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.adapt(x)).sum()
+
+    def sets(x: Tensor) -> Tensor:
+        x.requires_grad = True
+        return x
+
+    for adapt in (lambda x: x.requires_grad_(), sets):
+        with pytest.raises(CaptureError, match=r"input x require a gradient") as caught:
+            capture(Adapts(adapt), X.float())
+        assert "requires_grad" in caught.value.place and "x.requires_grad_() before" in caught.value.remedy
+    capture(Adapts(lambda x: x.requires_grad_()), X.float().requires_grad_())
+    capture(Adapts(lambda x: x.requires_grad_(False)), X.float())
+    capture(Adapts(lambda x: x.detach().requires_grad_()), X.float())
+
+
 class Notes(nn.Module):
     """Writes into an object of its own, as classifiers of transformers do into their configuration."""
 

@@ -25,7 +25,7 @@ from weft.capture.tracing.properties import refuse_identity
 from weft.capture.tracing.trace import Trace, trace
 from weft.capture.tracing.watch import Watch
 from weft.errors import CaptureError
-from weft.ir.graph import Autocast, Graph
+from weft.ir.graph import Autocast, Graph, Op
 from weft.ir.verify import verify_graph
 from weft.runtime.program.asks import Ask
 from weft.runtime.weights.precision import Precision
@@ -122,14 +122,15 @@ def convert(module: nn.Module, flat: Example, traced: Trace) -> Graph:
     with functions_watched(module, traced.found.functions) as refuse_stateful:
         graph, builder = assembled(module, flat, traced)
         refuse_stateful(graph)
-    refuse_trained_constants(graph)
+    if flat.grad:
+        refuse_trained_constants(graph)
     return replace(graph, guards=guards_of(traced.fake_mode, builder.sizes, graph)) if graph.symbols else graph
 
 
 def assembled(module: nn.Module, flat: Example, traced: Trace) -> tuple[Graph, Builder]:
     """The same, and what built it."""
     builder = Builder(traced.fake_mode, Sizes())
-    state = bind_state(module, flat, traced.program, builder)
+    state = bind_state(module, flat, traced.program, builder, traced.found.trained)
     converter = Converter(builder, traced.found)
     outputs = converter.run(traced.program.graph_module, state.placeholders, Context(autocast=ambient_autocast()))
     refuse_aliases(state)
@@ -144,14 +145,18 @@ def assembled(module: nn.Module, flat: Example, traced: Trace) -> tuple[Graph, B
 
 def refuse_trained_constants(graph: Graph) -> None:
     """A tensor that a gradient flows to and that is no parameter: a program would keep its value and its gradient."""
-    trained = {name for name in graph.constants if graph.tensors[name].needs_grad}
+    readers: dict[str, Op | None] = {name: None for name in graph.constants if graph.tensors[name].needs_grad}
     for op in graph.ops:
-        if trained.intersection(op.inputs) and any(graph.tensors[name].needs_grad for name in op.outputs):
+        if read := next((name for name in op.inputs if name in readers), ""):
+            readers |= {name: readers[read] or op for name in op.outputs if graph.tensors[name].needs_grad}
+    for name in graph.outputs:
+        if name in readers:
             raise CaptureError(
                 "forward uses a tensor that requires a gradient and is no parameter of the module: it would not be "
                 "trained",
-                place=str(op.source),
-                remedy="make it an nn.Parameter of the module, pass it in as an input, or detach() it",
+                place=str(reader.source) if (reader := readers[name]) is not None else "",
+                remedy="make it an nn.Parameter of the module, and a module that holds it a submodule, or pass it in "
+                "as an input; if it is not to be trained, detach() it or set requires_grad_(False)",
             )
 
 

@@ -6,6 +6,7 @@ A tied parameter is two placeholders and one handle.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from weft.capture.builder import Builder
 from weft.capture.convert import ROOT, fresh
 from weft.capture.example import Example
 from weft.capture.functional import FOREIGN, Handle
+from weft.capture.tracing.watch import memory_of
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,22 @@ class State:
     constants: tuple[Constant, ...]
 
 
-def bind_state(module: nn.Module, example: Example, program: ExportedProgram, builder: Builder) -> State:
-    """Put every tensor that no op makes into the builder."""
+def bind_state(
+    module: nn.Module, example: Example, program: ExportedProgram, builder: Builder, trained: Collection[int]
+) -> State:
+    """Put every tensor that no op makes into the builder.
+
+    Args:
+        trained: the memory of parameters that the module does not have: what the program holds requires no gradient.
+    """
     attributes = {
         f"{path}.{name}" if path else name
         for path, sub in module.named_modules(remove_duplicate=False)
         for name in vars(sub)
     }
-    binder = Binder(example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes)
+    binder = Binder(
+        example, program, builder, gather(module, "_parameters"), gather(module, "_buffers"), attributes, trained
+    )
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     placeholders = tuple(binder.bind(spec, nodes) for spec in program.graph_signature.input_specs)
     return State(
@@ -87,6 +97,7 @@ class Binder:
     buffers: list[Stored]
     attributes: set[str]
     """Dotted names of what the modules hold besides."""
+    trained: Collection[int]
     handles: dict[str, Handle] = field(default_factory=dict)
     inputs: list[Handle] = field(default_factory=list)
     constants: list[Constant] = field(default_factory=list)
@@ -124,7 +135,7 @@ class Binder:
         dotted = target.removeprefix(f"{ROOT}.")
         is_attribute = dotted in self.attributes
         label = dotted if is_attribute else "constant"
-        needs_grad = isinstance(real, torch.Tensor) and real.requires_grad
+        needs_grad = isinstance(real, torch.Tensor) and (real.requires_grad or memory_of(real) in self.trained)
         handle = self.place(value, f"constant:{target}", "attribute" if is_attribute else FOREIGN, label, needs_grad)
         self.constants.append(Constant(handle.name, real, label))
         return handle

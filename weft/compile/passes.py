@@ -246,7 +246,8 @@ def returned(graph: Graph) -> Returns:
         return returns_of(graph.out_spec, graph.outputs, graph.out_leaves)
     except NotReturned as error:
         raise CaptureError(
-            str(error), remedy="return tensors, in tuples, lists, dicts or dataclasses of an importable class"
+            str(error),
+            remedy="return tensors and plain values, in tuples, lists, dicts or dataclasses of an importable class",
         ) from None
 
 

@@ -46,7 +46,7 @@ from weft.capture.tracing.properties import refuse_frozen
 from weft.capture.tracing.reads import Reader
 from weft.capture.tracing.refuse import TOLD, telling
 from weft.capture.tracing.repeat import Call, Hear, Recorder
-from weft.capture.tracing.stable import stable_form
+from weft.capture.tracing.stable import needs_grad, packs, padded_with_zeros, stable_form
 from weft.capture.tracing.surroundings import Surroundings
 from weft.errors import CaptureError
 from weft.ops.arguments import bound
@@ -94,6 +94,10 @@ class Interception:
     """The identities of its parameters and buffers."""
     attributes: dict[int, str] = field(default_factory=dict)
     """The names of tensors that its attributes are, by identity."""
+    untrained: dict[int, str] = field(default_factory=dict)
+    """The names of inputs that require no gradient, by identity."""
+    trained: set[int] = field(default_factory=set)
+    """The memory of parameters that forward reads and the module does not have."""
 
     def is_tracing(self) -> bool:
         """Whether the user's own code runs, not the inside of an operator."""
@@ -117,6 +121,17 @@ class Interception:
                 name = self.attributes.get(id(one), "")
                 raise fixed("attribute" if name else FOREIGN, name, place_here())
 
+    def refuse_trained(self, tensor: torch.Tensor, requires: bool = True) -> None:
+        """Raise if an input is told to require a gradient: it belongs to the caller."""
+        if requires and id(tensor) in self.untrained:
+            name = self.untrained[id(tensor)]
+            raise CaptureError(
+                f"forward makes its input {name} require a gradient: the caller's {name} would get none",
+                place=place_here(),
+                remedy=f"call {name}.requires_grad_() before the call, on the batch and in the example; or work on "
+                f"{name}.detach().requires_grad_()",
+            )
+
     def repeat(self, run: Callable[[], Any], hear: Hear) -> Any:
         """Run forward once more, untraced; `hear` answers its calls."""
         kept, mine = dict(vars(self)), vars(self)
@@ -139,6 +154,22 @@ class Interception:
             return is_grad_enabled()
         self.ask(GRAD_MODE)
         return self.grad and is_grad_enabled()
+
+    def encoder(self, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Stands in for the forward of torch's encoder while tracing."""
+
+        def encode(
+            encoder: Any, src: torch.Tensor, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+        ) -> torch.Tensor:
+            if not packs(encoder, src, mask, src_key_padding_mask):
+                return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+            if is_grad_enabled() and needs_grad(encoder, src):
+                self.asks.setdefault(GRAD_MODE, place_here())
+                if self.grad:
+                    return forward(encoder, src, mask, src_key_padding_mask, is_causal)
+            return padded_with_zeros(encoder, src, src_key_padding_mask)
+
+        return encode
 
     def apply(self, cls: type, *args: Any) -> Any:
         """Stands in for `Function.apply` while tracing."""
@@ -249,6 +280,7 @@ class Listener(TorchFunctionMode):
             return False
         if func in (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD):
             self.found.requires = place_here()
+            self.found.refuse_trained(args[0], *args[1:], *kwargs.values())
         if func in ASKS:
             self.found.ask(ASKS[func])
             if func == GET_REQUIRES_GRAD:

@@ -18,7 +18,8 @@ them in every step (`expect.py`).
 
 A batch norm without momentum averages over all batches so far. torch reads their number out of its buffer, which a
 trace cannot; `forward_of_batch_norm` stands in for it with the same arithmetic on tensors. A transformer looks whether
-its mask is the causal one, to leave it out; `not_causal` says that it is not, and the mask is used.
+its mask is the causal one, to leave it out; `not_causal` says that it is not, and the mask is used. Without gradients
+an encoder packs sequences that are padded at their ends, and gives zeros there: `padded_with_zeros` gives the same.
 """
 
 from __future__ import annotations
@@ -138,6 +139,33 @@ CHECKED: Mapping[Any, Callable[..., Tensor]] = {
 def not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Stands in for what torch's transformers ask of a mask while tracing."""
     return is_causal is True
+
+
+def packs(self: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> bool:
+    """Whether torch packs what is padded at its end, where no gradients are recorded."""
+    may = getattr(self, "use_nested_tensor", False) and getattr(self, "mask_check", True)
+    given = src.dim() == 3 and padding is not None and mask is None
+    ways = torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+    return bool(may and ways and given and not self.layers[0].training)
+
+
+def needs_grad(self: nn.TransformerEncoder, src: Tensor) -> bool:
+    """Whether what torch looks at to record gradients requires one."""
+    layer = self.layers[0]
+    held = (*layer.self_attn.parameters(), *layer.norm1.parameters(), *layer.norm2.parameters())
+    more = (*layer.linear1.parameters(), *layer.linear2.parameters())
+    return any(one.requires_grad for one in (src, *held, *more))
+
+
+def padded_with_zeros(self: nn.TransformerEncoder, src: Tensor, padding: Tensor) -> Tensor:
+    """What torch's encoder gives of sequences that it packs, and of others."""
+    padded = padding if padding.dtype == torch.bool else padding != 0
+    output = src
+    for layer in self.layers:
+        output = layer(output, src_key_padding_mask=padding)
+    at_end = (padded[:, 1:] >= padded[:, :-1]).all()
+    output = torch.where((padded & at_end).unsqueeze(-1), 0.0, output)
+    return output if self.norm is None else self.norm(output)
 
 
 def rsample_of_gamma(self: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:

@@ -87,6 +87,14 @@ UNSEEN: Sequence[tuple[Any, Sequence[str], str, str]] = (
 )
 """Functions of others that forward must not call: where they lie, their names, why, what to do instead."""
 
+QUESTIONS: Sequence[tuple[Any, str]] = (
+    (torch.compiler, "is_compiling"),
+    (torch.compiler, "is_exporting"),
+    (torch._dynamo, "is_compiling"),
+    (torch._utils, "is_compiling"),
+)
+"""Functions that say whether forward is being compiled: where they lie, their names."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -135,7 +143,10 @@ class Traced(nn.Module):
     def run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The user's forward."""
         precision = self.example.precision
-        args, kwargs = self.example.arguments(tensors if precision is None else precision.inputs(tensors))
+        given = tensors if precision is None else precision.inputs(tensors)
+        named = zip(self.example.names, self.example.values, given, strict=True)
+        self.found.untrained = {id(one): name for name, value, one in named if not value.requires_grad}
+        args, kwargs = self.example.arguments(given)
         with nullcontext() if precision is None else Rules(precision):
             return self.module(*args, **kwargs)
 
@@ -273,10 +284,12 @@ def trace(
         warnings.simplefilter("ignore")
         written = written_when_called(fx.GraphModule.recompile)
         stack.enter_context(mock.patch.object(fx.GraphModule, "recompile", written))
-        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting(TracerBase.create_node)))
+        stack.enter_context(mock.patch.object(TracerBase, "create_node", noting(TracerBase.create_node, found.trained)))
         stack.enter_context(mock.patch.object(_BatchNorm, "forward", forward_of_batch_norm))
         stack.enter_context(mock.patch.object(Gamma, "rsample", rsample_of_gamma))
         stack.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", not_causal))
+        encode = found.encoder(transformer.TransformerEncoder.forward)
+        stack.enter_context(mock.patch.object(transformer.TransformerEncoder, "forward", encode))
         stack.enter_context(mock.patch.object(nn.Module, "to", to_where_it_is))
         # a mode hears nothing of the one, and of the other what it calls itself
         stack.enter_context(mock.patch.object(torch, "from_numpy", torch.as_tensor))
@@ -284,9 +297,9 @@ def trace(
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, refused(getattr(owner, name), what, remedy)))
         if asked is not None:
-            for name in ("is_compiling", "is_exporting"):
-                answer = told_no(getattr(torch.compiler, name), asked.append)
-                stack.enter_context(mock.patch.object(torch.compiler, name, answer))
+            for owner, name in QUESTIONS:
+                answer = told_no(getattr(owner, name), asked.append)
+                stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(translating(module))
         program = torch.export.export(traced, stand_ins(example), dynamic_shapes={"tensors": shapes}, strict=False)
     output, watch, is_kept = outputs[-1]
@@ -296,16 +309,21 @@ def trace(
     return Trace(program, found, output, watch.settling, is_kept)
 
 
-def noting(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+def noting(create: Callable[..., fx.Node], trained: set[int]) -> Callable[..., fx.Node]:
     """`create`, of nodes that know their line, and whether gradients were recorded when they were made.
+
+    The memory of parameters that the module does not have is added to `trained`: export takes them for constants.
 
     Export would look at each frame of the process to find the line. It has regions for grad modes, and loses those that
     lie directly in an autocast and those of inference mode.
     """
 
-    def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(tracer: TracerBase, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         tracer.record_stack_traces = False
-        node = create(tracer, *args, **kwargs)
+        node = create(tracer, kind, target, *args, **kwargs)
+        held = getattr(vars(tracer).get("root"), target, None) if kind == "get_attr" else None
+        if isinstance(held, nn.Parameter) and held.requires_grad:
+            trained.add(memory_of(held))
         node.meta[GRAD_MODE] = torch.is_grad_enabled()
         if not node.stack_trace and (frame := users_frame(frames_of_forward())) is not None:
             node.stack_trace = "".join(StackSummary.from_list([frame]).format()).strip()
