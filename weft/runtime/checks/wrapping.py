@@ -139,7 +139,7 @@ def to_its_end() -> Iterator[None]:
 
 def redraws(program: Any) -> bool:
     """True in a forward inside backward, of a program that draws."""
-    return program.has_drawn and torch._C._current_graph_task_id() != -1
+    return bool(program.draws) and torch._C._current_graph_task_id() != -1
 
 
 def around(device_kind: str = "") -> Iterator[tuple[Fact, Any, tuple[str, str]]]:

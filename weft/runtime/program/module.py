@@ -97,7 +97,8 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
         """Of which its parameters are copies."""
         self.sums = NO_SUMS
         self.sinks: dict[str, Gradient] = {}
-        self._draws: dict[Any, Draw] = {}
+        self.draws: dict[Any, Draw] = {}
+        """Random numbers that a forward has drawn."""
         self._backward: _Backward | None = None
         self.inputs_from: Mapping[int, Collection[int]] = {}
         """Inputs whose gradients come from some outputs only, and which."""
@@ -230,15 +231,10 @@ class ParallelModule(StoredParts, grid={}, parameters={}):
             at: how it is cut, or the intervals wanted here.
         """
         key = number, shape, tuple(at.items()) if isinstance(at, Mapping) else at
-        if key not in self._draws:
+        if key not in self.draws:
             index = index_at(shape, at, self.place) if isinstance(at, Mapping) else at
-            self._draws[key] = Draw(number, shape, whole(shape) if index is None else index)
-        return {"draw": self._draws[key], "stream": self.stream}
-
-    @property
-    def has_drawn(self) -> bool:
-        """A forward draws random numbers, and there was one."""
-        return bool(self._draws)
+            self.draws[key] = Draw(number, shape, whole(shape) if index is None else index)
+        return {"draw": self.draws[key], "stream": self.stream}
 
     def take(self, x: Tensor, index: Index | None, shape: tuple[int, ...] = ()) -> Tensor:
         """A chunk's part of a tensor; zeros of that shape if it has none."""
