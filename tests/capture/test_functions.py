@@ -111,3 +111,35 @@ def test_refuses_functions_that_keep_something(function: Any, name: str, line: s
 
 def test_functions_may_set_up_and_cache() -> None:
     assert weft.verify(Applies(SetsUpOnce), torch.randn(6, 4), plan="dp=2").equal
+
+
+class Recomputes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        made: Tensor = (run[0] if isinstance(run, list) else run)(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+@pytest.mark.parametrize(
+    ("given", "what"), [(lambda module: module.half, "GivesObjects.half"), (lambda module: [module.linear], "a Linear")]
+)
+def test_refuses_functions_that_are_given_objects(given: Any, what: str) -> None:
+    class GivesObjects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def half(self, x: Tensor) -> Tensor:
+            return x / 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Recomputes.apply(given(self), self.linear(x))
+            return made.sum()
+
+    with pytest.raises(CaptureError, match=f"Recomputes is given .*{what}") as caught:
+        weft.parallelize(GivesObjects(), torch.randn(4, 6), "dp=2", emulate=True)
+    assert "Recomputes.apply(given(self)" in caught.value.place and "use_reentrant=False" in caught.value.remedy

@@ -354,38 +354,6 @@ class Meddles(nn.Module):
         return y.sum()
 
 
-class Recomputes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
-        made: Tensor = (run[0] if isinstance(run, list) else run)(x)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-
-@pytest.mark.parametrize(
-    ("given", "what"), [(lambda module: module.half, "GivesObjects.half"), (lambda module: [module.linear], "a Linear")]
-)
-def test_refuses_functions_that_are_given_objects(given: Any, what: str) -> None:
-    class GivesObjects(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def half(self, x: Tensor) -> Tensor:
-            return x / 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = Recomputes.apply(given(self), self.linear(x))
-            return made.sum()
-
-    with pytest.raises(CaptureError, match=f"Recomputes is given .*{what}") as caught:
-        weft.parallelize(GivesObjects(), X, "dp=2", emulate=True)
-    assert "Recomputes.apply(given(self)" in caught.value.place and "use_reentrant=False" in caught.value.remedy
-
-
 class Noisy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
