@@ -12,7 +12,7 @@ from time import perf_counter
 
 EARLY = 64
 """Up to this call, each time twice as many calls have been made."""
-SHARE = 1 / 500
+SHARE = 1 / 1000
 """Of the time, at most, that the check may take later."""
 
 
