@@ -245,4 +245,4 @@ def test_it_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
         assert ask() == ""
     assert looked[:7] == [1, 2, 4, 8, 16, 32, 64]
     assert 0.02 * len(looked[7:]) <= 2 * rarely.SHARE * now[0]
-    assert len(looked[7:]) >= 7
+    assert len(looked[7:]) >= 3

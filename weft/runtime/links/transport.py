@@ -350,9 +350,9 @@ class Transport(ABC):
 
 
 def as_shards(flat: Tensor, sharding: Sharding) -> list[Tensor]:
-    """A flat tensor as this rank's shards."""
-    pieces = flat.split_with_sizes(sharding.shard_lengths)
-    return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, sharding.mine, strict=True)]
+    """A flat tensor as this rank's shards, which are no views in autograd's sense: they become gradients."""
+    each = zip(torch.unsafe_split_with_sizes(flat, sharding.shard_lengths), sharding.mine, strict=True)
+    return [piece if len(shape) == 1 else torch.ops.aten._unsafe_view(piece, shape) for piece, shape in each]
 
 
 def put_shard(full: Tensor, part: Index, shard: Tensor) -> None:
