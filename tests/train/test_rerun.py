@@ -215,7 +215,20 @@ class Drawing(Base):
         return super().forward(nn.functional.dropout(x, 0.5, self.training))
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing])
+@torch.jit.script
+def scripted(x: Tensor, most: int) -> Tensor:
+    found = torch.abs(x) / most
+    return torch.where(found < most, torch.sign(x), torch.log(found))
+
+
+class Scripted(Base):
+    """A function of TorchScript, as some families of transformers have one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * scripted(torch.arange(x.shape[1]), 3).to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, Scripted])
 def test_nothing_is_changed(kind: type[Base]) -> None:
     model = kind()
     before = [(id(one), one.clone()) for one in (*model.parameters(), *model.buffers())]

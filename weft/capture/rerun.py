@@ -53,16 +53,35 @@ class StoppedError(Exception):
     """The call that was looked for is here."""
 
 
+class Fake(FakeTensorMode):
+    """Tensors without values. What they call themselves, to find out shapes, depends on what they know already:
+    of TorchScript's operators a listener hears it."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.inside = 0
+        """How many operators are being answered."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.inside += 1
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.inside -= 1
+
+
 class Listener(TorchFunctionMode):
     """Notes every torch call.
 
     Args:
+        mode: of the tensors.
         names: of tensors, by identity.
         stop: the number of the call at which to stop.
     """
 
-    def __init__(self, names: dict[int, str], stop: int | None = None) -> None:
+    def __init__(self, mode: Fake, names: dict[int, str], stop: int | None = None) -> None:
         super().__init__()
+        self._mode = mode
         self.calls, self.place = list[Said](), ""
         self._names, self._stop = dict(names), stop
         self._alive = list[Any]()
@@ -71,6 +90,8 @@ class Listener(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
+        if self._mode.inside:
+            return func(*args, **given)
         with torch._C.DisableTorchFunction():
             self.calls.append((func, tuple(given), *map(self._said, pytree.tree_leaves((args, given)))))
         if len(self.calls) - 1 == self._stop:
@@ -106,7 +127,7 @@ class Rerun:
         self._module, self._precision = module, precision
         self._example: Example = flatten_example(module, example)
         self._hooks = [(sub, name, vars(sub)[name].copy()) for sub in module.modules() for name in HOOKS]
-        self._mode, self._lock = FakeTensorMode(allow_non_fake_inputs=True), Lock()
+        self._mode, self._lock = Fake(), Lock()
         self._fakes = list(fakes_of(module, precision, self._mode, moved=False))
         with self._mode:
             self._inputs = stand_ins(self._example)
@@ -152,7 +173,7 @@ class Rerun:
 
     def _calls(self, *, strict: bool = False) -> list[Said] | None:
         """What forward calls now; None if it raises, or if it is to keep nothing (`strict`) and does."""
-        listener, watch = Listener(self._names), Watch(self._module, tolerant=True)
+        listener, watch = Listener(self._mode, self._names), Watch(self._module, tolerant=True)
         try:
             self._run(listener)
             return None if strict and (watch.changes() or watch.exchanged()) else listener.calls
@@ -164,7 +185,7 @@ class Rerun:
 
     def _place(self, number: int) -> str:
         """The line of a call."""
-        listener, watch = Listener(self._names, number), Watch(self._module, tolerant=True)
+        listener, watch = Listener(self._mode, self._names, number), Watch(self._module, tolerant=True)
         try:
             with suppress(Exception):
                 self._run(listener)
