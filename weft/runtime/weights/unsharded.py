@@ -155,10 +155,10 @@ class Gathered:
         memory = self._uses.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if memory is None or memory.weak.expired() or memory.dtype != tensor.dtype:
             return tensor
-        at = int(tensor.storage_offset())
-        # what was gathered last is what is mostly saved
+        at, is_empty = int(tensor.storage_offset()), not tensor.numel()
+        # what was gathered last is what is mostly saved; what has no elements is gathered again for those that have some
         for start, stop, use in reversed(memory.wholes):
-            if start <= at < stop and not (tensor.is_conj() or tensor.is_neg()):
+            if start <= at < stop + is_empty and not (tensor.is_conj() or tensor.is_neg()):
                 use.pack()
                 self.need(use)
                 return Packed(use, tensor.shape, tensor.stride(), at - start)
