@@ -156,7 +156,7 @@ class Gathered:
         if memory is None or memory.weak.expired() or memory.dtype != tensor.dtype:
             return tensor
         at, is_empty = int(tensor.storage_offset()), not tensor.numel()
-        # what was gathered last is what is mostly saved; what has no elements is gathered again for those that have some
+        # what was gathered last is what is mostly saved; what has no elements is gathered again for who has some
         for start, stop, use in reversed(memory.wholes):
             if start <= at < stop + is_empty and not (tensor.is_conj() or tensor.is_neg()):
                 use.pack()
