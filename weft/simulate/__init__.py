@@ -1,0 +1,1 @@
+"""What a step will take, found without running it."""
