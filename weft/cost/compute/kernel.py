@@ -56,7 +56,7 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     """The kernel of a call that was dispatched; None if nothing is computed."""
     packet = func.overloadpacket
     name = packet.__name__
-    if name in FREE or func.is_view:
+    if name in FREE or func.is_view or func.namespace == "prim":
         return None
     reads = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     makes = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]

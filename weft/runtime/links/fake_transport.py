@@ -25,10 +25,16 @@ FEW = 64
 
 
 class FakeTransport(Transport):
-    """One rank, and nobody there."""
+    """One rank, and nobody there.
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device | None = None) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    Args:
+        by_block: as transports of devices have it.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, device: torch.device | None = None, *, by_block: bool = False
+    ) -> None:
+        self.rank, self.num_ranks, self.by_block = rank, num_ranks, by_block
         self.device, self.doing = device or torch.device("cpu"), Doing()
         self._largest: dict[tuple[int, ...], int] = {}
         """Bytes of the largest message in each group that does not go through a pipe."""

@@ -41,6 +41,7 @@ from weft.runtime.training.flow import Flow, lend, take_back
 from weft.runtime.training.full_state import full_state
 from weft.runtime.training.microbatches import TooFewRows
 from weft.runtime.training.one_rank import OneRank
+from weft.runtime.training.pipeline import Rank
 from weft.runtime.training.reduction import reduced, times
 from weft.runtime.training.shard_owners import tell_all
 from weft.runtime.training.step import FORM, arguments_of, loss_of
@@ -76,6 +77,11 @@ class Parallel(OneRank):
     def returns_loss(self) -> bool:
         """In training; otherwise it returns what the original does."""
         return self._flow.output is None
+
+    @property
+    def pipeline(self) -> Rank:
+        """The pieces and events of training."""
+        return self._flow.rank
 
     # A forward, or an evaluation.
 

@@ -194,22 +194,33 @@ class Rank:
             # replicas run different events: one without a micro-batch sends nothing
             self.transport.open_mail()
         for event, share, piece in self._running(sizes):
+            if event.phase == F:
+                piece.module.stream = Stream(seed, step, first + event.micro)
             with span(event):
-                if event.phase == F:
-                    piece.module.stream = Stream(seed, step, first + event.micro)
-                    self._forward(share, piece, event.micro, batches[event.micro])
-                    continue
-                piece.module.of_others = False
-                if event.phase == B:
-                    self._backward(share, piece, event.micro, shares[event.micro], scale)
-                else:
-                    add_queued(self._queues.pop((event.piece, event.micro)))
-                piece.module.of_others = len(self.sizes) > 1
+                self.run_event(event, share, piece, batches[event.micro], shares[event.micro], scale)
         self._complete(completes)
         self._tie()
         losses = self._tell_losses(len(batches))
         self.is_left = False
         return losses
+
+    def run_event(
+        self, event: Event, share: Share, piece: Piece, batch: Sequence[Tensor], counts: float, scale: float | Tensor
+    ) -> None:
+        """Run one event of a step. Whoever records a step runs some of them only (`weft/simulate/repeat.py`).
+
+        Args:
+            counts: what the micro-batch's loss counts in that of the step.
+        """
+        if event.phase == F:
+            self._forward(share, piece, event.micro, batch)
+            return
+        piece.module.of_others = False
+        if event.phase == B:
+            self._backward(share, piece, event.micro, counts, scale)
+        else:
+            add_queued(self._queues.pop((event.piece, event.micro)))
+        piece.module.of_others = len(self.sizes) > 1
 
     @torch.no_grad()
     def forward(

@@ -17,7 +17,7 @@ No weight is looked at, and no memory of their size is needed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,6 +102,27 @@ def _shapes_in_pieces(pieces: InPieces, device: int) -> tuple[Any, ...]:
 def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
     """What one rank will hold."""
     silent = FakeTransport(rank, files_of(files).devices)
+    with foreseen_step(files, subject, silent) as one:
+        found = counted_step(RankMemory(one.module, one.optimizer, one.module.program.modules, silent.memory), one.run)
+    return replace(found, messages=found.messages + silent.num_bytes, peak=found.peak + silent.num_bytes)
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A step of a rank on tensors without content, which may be taken once.
+
+    Args:
+        run: takes it.
+    """
+
+    module: Parallel
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], None]
+
+
+@contextmanager
+def foreseen_step(files: Content, subject: Subject, silent: FakeTransport) -> Iterator[FakeStep]:
+    """A rank whose next step is one of many: what the first one makes is there."""
     with _foreseen(subject), FakeTensorMode(allow_non_fake_inputs=True) as fake, MaxShapeMode() as largest:
         module = _opened(files, silent, subject)
         optimizer = optimizer_of(subject, module)
@@ -123,8 +144,7 @@ def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
             step()
             optimizer.zero_grad(set_to_none=True)
             silent.lend(_sums(module))
-        found = counted_step(RankMemory(module, optimizer, module.program.modules, silent.memory), step)
-    return replace(found, messages=found.messages + silent.num_bytes, peak=found.peak + silent.num_bytes)
+        yield FakeStep(module, optimizer, step)
 
 
 def _first_update(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,118 @@
+"""Recording: the Trace of a rank, from its own code on tensors without content.
+
+In: the files of a program, a model, a rank. Out: its Trace of one step: every kernel that its device runs in forward,
+backward and update, every collective and message, and every storage that is made and let go, each with the place in
+the user's code. So what is simulated is the program that runs: its fused products, its buckets and prefetches, what it
+runs twice. Nothing is computed.
+
+Of a pipeline with many micro-batches a few are run, and the events of the others are copies (`repeat.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.compile import Compiled
+from weft.compile.model_file import Subject
+from weft.cost.compute.kernel import Kernel, kernel_of
+from weft.runtime.checks.ledger import Ledger, RankMemory
+from weft.runtime.program.files import files_of
+from weft.runtime.program.lines import place_here
+from weft.simulate.recorded import RecordedTransport
+from weft.simulate.repeat import repeat
+from weft.simulate.trace import BACKWARD, FORWARD, UPDATE, Event, Hold, Place, Run, Trace
+from weft.train.memory.expected import alike_ranks, foreseen_step
+
+sequence_number = torch._C._autograd._get_sequence_nr
+current_node = torch._C._current_autograd_node
+
+
+class Recorder(Ledger):
+    """Notes what operators do while it is on."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__(set)
+        self.events = events
+        self.transport: RecordedTransport | None = None
+        self.is_update = False
+        self._lines: dict[int, str] = {}
+        """The user's line of each node of the graph, by its number."""
+        self._places: dict[Place, Place] = {}
+        self._kernels: dict[str, Kernel] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.transport is not None and not self.transport.is_carrying:
+            kernel = kernel_of(func, args, kwargs or {}, result)
+            if kernel is not None:
+                self.events.append(Run(self._kernels.setdefault(kernel.key, kernel), self.place()))
+        return result
+
+    def place(self) -> Place:
+        """Where the rank is."""
+        if self.is_update:
+            return self._place(UPDATE, "", "")
+        doing = "" if self.transport is None else self.transport.doing.what
+        node = current_node()
+        if node is not None:
+            return self._place(BACKWARD, self._lines.get(node._sequence_nr(), ""), doing)
+        line = place_here()
+        if self._depth:
+            self._lines[sequence_number() - 1] = line
+        return self._place(FORWARD if self._depth else BACKWARD, line, doing)
+
+    def _place(self, phase: str, line: str, what: str) -> Place:
+        found = Place(phase, line, what)
+        return self._places.setdefault(found, found)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        super()._add(storage)
+        self.events.append(Hold(storage.nbytes(), self._kind(), self.place()))
+
+    def _kind(self) -> str:
+        if self.is_update:
+            return "update"
+        return "activations" if self._depth else "gradients"
+
+    def _forget(self, key: int) -> None:
+        found = self._live.get(key)
+        super()._forget(key)
+        if found is not None:
+            self.events.append(Hold(-found[1], "activations" if found[2] else "gradients", NOWHERE))
+
+
+NOWHERE = Place(BACKWARD)
+
+
+def record_rank(files: Any, subject: Subject, rank: int, *, by_block: bool) -> tuple[list[Event], dict[str, int]]:
+    """The events of one rank's step, and the bytes that it holds from step to step."""
+    events: list[Event] = []
+    recorder = Recorder(events)
+    transport = RecordedTransport(rank, files_of(files).devices, [], recorder.place, by_block=by_block)
+    with foreseen_step(files, subject, transport) as one:
+        memory = RankMemory(one.module, one.optimizer, one.module.program.modules, transport.memory)
+        state = {kind: sum(each.values()) for kind, each in memory.held().items() if kind != "gradients"}
+        hooks = (
+            one.optimizer.register_step_pre_hook(lambda *_: setattr(recorder, "is_update", True)),
+            one.optimizer.register_step_post_hook(lambda *_: setattr(recorder, "is_update", False)),
+        )
+        transport.events, recorder.transport = events, transport
+        repeat(one.module.pipeline, events)
+        with recorder:
+            one.run()
+            recorder.transport = None
+        for hook in hooks:
+            hook.remove()
+    return events, state
+
+
+def record(compiled: Compiled, subject: Subject, *, by_block: bool) -> Sequence[Trace]:
+    """The Traces of all ranks, one of each kind of ranks."""
+    found = []
+    for alike in alike_ranks(compiled):
+        events, state = record_rank(compiled.files, subject, alike[0], by_block=by_block)
+        found.append(Trace(alike[0], tuple(alike), tuple(events), state))
+    return found
