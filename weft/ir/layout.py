@@ -187,6 +187,11 @@ class Layout:
     def is_partial(self) -> bool:
         return bool(self.partial_axes)
 
+    @cached_property
+    def is_even(self) -> bool:
+        """True if all cells hold as much of each dim as each other."""
+        return all(len(set(map(count, table))) == 1 for table in self.ranges if table is not None)
+
     def ranges_at(self, cell: Cell, dim: int) -> Ranges:
         """The indices of `dim` that the cell holds."""
         table = self.ranges[dim]

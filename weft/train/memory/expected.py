@@ -79,24 +79,32 @@ def expect_memory(files: Content, subject: Subject, ranks: Sequence[Sequence[int
 def alike_ranks(compiled: Compiled) -> list[tuple[int, ...]]:
     """Ranks that hold tensors of the same shapes, and run their pieces in the same order. Each by itself if only the
     files of the program are known."""
-    groups: dict[Any, list[int]] = {}
-    for rank in range(compiled.devices):
-        key = rank if compiled.pieces is None else _shapes_in_pieces(compiled.pieces, rank)
-        groups.setdefault(key, []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
+    pieces, ranks = compiled.pieces, range(compiled.devices)
+    if pieces is None:
+        return [(rank,) for rank in ranks]
+    keys: list[list[Any]] = [[tuple(map(str, pieces.schedule.events.get(rank, ())))] for rank in ranks]
+    for number, part in enumerate(part for one in pieces.sizes for part in one.parts):
+        for rank, kind in zip(part.piece.segment.devices, kinds_of_ranks(part.program), strict=True):
+            keys[rank].append((number, kind))
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank, key in enumerate(keys):
+        groups.setdefault(tuple(key), []).append(rank)
+    return [tuple(one) for one in groups.values()]
 
 
-def _shapes(program: Program, device: int) -> tuple[Any, ...]:
-    layouts = (*program.stored.values(), *(value.layout for value in program.values.values()))
-    return tuple(tuple(part.shape for part in layout.parts_on(device)) for layout in layouts)
-
-
-def _shapes_in_pieces(pieces: InPieces, device: int) -> tuple[Any, ...]:
-    found: list[Any] = [tuple(map(str, pieces.schedule.events.get(device, ())))]
-    for part in (part for one in pieces.sizes for part in one.parts):
-        devices = part.piece.segment.devices
-        found.append(_shapes(part.program, devices.index(device)) if device in devices else None)
-    return tuple(found)
+def kinds_of_ranks(program: Program) -> list[int]:
+    """A number for each device of a program, the same for devices that hold tensors of the same shapes."""
+    layouts = {*program.stored.values(), *(value.layout for value in program.values.values())}
+    kinds = [0] * program.devices
+    for layout in layouts:
+        if layout.is_even and len(layout.grid.devices) == len(layout.grid.cells_on) == program.devices:
+            continue
+        shapes: list[Any] = [()] * program.devices
+        for device in layout.grid.cells_on:
+            shapes[device] = tuple(part.shape for part in layout.parts_on(device))
+        known: dict[Any, int] = {}
+        kinds = [known.setdefault(pair, len(known)) for pair in zip(kinds, shapes, strict=True)]
+    return kinds
 
 
 def expect_rank(files: Content, subject: Subject, rank: int) -> Bytes:
@@ -128,6 +136,11 @@ def foreseen_step(files: Content, subject: Subject, silent: FakeTransport) -> It
         optimizer = optimizer_of(subject, module)
         # as where it is watched over: parameters without elements are left out
         optimizer.register_step_pre_hook(lambda *_: make_plain(module.parameters()))
+        if silent.by_block:
+            # as optimizers choose on devices
+            optimizer.defaults["foreach"] = True
+            for group in optimizer.param_groups:
+                group["foreach"] = not group.get("fused")
         with largest.reading(1):
             _first_update(optimizer)
         silent.lend(_sums(module))
