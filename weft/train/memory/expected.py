@@ -34,7 +34,6 @@ from torch.utils import _pytree as pytree
 
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
-from weft.compile.pieces import InPieces
 from weft.compile.programs import Content
 from weft.errors import RunError
 from weft.ir.program import Program
