@@ -18,7 +18,7 @@ import torch
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
 from weft.cost.compute.kernel import Kernel, kernel_of
-from weft.runtime.checks.ledger import Ledger, RankMemory
+from weft.runtime.checks.ledger import Ledger, RankMemory, storages
 from weft.runtime.program.files import files_of
 from weft.runtime.program.lines import place_here
 from weft.simulate.recorded import RecordedTransport
@@ -106,7 +106,9 @@ def record_rank(files: Any, subject: Subject, rank: int, *, by_block: bool) -> t
             recorder.transport = None
         for hook in hooks:
             hook.remove()
-    return events, state
+        lent = storages(memory.messages())
+        messages = transport.num_bytes + sum(lent[key] for key in lent.keys() - memory.lasting().keys())
+    return events, {**state, "messages": messages}
 
 
 def record(compiled: Compiled, subject: Subject, *, by_block: bool) -> Sequence[Trace]:
