@@ -7,16 +7,21 @@ In: the kind of a collective, the size of its group, the bytes of its buffer. Ou
 With n members `bytes` and `factor` are: the local tensor, 2(n-1)/n (all_reduce); the gathered result, (n-1)/n
 (all_gather); the local tensor, (n-1)/n (reduce_scatter, all_to_all); what is sent, 1 (broadcast); the larger of what
 is sent and what is received, 1 (exchange); what is copied, 1 (local, without latency of a collective).
-The numbers come from `DEFAULTS` or from a measured JSON file.
+The numbers come from `DEFAULTS` or from a measured JSON file. What was measured at several sizes is a curve: between
+two sizes the seconds are on the line between theirs. Buckets have curves of their own: what lies in memory that members
+share, or is sent as it lies, is carried in another way than a tensor by itself.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from weft.errors import WeftError
 from weft.runtime.layout import moves
@@ -54,14 +59,27 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+BUCKET = "bucket "
+"""Before the kind of a collective of a bucket of tensors."""
+BUCKETS = tuple(BUCKET + kind for kind in ("all_reduce", "all_gather", "reduce_scatter"))
+Curve = tuple[tuple[float, float], ...]
+"""Bytes and seconds, by bytes."""
+
+
 @dataclass(frozen=True)
 class Links:
-    """Latencies in seconds; rates, by kind, in seconds per byte that crosses the slowest link of a member."""
+    """Latencies in seconds; rates, by kind, in seconds per byte that crosses the slowest link of a member.
+
+    Args:
+        curves: of groups of `members`, by kind, also of `BUCKETS`.
+    """
 
     name: str
     latency: float
     peer_latency: float
     rates: Mapping[str, float]
+    members: int = 0
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
     def seconds(self, kind: str, group_size: int, bytes: float) -> float:
         """Time of one member in a collective.
@@ -69,6 +87,9 @@ class Links:
         >>> round(DEFAULTS["gloo"].seconds("all_reduce", 2, 32 << 20), 3)
         0.07
         """
+        if group_size == self.members and kind in self.curves:
+            return on_curve(self.curves[kind], bytes)
+        kind = kind.removeprefix(BUCKET)
         if kind == "local" or group_size == 1:
             return CALL + self.rates["local"] * bytes
         peers = group_size - 1
@@ -79,10 +100,19 @@ class Links:
     def to_json(self) -> str:
         """As one JSON object."""
         fields = {"name": self.name, "latency": self.latency, "peer_latency": self.peer_latency, **self.rates}
-        return json.dumps(fields, indent=2)
+        measured = {"members": self.members, "curves": dict(self.curves)} if self.curves else {}
+        return json.dumps({**fields, **measured}, indent=2)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")
+
+
+def on_curve(curve: Curve, bytes: float) -> float:
+    """The seconds between those of two sizes; beyond the last one, on the line through the last two."""
+    sizes = [size for size, _ in curve]
+    at = min(max(bisect_right(sizes, bytes), 1), len(curve) - 1)
+    (low, first), (high, last) = curve[at - 1], curve[at]
+    return max(first + (last - first) * (bytes - low) / (high - low), min(first, last) if bytes < low else 0.0)
 
 
 def from_json(text: str, place: str = "") -> Links:
@@ -92,17 +122,16 @@ def from_json(text: str, place: str = "") -> Links:
     except json.JSONDecodeError as error:
         raise WeftError(f"not JSON: {error}", place=place, remedy="measure the links again") from None
     numbers = ("latency", "peer_latency", *KINDS)
-    if not isinstance(found, dict) or found.keys() != {"name", *numbers}:
+    measured = (
+        {name: found.pop(name) for name in ("members", "curves") if name in found} if isinstance(found, dict) else {}
+    )
+    if not isinstance(found, dict) or found.keys() != {"name", *numbers} or not _are_curves(measured):
         raise WeftError(
             f"a table of links has exactly the fields name, {', '.join(numbers)}",
             place=place,
             remedy="write one with weft profile",
         )
-    wrong = [
-        name
-        for name in numbers
-        if isinstance(found[name], bool) or not isinstance(found[name], int | float) or not found[name] >= 0
-    ]
+    wrong = [name for name in numbers if not _is_time(found[name])]
     if wrong or not isinstance(found["name"], str):
         raise WeftError(
             f"{', '.join(wrong) or 'name'}: seconds must be numbers >= 0, the name a text",
@@ -110,7 +139,31 @@ def from_json(text: str, place: str = "") -> Links:
             remedy="measure the links again",
         )
     latency, peer_latency, *rates = (float(found[name]) for name in numbers)
-    return Links(found["name"], latency, peer_latency, dict(zip(KINDS, rates, strict=True)))
+    curves = {kind: tuple((float(a), float(b)) for a, b in each) for kind, each in measured.get("curves", {}).items()}
+    return Links(
+        found["name"], latency, peer_latency, dict(zip(KINDS, rates, strict=True)), measured.get("members", 0), curves
+    )
+
+
+def _are_curves(found: Mapping[str, Any]) -> bool:
+    """True if there are none, or all are lists of at least two growing sizes with their seconds."""
+    if not found:
+        return True
+    members, curves = found.get("members"), found.get("curves")
+    if not isinstance(members, int) or members < 2 or not isinstance(curves, dict):
+        return False
+    return all(kind in (*KINDS, *BUCKETS) and _is_curve(curve) for kind, curve in curves.items())
+
+
+def _is_curve(curve: object) -> bool:
+    if not isinstance(curve, list) or len(curve) < 2:
+        return False
+    pairs = all(isinstance(one, list) and len(one) == 2 and all(map(_is_time, one)) for one in curve)
+    return pairs and all(low[0] < high[0] for low, high in pairwise(curve))
+
+
+def _is_time(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number >= 0
 
 
 def load(path: str | Path) -> Links:

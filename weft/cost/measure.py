@@ -1,9 +1,9 @@
 """Measuring links: what the runtime's collectives cost between processes of this machine.
 
 In: a backend and a number of processes. Out: the Links of that backend here, for `lower(plan, links=...)`. Each
-collective is timed for a few bytes and for a large buffer; the first gives the latency, the difference of both the
-rate. What is timed is what Programs send, a Transfer of each kind carried out, not the backend's own calls. Times are
-medians of the slowest rank.
+collective is timed at several sizes: these are its curve; the smallest gives the latency of groups of other sizes, the
+difference to the largest their rate. What is timed is what programs call: a Transfer of each kind carried out, and the
+transport's own calls for buckets, not the backend's. Times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from weft.cost.links import KINDS, Links
+from weft.cost.links import BUCKET, BUCKETS, KINDS, Links
 from weft.errors import RunError, WeftError
 from weft.runtime.jobs.launch import Pool
 from weft.runtime.layout.cuts import Place, whole
 from weft.runtime.layout.execute import execute
+from weft.runtime.layout.sharding import Sharding
 from weft.runtime.layout.transfer import Piece, Transfer
 from weft.runtime.links.processes import ProcessTransport
 from weft.runtime.links.transport import CollectiveMismatch, RankFailed
@@ -27,7 +28,8 @@ BACKENDS = ("gloo",)
 """What can be measured without an accelerator."""
 SMALL, LARGE = 1 << 10, 16 << 20
 """Bytes of a buffer."""
-REPEATS = {SMALL: 20, LARGE: 5}
+REPEATS = {SMALL: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 16, 1 << 20: 12, 1 << 22: 8, LARGE: 5}
+"""How often each is timed."""
 PEER_SHARE = 0.2
 """Part of the latency that grows with the group. Two processes cannot tell: the share is that of the built-in table."""
 
@@ -47,8 +49,8 @@ def measure_links(
         raise WeftError(f"the links of {backend!r} cannot be measured here", remedy=f"measure {', '.join(BACKENDS)}")
     if processes < 2:
         raise WeftError(f"{processes} process has nobody to talk to", remedy="measure with at least 2 processes")
-    work = [(kind, size) for kind in KINDS for size in REPEATS]
-    times: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    work = [(kind, size) for kind in (*KINDS, *BUCKETS) for size in REPEATS]
+    times: dict[str, dict[int, float]] = {kind: {} for kind in (*KINDS, *BUCKETS)}
     with Pool(processes, backend=backend) as pool:
         for count, (kind, size) in enumerate(work):
             done(count, len(work))
@@ -68,7 +70,8 @@ def fit(name: str, times: Times, processes: int) -> Links:
         name: max(times[name][LARGE] - times[name][SMALL], 0.0) / (kind.factor(processes) * (LARGE - SMALL))
         for name, kind in KINDS.items()
     }
-    return Links(name, base * (1 - PEER_SHARE), base * PEER_SHARE / (processes - 1), rates)
+    curves = {kind: tuple(sorted((float(size), found) for size, found in each.items())) for kind, each in times.items()}
+    return Links(name, base * (1 - PEER_SHARE), base * PEER_SHARE / (processes - 1), rates, processes, curves)
 
 
 def time_rank(transport: ProcessTransport, asked: tuple[str, int]) -> float:
@@ -89,6 +92,8 @@ def time_rank(transport: ProcessTransport, asked: tuple[str, int]) -> float:
 
 def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], object]:
     """One collective over all processes whose buffer, as `Links` counts it, has `size` bytes."""
+    if kind in BUCKETS:
+        return _bucket_call(kind.removeprefix(BUCKET), size // 4, transport)
     rank, processes = transport.rank, transport.num_ranks
     everyone, place = tuple(range(processes)), Place((("all", processes),), rank)
     each = size // 4 // processes
@@ -108,3 +113,20 @@ def _call(kind: str, size: int, transport: ProcessTransport) -> Callable[[], obj
     tensor = buffer[:1] if move.joined_dim >= 0 > move.cut_dim else buffer
     carried = move.transfer(tuple(tensor.shape), place)
     return lambda: execute(carried, [tensor], transport, dtype=tensor.dtype)
+
+
+def _bucket_call(kind: str, numel: int, transport: ProcessTransport) -> Callable[[], object]:
+    """The same of a bucket, which lies where programs have theirs."""
+    everyone, processes = tuple(range(transport.num_ranks)), transport.num_ranks
+    numel = numel // processes * processes
+    share = numel // processes
+    full = transport.buffer(numel, torch.float32, everyone).zero_()
+    parts = tuple(((rank * share, (rank + 1) * share),) for rank in everyone)
+    sharding = Sharding([(numel,)], [tuple((one,) for one in parts)], [(share,)], torch.float32)
+    shard = torch.zeros(share)
+    match kind:
+        case "all_reduce":
+            return lambda: transport.start_all_reduce([full], everyone).wait()
+        case "all_gather":
+            return lambda: transport.start_all_gather([shard], sharding, everyone).wait()
+    return lambda: transport.start_reduce_scatter([full], sharding, everyone).wait()

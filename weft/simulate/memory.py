@@ -21,7 +21,7 @@ class Memory:
     Args:
         curve: seconds, and bytes held from then on. peak: the most bytes. when: they are held first.
         kinds: bytes at the peak by kind, the largest first; those of the state too.
-        causes: bytes at the peak by kind and line of the user's source, without the state; the largest first.
+        causes: bytes at the peak by kind and line of the user's source, the largest first; the state's have no line.
     """
 
     curve: tuple[tuple[float, int], ...]
@@ -38,7 +38,7 @@ def memory_of(lane: Lane) -> Memory:
     times = (0.0, *lane.times)
     top = max(range(len(held)), key=held.__getitem__)
     kinds: Counter[str] = Counter(state)
-    causes: Counter[tuple[str, str]] = Counter()
+    causes: Counter[tuple[str, str]] = Counter({(kind, ""): size for kind, size in state.items()})
     for one in lane.holds[:top]:
         kinds[one.kind] += one.bytes
         causes[one.kind, one.place.line or one.place.what] += one.bytes

@@ -11,6 +11,7 @@ Of a pipeline with many micro-batches a few are run, and the events of the other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,16 +27,23 @@ from weft.simulate.repeat import repeat
 from weft.simulate.trace import BACKWARD, FORWARD, UPDATE, Event, Hold, Place, Run, Trace
 from weft.train.memory.expected import alike_ranks, foreseen_step
 
+ROUNDING = 512
+"""Bytes of which devices' allocators give multiples."""
 sequence_number = torch._C._autograd._get_sequence_nr
 current_node = torch._C._current_autograd_node
 
 
 class Recorder(Ledger):
-    """Notes what operators do while it is on."""
+    """Notes what operators do while it is on.
 
-    def __init__(self, events: list[Event]) -> None:
+    Args:
+        events: where to. rounding: memory is taken in multiples of so many bytes.
+    """
+
+    def __init__(self, events: list[Event], rounding: int = 1) -> None:
         super().__init__(set)
-        self.events = events
+        self.events, self._rounding = events, rounding
+        self._taken: dict[int, Hold] = {}
         self.transport: RecordedTransport | None = None
         self.is_update = False
         self._lines: dict[int, str] = {}
@@ -70,27 +78,30 @@ class Recorder(Ledger):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         super()._add(storage)
-        self.events.append(Hold(storage.nbytes(), self._kind(), self.place()))
+        found = Hold(self._allocated(storage.nbytes()), self._kind(), self.place())
+        self._taken[storage._cdata] = found
+        self.events.append(found)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        found = self._taken.pop(key, None)
+        if found is not None:
+            self.events.append(replace(found, bytes=-found.bytes))
 
     def _kind(self) -> str:
         if self.is_update:
             return "update"
         return "activations" if self._depth else "gradients"
 
-    def _forget(self, key: int) -> None:
-        found = self._live.get(key)
-        super()._forget(key)
-        if found is not None:
-            self.events.append(Hold(-found[1], "activations" if found[2] else "gradients", NOWHERE))
-
-
-NOWHERE = Place(BACKWARD)
+    def _allocated(self, num_bytes: int) -> int:
+        """Bytes of memory that are taken for so many."""
+        return -(-num_bytes // self._rounding) * self._rounding
 
 
 def record_rank(files: Any, subject: Subject, rank: int, *, by_block: bool) -> tuple[list[Event], dict[str, int]]:
     """The events of one rank's step, and the bytes that it holds from step to step."""
     events: list[Event] = []
-    recorder = Recorder(events)
+    recorder = Recorder(events, ROUNDING if by_block else 1)
     transport = RecordedTransport(rank, files_of(files).devices, [], recorder.place, by_block=by_block)
     with foreseen_step(files, subject, transport) as one:
         memory = RankMemory(one.module, one.optimizer, one.module.program.modules, transport.memory)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from weft.cost.links import BUCKET
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.fake_transport import FakeTransport
 from weft.runtime.links.transport import Expected, Expects, Group, Handle, Sends
@@ -48,6 +49,7 @@ class RecordedTransport(FakeTransport):
     ) -> None:
         super().__init__(rank, num_ranks, by_block=by_block)
         self.events, self._place, self._num_calls, self._depth = events, place, 0, 0
+        self._groups: dict[Group, Group] = {}
 
     @property
     def is_carrying(self) -> bool:
@@ -67,7 +69,8 @@ class RecordedTransport(FakeTransport):
         if self._depth or len(group) < 2:
             return None
         self._num_calls += 1
-        self.events.append(Issue(self._num_calls, kind, tuple(group), size, self._place()))
+        members = self._groups.setdefault(group, group)
+        self.events.append(Issue(self._num_calls, kind, members, size, self._place()))
         return self._num_calls
 
     def _now(self, kind: str, group: Group, size: int, call: Callable[[], T]) -> T:
@@ -113,17 +116,17 @@ class RecordedTransport(FakeTransport):
 
     def start_all_reduce(self, parts: Sequence[Tensor], group: Group) -> Handle[Tensor]:
         start, size = super().start_all_reduce, sum(part.nbytes for part in parts)
-        return self._later("all_reduce", group, size, lambda: start(parts, group))
+        return self._later(BUCKET + "all_reduce", group, size, lambda: start(parts, group))
 
     def start_all_gather(
         self, shards: Sequence[Tensor], sharding: Sharding, group: Group, full: Sequence[Tensor] | None = None
     ) -> Handle[list[Tensor]]:
         start = super().start_all_gather
-        return self._later("all_gather", group, sharding.nbytes, lambda: start(shards, sharding, group, full))
+        return self._later(BUCKET + "all_gather", group, sharding.nbytes, lambda: start(shards, sharding, group, full))
 
     def start_reduce_scatter(self, full: Sequence[Tensor], sharding: Sharding, group: Group) -> Handle[list[Tensor]]:
         start = super().start_reduce_scatter
-        return self._later("reduce_scatter", group, sharding.nbytes, lambda: start(full, sharding, group))
+        return self._later(BUCKET + "reduce_scatter", group, sharding.nbytes, lambda: start(full, sharding, group))
 
     def _size(self, sends: Sends, expects: Expects, kind: str) -> int:
         """Bytes of the buffer, as Links count them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from weft.cost.compute.kernel import Kernel
 
@@ -48,7 +49,8 @@ class Issue:
 
     Args:
         call: its number among the rank's, for `Wait`.
-        kind: as of `weft.cost.links.KINDS`. group: ranks of the job. bytes: of its buffer, as Links count them.
+        kind: as of `weft.cost.links`, KINDS and BUCKETS. group: ranks of the job.
+        bytes: of its buffer, as Links count them.
     """
 
     call: int
@@ -115,6 +117,16 @@ class Trace:
     alike: tuple[int, ...]
     events: Sequence[Event]
     state: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are held at once."""
+        return max(accumulate((one.bytes for one in self.events if isinstance(one, Hold)), initial=self.held))
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held from step to step."""
+        return sum(self.state.values())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,171 @@
+"""`weft simulate FILE --plan P [--cluster C]`: how long a step takes and what it needs, before anything runs.
+
+In: the options; several plans, separated by `;`. Out: for one plan what the step's time goes into and what each kind of
+rank holds; for several a table, the fastest that fits first. With `--largest` the largest batch, or the longest
+sequence, that fits. Nothing is run: what is said of another machine is what its data sheets, or its profile, give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weft.commands.console import fitted, plain_console, wide_console
+from weft.compile import compile_subject
+from weft.compile.model_file import Subject, load_model_file
+from weft.compile.subject import in_precision
+from weft.cost.cluster.cluster import Cluster
+from weft.cost.cluster.names import cluster_of
+from weft.errors import PlanError, WeftError
+from weft.simulate.foresee import Forecast, foresee, room
+from weft.simulate.largest import Largest, largest
+from weft.simulate.timing import Clocks, clocks_of
+from weft.train.memory.amounts import shown
+
+Say = Callable[[str], None]
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command."""
+    plans = [one.strip() for one in options.plan.split(";") if one.strip()]
+    if not plans:
+        raise PlanError("no plan is given", place="--plan", remedy='--plan dp=2, or several: --plan "dp=2;tp=2"')
+    if options.largest and len(plans) > 1:
+        raise WeftError("--largest looks at one plan", remedy="give one --plan")
+    with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
+        subject = in_precision(load_model_file(options.file, hollow=0), options.precision)
+        cluster = cluster_of(options.cluster)
+        if options.largest:
+            found = largest(options.largest, subject, plans[0], cluster, options.devices, status.update)
+            forecasts: list[Forecast | WeftError] = []
+        else:
+            clocks = clocks_of(cluster, options.profile)
+            forecasts = [_forecast(one, subject, cluster, clocks, options.devices, status.update) for one in plans]
+    if options.largest:
+        return _tell_largest(found, plans[0], cluster, options)
+    if len(plans) == 1 and isinstance(forecasts[0], WeftError):
+        raise forecasts[0]
+    title = f"{options.file} on {cluster.name}"
+    if options.json:
+        rows = [_as_json(name, one) for name, one in zip(plans, forecasts, strict=True)]
+        print(json.dumps({"file": str(options.file), "cluster": cluster.name, "plans": rows}))
+    elif len(plans) > 1:
+        show_ranking(plans, forecasts, title)
+    else:
+        (one,) = forecasts
+        assert isinstance(one, Forecast)
+        show_one(one, title)
+    if options.timeline is not None:
+        _write_timeline(Path(options.timeline), forecasts)
+    return 0
+
+
+def _forecast(
+    plan: str, subject: Subject, cluster: Cluster, clocks: Clocks, devices: int | None, say: Say
+) -> Forecast | WeftError:
+    """What one plan takes, or why it cannot be said."""
+    try:
+        say(f"{plan}: compiling")
+        compiled = compile_subject(subject, plan, devices, say=lambda text: say(f"{plan}: {text}"))
+        say(f"{plan}: simulating")
+        return foresee(compiled, subject, cluster, clocks, name=plan)
+    except WeftError as error:
+        return error
+
+
+def show_one(one: Forecast, title: str) -> None:
+    """What a step takes and goes into."""
+    console, found = wide_console(), one.simulation
+    console.print(f"{title} under {one.plan}: {seconds_text(found.seconds)} a step", soft_wrap=True)
+    rate = "" if found.mfu is None else f", {found.mfu:.1%} of what the devices could do (MFU)"
+    console.print(f"{found.tokens_per_second:,.0f} tokens/s{rate}")
+    heads = ("rank", "alike", "computes", "communicates", "waits for stages", "host", "memory", "of it")
+    rows = []
+    for rank in found.ranks:
+        shares = [f"{part / found.seconds:.1%}" for part in (rank.busy, rank.exposed, rank.bubble, rank.host)]
+        most = ", ".join(f"{kind} {shown(size)}" for kind, size in list(rank.memory.kinds.items())[:3])
+        rows.append((str(rank.rank), str(rank.alike), *shares, shown(rank.memory.peak), most))
+    console.print(fitted(console, heads, rows, right=heads[1:7], optional=("of it", "host", "alike")))
+    _tell_of_memory(console, one)
+    console.print(f"times: {one.machine.source}", soft_wrap=True)
+
+
+def _tell_of_memory(console: Console, one: Forecast) -> None:
+    rank = one.fullest
+    there = room(one.machine.device(rank.rank))
+    if one.over:
+        console.print(one.shortage(), style="red", soft_wrap=True)
+    else:
+        console.print(f"the fullest rank holds {shown(rank.memory.peak)} of {shown(there)}")
+
+
+def show_ranking(plans: Sequence[str], forecasts: Sequence[Forecast | WeftError], title: str) -> None:
+    """Plans by time, those that do not fit or do not work behind."""
+    console = wide_console()
+    console.print(title)
+    heads = ("plan", "step", "tokens/s", "MFU", "communicates", "waits for stages", "memory", "")
+    good = sorted((one for one in forecasts if isinstance(one, Forecast)), key=_rank)
+    rows = [_row(one) for one in good]
+    failed = [(name, one) for name, one in zip(plans, forecasts, strict=True) if isinstance(one, WeftError)]
+    rows += [(name, "", "", "", "", "", "", error.message) for name, error in failed]
+    console.print(fitted(console, heads, rows, right=heads[1:7], optional=("MFU", "tokens/s", "waits for stages")))
+    if good:
+        console.print(f"times: {good[0].machine.source}", soft_wrap=True)
+
+
+def _rank(one: Forecast) -> tuple[bool, float]:
+    return one.over > 0, one.simulation.seconds
+
+
+def _row(one: Forecast) -> tuple[str, ...]:
+    found = one.simulation
+    return (
+        one.plan,
+        seconds_text(found.seconds),
+        f"{found.tokens_per_second:,.0f}",
+        "" if found.mfu is None else f"{found.mfu:.1%}",
+        f"{found.exposed:.1%}",
+        f"{found.bubble:.1%}",
+        shown(found.memory),
+        f"{shown(one.over)} too much" if one.over else "fits",
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _as_json(plan: str, one: Forecast | WeftError) -> dict[str, Any]:
+    if isinstance(one, WeftError):
+        return {"plan": plan, "error": one.message, "remedy": one.remedy}
+    return {"plan": plan, "fits": not one.over, "over": one.over, **json.loads(one.simulation.to_json())}
+
+
+def _tell_largest(found: Largest, plan: str, cluster: Cluster, options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps({"plan": plan, "cluster": cluster.name, **vars(found)}))
+        return 0
+    console = plain_console()
+    console.print(
+        f"the largest {found.what} of {options.file} under {plan} on {cluster.name}: {found.size:,} (the example has "
+        f"{found.example:,}); the fullest rank then holds {shown(found.memory)}"
+    )
+    if found.next is not None:
+        console.print(f"{found.next:,} does not fit")
+    return 0
+
+
+def _write_timeline(path: Path, forecasts: Sequence[Forecast | WeftError]) -> None:
+    events = [event for one in forecasts if isinstance(one, Forecast) for event in one.simulation.chrome_trace()]
+    path.write_text(json.dumps({"traceEvents": events}))
+    plain_console(stderr=True).print(f"written to {path}: open it in Perfetto or chrome://tracing")
