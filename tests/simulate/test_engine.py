@@ -253,6 +253,8 @@ def test_memory() -> None:
     assert (found.peak, found.when) == (380, 6)
     assert found.kinds == {"optimizer": 200, "parameters": 100, "activations": 40, "gradients": 40}
     assert found.causes == (
+        ("optimizer", "", 200),
+        ("parameters", "", 100),
         ("gradients", "net.py:1", 40),
         ("activations", "net.py:1", 30),
         ("activations", "net.py:7", 10),

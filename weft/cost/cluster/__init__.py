@@ -1,0 +1,1 @@
+"""Clusters: which devices there are, what connects them, and what a collective costs on it."""
