@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,10 @@ for step in range(3):
 """
 
 
-def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+@contextmanager
+def two_ranks(folder: Path, script: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a script."""
+    (folder / "script.py").write_text(script)
     # as torchrun does: the store outlives every rank
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -111,7 +114,7 @@ def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "script.py"],
-            cwd=tmp_path,
+            cwd=folder,
             env={**shared, "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -119,18 +122,75 @@ def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
         )
         for rank in "01"
     ]
+    try:
+        yield ranks
+    finally:
+        for one in ranks:
+            one.kill()
+    del store
+
+
+def ended(ranks: list[subprocess.Popen[str]], steps: int, limit: float) -> list[str]:
+    """What ranks say that end by themselves, so many seconds after rank 0 has begun its last step."""
     first = ranks[0].stdout
     assert first is not None
-    assert [first.readline() for _ in range(2)] == ["begin\n"] * 2
+    assert [first.readline() for _ in range(steps)] == ["begin\n"] * steps
     start = time.monotonic()
     told = [one.communicate(timeout=60)[1] for one in ranks]
     # interpreters end too, on a machine that may be busy
-    assert time.monotonic() - start < 3 + 3 * LATE
+    assert time.monotonic() - start < limit + 3 * LATE
     assert all(one.returncode for one in ranks)
+    return told
+
+
+def test_every_rank_of_a_script_says_why_it_ended(tmp_path: Path) -> None:
+    with two_ranks(tmp_path, SCRIPT) as ranks:
+        told = ended(ranks, 2, 3)
     for text in told:
         assert "rank 0 waited 3 s for all_gather" in text and "which rank 1 has not entered" in text, text
         assert "in the beginning of training" in text and "try: " in text
     assert "rank 1 was ended: rank 0 waited" in told[1]
+
+
+TWO = """
+import os, time
+import torch
+import weft
+
+class First(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+class Second(First):
+    pass
+
+torch.manual_seed(0)
+modules = [
+    weft.parallelize(kind(6, 6), (torch.randn(8, 6),), "tp=2", cache=None, timeout=3 if WAITS else 60)
+    for kind in (First, Second)
+]
+first, second = modules if os.environ["RANK"] == "0" else modules[::-1]
+for module in modules:
+    module(torch.ones(8, 6)).backward()
+print("begin", flush=True)
+if WAITS and os.environ["RANK"] == "1":
+    time.sleep(600)
+first(torch.ones(8, 6))
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["both wait", "one is busy"])
+def test_a_rank_with_two_modules_says_in_which_it_waits(tmp_path: Path, waits: bool) -> None:
+    with two_ranks(tmp_path, TWO.replace("WAITS", str(waits))) as ranks:
+        told = ended(ranks, 1, 3)
+    busy = "rank 1 is running (outside any op, step 0 of Second)"
+    other = busy if waits else "waiting for rank 0 (in the beginning of training [(8, 6)], step 1 of Second)"
+    # in a deadlock one rank says it, and the other that it was stopped
+    text = "\n".join(told)
+    assert ("rank 0 waited 3 s for all_gather" if waits else "deadlock: no rank can go on") in text, text
+    assert "waiting for rank 1 (in the beginning of training [(8, 6)], step 1 of First)" in text, text
+    assert other in text, text
+    assert text.count("weft: 2 ranks on cpu over gloo") == 1, text
 
 
 MODEL = """

@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 156_985,
+    "runtime": 157_542,
     "ops": 45_711,
     "codegen": 35_543,
     "plan": 32_520,
     "capture": 45_583,
     "lower": 20_000,
-    "train": 22_345,
+    "train": 22_356,
     "verify": 15_805,
     "order": 13_320,
     "ir": 13_242,
@@ -26,7 +26,7 @@ TOKENS = {
     "cost": 6_976,
     "(top)": 1_397,
 }
-ALL = 435_470
+ALL = 436_038
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -94,15 +94,15 @@ class Chosen:
 
     def tell(self) -> None:
         """Say it, once in a process; warn of what lies idle."""
-        line = f"weft: {self}"
-        if line not in _told:
-            _told.add(line)
-            print(line, file=sys.stderr)
+        choice = self.device.type, self.backend, self.num_ranks
+        if choice not in _told:
+            _told.add(choice)
+            print(f"weft: {self}", file=sys.stderr)
             if self.idle:
                 warnings.warn(self.idle, stacklevel=3)
 
 
-_told: set[str] = set()
+_told: set[tuple[str, str, int]] = set()
 
 
 def use_device(device: torch.device) -> torch.device:
