@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft.errors import RunError
 from weft.runtime.links.backend import Store, own_connection
 from weft.runtime.links.transport import ALIKE, CollectiveMismatch, PeerFailed, Stopped, told_waits
+from weft.runtime.program.lines import place_of
 from weft.runtime.watch.calls import Call, Calls, UnderWay
 from weft.runtime.watch.progress import Progress
 from weft.runtime.watch.states import (
@@ -88,7 +89,7 @@ class Watch:
         """The rank has heard of it: when it ends is its own affair."""
         self._mismatch: CollectiveMismatch | None = None
         self._other = PeerFailed("another rank failed", remedy=FIRST)
-        self._over = threading.Event()
+        self._over, self._owner = threading.Event(), threading.get_ident()
         self._thread = threading.Thread(target=self._run, name=f"watch of rank {rank}", daemon=True)
         self._publish("running")
         self._thread.start()
@@ -282,11 +283,12 @@ class Watch:
             # wherever the host is by now: this is what the rank waits for
             busy = waits[0].busy
         calls += [one.call.told() for one in waits]
+        now = place_of(self._owner) if state == "running" else ""
         self._beats += 1
         found = {
             "beat": self._beats,
             "state": state,
-            "doing": str(busy),
+            "doing": f"{busy}{now and f', now at {now}'}",
             "calls": calls,
             "counts": {key: count for one in self._calls for key, count in dict(one.counts).items()},
             "what": busy.doing.what,
