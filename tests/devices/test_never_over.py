@@ -64,6 +64,16 @@ def test_a_device_that_waits_while_the_host_goes_on(pools: Pools) -> None:
     assert time.monotonic() - start < 60
 
 
+def test_a_device_that_waits_in_one_of_two_modules(pools: Pools) -> None:
+    error = told(pools(2), never.leaves_out_a_sum_of_the_second, None)
+    call = "all_reduce(sum) of float32[3, 2], call 1 of group (0, 1)"
+    assert error.first == f"rank 0 waited 2 s for {call}, which rank 1 has not entered"
+    assert error.waits == {
+        0: f"is in {call}, waiting for rank 1 (in sum of Second at model.py:1, step 1 of Second)",
+        1: "is running (in sum of First at model.py:1, step 1 of First)",
+    }
+
+
 @pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.full), True], ids=["gloo", "device"])
 @pytest.mark.parametrize(
     ("what", "plan", "doing"),
