@@ -87,6 +87,31 @@ def leaves_out_a_sum(transport: ProcessTransport, where: str) -> None:
     time.sleep(LONG)
 
 
+def leaves_out_a_sum_of_the_second(transport: ProcessTransport, given: None) -> None:
+    """Two modules, each with a transport: rank 1 leaves out the second sum of the second one."""
+    transport.close()
+    backend, both = OnStream("stream", "cpu", False, Stream()), list[DeviceTransport]()
+    for name in ("First", "Second"):
+        groups = Groups(PrefixStore(name, transport.store), transport.rank, backend, local=True, by_pipe=False)
+        watch = both[0].watch if both else None
+        made = DeviceTransport(
+            transport.store, groups, 2, device=torch.device("cpu"), timeout=LIMIT if both else LONG, watch=watch
+        )
+        made.whose = name
+        both.append(made)
+    for step in range(2):
+        for device in both:
+            if (step, device.rank, device.whose) == (1, 1, "Second"):
+                time.sleep(LONG)
+            device.begin_step(step)
+            device.doing = Doing(f"sum of {device.whose}", f"model.py:{step}")
+            device.all_reduce(torch.ones(3, 2), (0, 1))
+    # the host goes on with the first: what it waits for is of the second
+    both[0].begin_step(2)
+    both[0].doing = Doing("an op")
+    time.sleep(LONG)
+
+
 def leaves_out(transport: ProcessTransport, given: tuple[Any, Any, Any, str, bool]) -> None:
     """Rank 1 leaves out a step, or an evaluation, and does something else for long."""
     files, model, batch, what, on_device = given

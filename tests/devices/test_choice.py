@@ -16,6 +16,7 @@ from weft.errors import RunError
 from weft.runtime.jobs import devices
 from weft.runtime.jobs.devices import Chosen, Seen, choose, look, told_place
 from weft.runtime.jobs.launch import Pool
+from weft.runtime.links.backend import BACKENDS
 
 HERE = Seen(host="a", kind="cuda", count=4, backend="nccl")
 NONE = Seen(host="a")
@@ -109,6 +110,17 @@ def test_ranks_that_ask_for_different_things() -> None:
             choose(both, rank)
 
 
+def test_a_device_that_nobody_has_is_not_a_matter_of_processes() -> None:
+    for count in (1, 2):
+        with pytest.raises(RunError, match=r"no cuda\n  try: see what weft doctor tells of this machine"):
+            choose(on_host(NONE, count, asked="cuda"), 0)
+
+
+def test_no_limit_is_too_long_for_a_backend() -> None:
+    assert BACKENDS["nccl"].limit(30).total_seconds() == 300
+    assert BACKENDS["nccl"].limit(1e15) == BACKENDS["gloo"].limit(1e15)
+
+
 def test_words_of_launchers() -> None:
     assert told_place({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}) == (2, 8)
     assert told_place({"RANK": "3", "WORLD_SIZE": "8", "SLURM_LOCALID": "3"}) is None
@@ -119,6 +131,9 @@ def test_words_of_launchers() -> None:
 def test_words_that_name_no_device() -> None:
     with pytest.raises(RunError, match=r"device='gpu' is no device\n  try: .*cpu, cuda, xpu"):
         look("gpu")
+    assert look("cpu:0").asked == "cpu:0"
+    with pytest.raises(RunError, match=r"device='cpu:1' is no device: the CPU of a host is one\n  try: 'cpu'"):
+        look("cpu:1")
     with pytest.raises(RunError, match="backend='ncl' is none of Weft's\n  try: did you mean 'nccl'"):
         look(backend="ncl")
     if not dist.is_nccl_available():
@@ -150,7 +165,7 @@ def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_parallelize_alone() -> None:
     model, example = MLP(), (torch.zeros(4, 6), torch.zeros(4, 6))
-    with pytest.raises(RunError, match="device='cuda' is asked for, and no cuda"):
+    with pytest.raises(RunError, match="device='cuda' is asked for, and this process sees no cuda"):
         weft.parallelize(model, example, "dp=1", device="cuda", cache=None)
     for timeout in (0, -1, "5", True):
         with pytest.raises(RunError, match=f"timeout={timeout!r} is no time"):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
+import weft
 from tests.devices import in_process
 from tests.devices.in_process import run_ranks
 from tests.models import GPT, GPTConfig
@@ -118,12 +119,17 @@ def test_none_is_made_in_a_step(plan: str, replicas: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(in_process.InProcess, "make_group", make)
 
     def body(transport: Transport) -> list[str]:
-        parallel = open_rank(program, transport, model, surface=surface)
+        parallel = open_rank(program, transport, model, surface=surface, make_files=programs)
         before = list(made[transport.rank])
+        assert before
         optimizer = adamw(parallel)
         own = ids.roll(parallel.replica, 1)
         for _ in range(2):
-            parallel.train_step((own, own), optimizer)
+            parallel.train_step((own, own), optimizer, prepare=lambda: weft.clip_grad_norm_(parallel.parameters(), 1.0))
+        parallel.full_state_dict()
+        parallel.eval()
+        with torch.no_grad():
+            parallel(own, own)
         return made[transport.rank][len(before) :]
 
     found: list[list[str]] = run_ranks(files_of(program).devices * replicas, body)

@@ -121,7 +121,7 @@ class Late:
 
 def test_work_that_ends_between_two_looks() -> None:
     groups = SimpleNamespace(rank=0, backend=GLOO)
-    channel = Channel(groups, SimpleNamespace(), torch.device("cpu"), lane="main", check=False)  # type: ignore[arg-type]
+    channel = Channel(groups, SimpleNamespace(watch=None), torch.device("cpu"), lane="main", check=False)  # type: ignore[arg-type]
     work = Late(fails=False)
     channel.wait(work)
     assert work.looks == 2

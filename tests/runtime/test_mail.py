@@ -116,6 +116,7 @@ def told(target: str, takers: Sequence[int]) -> dict[str, Any]:
         "tensor": "h",
         "source": "a",
         "target": target,
+        "place": "",
         "dtype": "float64",
         "trained": True,
         "forward": forward,

@@ -112,9 +112,9 @@ def test_a_lost_event_is_a_deadlock_that_names_events(files: tuple[Path, Net]) -
 
     with pytest.raises(CollectiveMismatch, match="deadlock") as caught:
         run_ranks(2, body, timeout=20)
-    assert "waits for gradient of" in str(caught.value) and "micro-batch 1 from rank 1 (in B1 of up" in str(
-        caught.value
-    )
+    line = f"test_pipeline.py:{Net.forward.__code__.co_firstlineno + 1}"
+    assert "waits for gradient of" in str(caught.value), caught.value
+    assert f"micro-batch 1 from rank 1 (in B1 of up at {line})" in str(caught.value), caught.value
 
 
 def test_events_in_words() -> None:

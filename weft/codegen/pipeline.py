@@ -134,6 +134,7 @@ class _Words:
             "tensor": one.tensor,
             "source": one.source,
             "target": one.target,
+            "place": pipelined.graph.producers[one.tensor].source.place,
             "dtype": _dtype(pipelined, one.tensor),
             "trained": one.backward is not None,
             "forward": self.by_device(one.forward),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from weft.codegen.text import WIDTH
 from weft.ir.graph import Source
@@ -32,7 +31,7 @@ class Run:
 
     @property
     def place(self) -> str:
-        return f"{Path(self.source.file).name}:{self.source.line}"
+        return self.source.place
 
     @property
     def text(self) -> str:

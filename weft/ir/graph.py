@@ -88,6 +88,11 @@ class Source:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (f"  {self.text}" if self.text else "")
 
+    @property
+    def place(self) -> str:
+        """`model.py:12`, as programs and messages name it; "" if it is not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.line else ""
+
 
 NOWHERE = Source("", 0)
 

@@ -250,7 +250,7 @@ def _launched(
         if chosen.device.type != "cpu" or chosen.idle:
             chosen.tell()
         return opened(files, SingleRank(use_device(chosen.device)), make_files=programs)
-    job = connect(**asked)
+    job = connect(**asked, whose=type(start.module).__name__)
     refuse_different(job.transport, start)
     files = files_of(shared(job, trained))
     refuse_size(files.devices, job.transport.num_ranks)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -27,10 +28,14 @@ from weft.runtime.links.device import open_transport
 from weft.runtime.links.groups import Groups
 from weft.runtime.links.processes import TIMEOUT, JobTransport
 from weft.runtime.links.transport import PeerFailed, Stopped
-from weft.runtime.watch.watch import FIRST
+from weft.runtime.watch.watch import FIRST, Watch
 
 POLL = 0.05
 """Seconds between two looks for what rank 0 shares."""
+
+
+_watches = WeakKeyDictionary[dist.ProcessGroup, Watch]()
+"""Of this process, by the job: all parallel modules have one, so that who waits in one knows who waits in another."""
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -68,7 +73,9 @@ class Job:
         return {name: base64.b64decode(self._store.get(f"{key}/{name}")) for name in names}
 
 
-def connect(*, device: Device | None = None, backend: str | None = None, timeout: float | None = None) -> Job:
+def connect(
+    *, device: Device | None = None, backend: str | None = None, timeout: float | None = None, whose: str = ""
+) -> Job:
     """The job of this process. Every rank calls it, as often as the others.
 
     With `WEFT_CHECK=1`, on all ranks, members make sure in every step that they mean the same.
@@ -77,6 +84,7 @@ def connect(*, device: Device | None = None, backend: str | None = None, timeout
         device, backend: what every rank has if not given (`devices.py`). torch.distributed as the user has initialised
             it stays as it is; a backend for one kind of device alone (gloo, nccl) is taken as asked for.
         timeout: seconds that one collective may take.
+        whose: the module that it is for, in messages where a rank has several.
     """
     whole, rank, num_ranks = _meet()
     if backend is None and device is None and dist.is_initialized() and dist.get_backend() in BACKENDS:
@@ -94,8 +102,15 @@ def connect(*, device: Device | None = None, backend: str | None = None, timeout
     seconds, carrier = TIMEOUT if timeout is None else timeout, BACKENDS[chosen.backend]
     used, limit = use_device(chosen.device), carrier.limit(seconds)
     groups = Groups(PrefixStore("groups", store), rank, carrier, local=local, timeout=limit, device=used)
-    transport = open_transport(store, groups, num_ranks, device=used, timeout=seconds)
-    _tell_the_end(transport)
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    watch = _watches.get(everybody)
+    transport = open_transport(store, groups, num_ranks, device=used, timeout=seconds, watch=watch)
+    if watch is None:
+        _watches[everybody] = transport.watch
+        _tell_the_end(transport)
+    transport.whose = whose
+    atexit.register(transport.close)
     return Job(transport, PrefixStore("shared", store))
 
 
@@ -129,12 +144,9 @@ def _tell_the_end(transport: JobTransport) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         transport.fail(error)
         if isinstance(error, Stopped) or isinstance(error.__cause__, Stopped):
-            print(f"rank {transport.rank} stopped: another rank failed ({transport.doing})", file=sys.stderr)
+            print(f"rank {transport.rank} stopped: another rank failed ({transport.watch.busy[0]})", file=sys.stderr)
         else:
             before(kind, error, trace)
 
     sys.excepthook = hook
-    transport.ended_by_watch(
-        lambda error: print(f"rank {transport.rank} was ended: {error}", file=sys.stderr, flush=True)
-    )
-    atexit.register(transport.close)
+    transport.watch.ends = lambda error: print(f"rank {transport.rank} was ended: {error}", file=sys.stderr, flush=True)

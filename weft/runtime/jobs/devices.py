@@ -36,6 +36,7 @@ PLACES = (
 """Variables in which launchers tell a process its number on its host, and how many there are."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that say which devices of a host a process sees."""
+DOCTOR = "see what weft doctor tells of this machine"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Tells hosts of one name apart."""
 
@@ -94,15 +95,15 @@ class Chosen:
 
     def tell(self) -> None:
         """Say it, once in a process; warn of what lies idle."""
-        line = f"weft: {self}"
-        if line not in _told:
-            _told.add(line)
-            print(line, file=sys.stderr)
+        choice = self.device.type, self.backend, self.num_ranks
+        if choice not in _told:
+            _told.add(choice)
+            print(f"weft: {self}", file=sys.stderr)
             if self.idle:
                 warnings.warn(self.idle, stacklevel=3)
 
 
-_told: set[str] = set()
+_told: set[tuple[str, str, int]] = set()
 
 
 def use_device(device: torch.device) -> torch.device:
@@ -144,11 +145,14 @@ def told_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 def _read(device: Device) -> torch.device:
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         kinds = ("cpu", "cuda", "xpu")
         near = did_you_mean(str(device), kinds)
         raise RunError(f"device={device!r} is no device", remedy=f"{near}one of {', '.join(kinds)}") from error
+    if found.type == "cpu" and found.index:
+        raise RunError(f"device={device!r} is no device: the CPU of a host is one", remedy="'cpu'")
+    return found
 
 
 def _read_backend(name: str) -> str:
@@ -183,9 +187,10 @@ def choose(seen: Sequence[Seen], rank: int) -> Chosen:
     places = _places(seen)
     wrong = "asked for" if asked == "cpu" else _unusable(seen, places, asked)
     if wrong and asked not in (None, "cpu"):
+        is_there = any(one.kind == asked for one in seen)
+        first = "start as many processes on a host as it has devices" if is_there else DOCTOR
         raise RunError(
-            f"device={asked!r} is asked for, and {wrong}",
-            remedy="start as many processes on a host as it has devices, or leave out device= and backend=",
+            f"device={asked!r} is asked for, and {wrong}", remedy=f"{first}, or leave out device= and backend="
         )
     if wrong:
         return Chosen(torch.device("cpu"), "gloo", len(seen), wrong, "" if asked else _idle(seen, wrong))
@@ -230,7 +235,11 @@ def _unusable(seen: Sequence[Seen], places: Sequence[tuple[int, int]], asked: st
     for rank, (one, place) in enumerate(zip(seen, places, strict=True)):
         index = _index(one, place)
         if not one.kind or asked not in (None, one.kind):
-            return f"rank {rank} sees no {asked or 'accelerator'}" if len(seen) > 1 else f"no {asked or 'accelerator'}"
+            return (
+                f"rank {rank} sees no {asked or 'accelerator'}"
+                if len(seen) > 1
+                else f"this process sees no {asked or 'accelerator'}"
+            )
         if one.kind != seen[0].kind:
             return f"rank 0 sees {seen[0].kind}, rank {rank} {one.kind}"
         if index >= one.count:

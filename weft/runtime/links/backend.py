@@ -58,7 +58,8 @@ class Backend:
     def limit(self, seconds: float) -> timedelta:
         """What a call of it may take. The transport keeps time, and says what for; a backend of devices, which ends the
         process without a word of ours, much later: messages too, which may wait long for whoever takes them."""
-        return FOREVER if self.host_waits else timedelta(seconds=LATER * seconds)
+        longest = FOREVER.total_seconds()
+        return FOREVER if self.host_waits else timedelta(seconds=min(LATER * seconds, longest))
 
     def mark(self, device: torch.device) -> Callable[[], bool]:
         """Says whether the device has come to where the program stands now."""

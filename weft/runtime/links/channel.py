@@ -29,7 +29,7 @@ from weft.runtime.links.signature import EMPTY, NUMBERS, Signature, Words, diffe
 from weft.runtime.links.sums import add_up
 from weft.runtime.links.transport import CollectiveMismatch, Expected, Expects, Group, PeerLost, Sends
 from weft.runtime.links.wire import LARGE, NOTHING, as_bytes, as_it_lies, num_bytes, pack, unpack
-from weft.runtime.watch.watch import Watch
+from weft.runtime.watch.calls import Calls
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -50,8 +50,9 @@ Looked = tuple[list[Tensor], Callable[[], None]]
 class Channel:
     """Collectives in the order in which they are called here. For one thread at a time."""
 
-    def __init__(self, groups: Groups, watch: Watch, device: torch.device, *, lane: str, check: bool) -> None:
-        self._groups, self._watch, self._device, self._lane = groups, watch, device, lane
+    def __init__(self, groups: Groups, calls: Calls, device: torch.device, *, lane: str, check: bool) -> None:
+        self._groups, self._device, self._lane = groups, device, lane
+        self._calls, self._watch = calls, calls.watch
         self.rank, self.check = groups.rank, check
         self._numbers: dict[Group, int] = {}
         self._scratch: dict[str, Tensor] = {}
@@ -108,8 +109,8 @@ class Channel:
         if self._mailbox is None:
             num_ranks, messages = self._watch.num_ranks, None
             everybody = tuple(range(num_ranks))
-            with self._watch.opening(self._lane, everybody):
-                pipes = self._groups.pipes(everybody, MESSAGES, self._watch.check, self._watch.gone)
+            with self._calls.opening(self._lane, everybody):
+                pipes = self._groups.pipes(everybody, MESSAGES, self._watch.check, self._calls.gone)
                 if pipes is None:
                     messages = self._groups.messages(num_ranks, MESSAGES)
             if pipes is None:
@@ -125,7 +126,7 @@ class Channel:
     def post(self, peer: int, tag: str, tensors: Sequence[Tensor]) -> None:
         """Leave tensors for a rank."""
         self.mailbox().post(peer, tag, tensors)
-        self._watch.posted(self._lane, peer)
+        self._calls.posted(self._lane, peer)
 
     def take(self, peer: int, tag: str, wants: Sequence[Expected]) -> list[Tensor]:
         """What a rank leaves under a tag."""
@@ -141,7 +142,7 @@ class Channel:
         if self._awaited is not None:
             peer, tag = self._awaited
             came = 0 if self._mailbox is None else self._mailbox.num_came(peer)
-            self._watch.enter_message(self._lane, peer, came, f"wait for {tag}")
+            self._calls.enter_message(self._lane, peer, came, f"wait for {tag}")
 
     def _exchanged(
         self, mine: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Expected]], group: Group, kind: str
@@ -214,15 +215,15 @@ class Channel:
     def open(self, group: Group) -> None:
         """Make the way to the members of a group, who all do so."""
         if len(group) > 1 and self._segments_of(group) is None:
-            with self._watch.opening(self._lane, tuple(sorted(group))):
+            with self._calls.opening(self._lane, tuple(sorted(group))):
                 self._groups.get(group, self._lane)
 
     def _segments_of(self, group: Group) -> Segments | None:
         """Pipes and shared memory with these ranks, if there can be; made at first use, by all of them."""
         members = tuple(sorted(group))
         if members not in self._segments:
-            with self._watch.opening(self._lane, members):
-                pipes = self._groups.pipes(members, self._lane, self._look, self._watch.gone)
+            with self._calls.opening(self._lane, members):
+                pipes = self._groups.pipes(members, self._lane, self._look, self._calls.gone)
             self._segments[members] = None
             if pipes is not None:
                 from weft.runtime.shm.segments import Segments  # noqa: PLC0415 - loaded where it is used only
@@ -272,13 +273,13 @@ class Channel:
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is in {signature}"})
         self._numbers[group] = number + 1
-        self._watch.enter(self._lane, group, number, signature)
+        self._calls.enter(self._lane, group, number, signature)
         if self.check:
             self._agree(signature.words)
 
     def _leave(self) -> None:
         """After a call."""
-        self._watch.leave(self._lane)
+        self._calls.leave(self._lane)
 
     def _agree(self, words: Words) -> None:
         """Make sure that all members mean the same."""

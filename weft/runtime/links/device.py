@@ -56,7 +56,9 @@ from weft.runtime.links.transport import (
 )
 from weft.runtime.links.wire import as_bytes, num_bytes, pack, unpack
 from weft.runtime.program.lines import span
-from weft.runtime.watch.watch import MAIN, UnderWay
+from weft.runtime.watch.calls import UnderWay
+from weft.runtime.watch.states import MAIN
+from weft.runtime.watch.watch import Watch
 
 T = TypeVar("T")
 
@@ -111,15 +113,22 @@ class DeviceTransport(JobTransport):
     """One process's way to the others, from device to device.
 
     Args:
-        store, groups, num_ranks, device, timeout: as of JobTransport.
+        store, groups, num_ranks, device, timeout, watch: as of JobTransport.
     """
 
     by_block = True
 
     def __init__(
-        self, store: Store, groups: Groups, num_ranks: int, *, device: torch.device, timeout: float = TIMEOUT
+        self,
+        store: Store,
+        groups: Groups,
+        num_ranks: int,
+        *,
+        device: torch.device,
+        timeout: float = TIMEOUT,
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(store, groups, num_ranks, device=device, timeout=timeout)
+        super().__init__(store, groups, num_ranks, device=device, timeout=timeout, watch=watch)
         self._inbox = Inbox[Tensor]()
         self._posted, self._received = Counter[int](), Counter[int]()
         self._leaving: list[tuple[Any, Tensor]] = []
@@ -130,7 +139,7 @@ class DeviceTransport(JobTransport):
         self._told = Counter[Group]()
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
-        self.step = step
+        self.step, self.watch.latest = step, self._calls
         return bool(check)
 
     def open(self, groups: Collection[Group]) -> None:
@@ -248,9 +257,9 @@ class DeviceTransport(JobTransport):
         self._told[group] += 1
         self.store.set(f"told/{name}/{number}/{self.rank}", " ".join(map(repr, map(float, numbers))))
         keys = [f"told/{name}/{number}/{rank}" for rank in group]
-        self._watch.enter(MAIN, group, number, "numbers of all ranks", TOLD)
+        self._calls.enter(MAIN, group, number, "numbers of all ranks", TOLD)
         self._wait_for(keys)
-        self._watch.leave(MAIN)
+        self._calls.leave(MAIN)
         found = [tuple(map(float, one.split())) for one in self.store.multi_get(keys)]
         if number:
             # who has said something this time has heard all of the time before
@@ -268,9 +277,9 @@ class DeviceTransport(JobTransport):
             like: a tensor that tells what is sent.
             held: until the call is waited for.
         """
-        self._watch.check()
+        self.watch.check()
         ranks, key, members = self._group(group)
-        call = self._watch.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
+        call = self._calls.issued(key, members, Asked(kind, like.dtype, tuple(like.shape)))
         with span(kind, self.doing):
             return Issued(begin(ranks), result, *held, call=call, mark=self._mark)
 
@@ -283,7 +292,7 @@ class DeviceTransport(JobTransport):
             message = f"rank {self.rank} entered a collective of group {group}, which it is not in"
             raise CollectiveMismatch(message, rank=self.rank, waits={self.rank: f"is {self.doing}"})
         members = tuple(sorted(group))
-        with self._watch.opening(MAIN, members):
+        with self._calls.opening(MAIN, members):
             ranks = self._groups.get(members, lane)
         found = self._opened[lane, group] = ranks, f"{lane} {name_of(members)}", members
         return found
@@ -333,7 +342,7 @@ class DeviceTransport(JobTransport):
         for sender, taker in sorted(set(pairs) - self._met):
             if sender != taker and self.rank in (sender, taker):
                 word = self._bytes(1)
-                with self._watch.opening(MAIN, (sender, taker)):
+                with self._calls.opening(MAIN, (sender, taker)):
                     group = self._way(sender, taker)
                     # the first use waits for the other rank: all meet in one order, now
                     (group.send([word], 1, 0) if self.rank == sender else group.recv([word], 0, 0)).wait()
@@ -347,14 +356,14 @@ class DeviceTransport(JobTransport):
         if peer == self.rank:
             self._own_posts.leave(tag, tensors)
             return
-        self._watch.check()
+        self.watch.check()
         assert (self.rank, peer) in self._met, f"rank {self.rank} posts {tag} for rank {peer}, and they have not met"
         parts = [as_bytes(tensor) for tensor in tensors]
         # always a copy: whoever posts may go on writing
         body = torch.cat(parts) if parts else self._bytes(0)
         number = self._posted[peer]
         self._posted[peer] += 1
-        self._watch.posted(MAIN, peer)
+        self._calls.posted(MAIN, peer)
         self.store.set(f"post/{self.rank}/{peer}/{number}", f"{body.numel()} {tag}")
         self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
         if body.numel():
@@ -373,15 +382,15 @@ class DeviceTransport(JobTransport):
     def _receive(self, peer: int, wanted: str) -> None:
         """The next message of a rank, whatever its tag."""
         key = f"post/{peer}/{self.rank}/{self._received[peer]}"
-        self._watch.enter_message(MAIN, peer, self._received[peer], f"wait for {wanted}")
+        self._calls.enter_message(MAIN, peer, self._received[peer], f"wait for {wanted}")
         self._received[peer] += 1
         self._wait_for([key])
-        self._watch.leave(MAIN)
+        self._calls.leave(MAIN)
         length, _, tag = self.store.get(key).decode().partition(" ")
         self.store.delete_key(key)
         body = self._bytes(int(length))
         if body.numel():
-            call = self._watch.issued(f"{LANE} {peer} to {self.rank}", (self.rank,), f"{tag} from rank {peer}")
+            call = self._calls.issued(f"{LANE} {peer} to {self.rank}", (self.rank,), f"{tag} from rank {peer}")
             with span("message", tag, "from rank", peer):
                 Issued(self._way(peer, self.rank).recv([body], 0, 0), body, call=call, mark=self._mark).wait()
         self._inbox.put(peer, tag, body)
@@ -389,7 +398,7 @@ class DeviceTransport(JobTransport):
     def _wait_for(self, keys: list[str]) -> None:
         """Until others have left a word in the store; the watch keeps time."""
         while not self.store.check(keys):
-            self._watch.check()
+            self.watch.check()
             time.sleep(POLL)
 
     def close(self) -> None:
@@ -406,9 +415,16 @@ def _options(kind: Any, op: Any) -> Any:
 
 
 def open_transport(
-    store: Store, groups: Groups, num_ranks: int, *, device: torch.device, timeout: float, check: bool = True
+    store: Store,
+    groups: Groups,
+    num_ranks: int,
+    *,
+    device: torch.device,
+    timeout: float,
+    check: bool = True,
+    watch: Watch | None = None,
 ) -> JobTransport:
     """The transport for the backend of the groups."""
     if groups.backend.host_waits:
-        return ProcessTransport(store, groups, num_ranks, device=device, check=check, timeout=timeout)
-    return DeviceTransport(store, groups, num_ranks, device=device, timeout=timeout)
+        return ProcessTransport(store, groups, num_ranks, device=device, check=check, timeout=timeout, watch=watch)
+    return DeviceTransport(store, groups, num_ranks, device=device, timeout=timeout, watch=watch)

@@ -10,7 +10,6 @@ rank that raises, leaves or is killed ends the waits of all others in seconds, a
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
 from weft.runtime.layout.sharding import Sharding
 from weft.runtime.links.backend import Backend, Store
 from weft.runtime.links.buffer_pool import BufferPool, is_private
@@ -41,9 +39,10 @@ from weft.runtime.links.transport import (
 )
 from weft.runtime.links.wire import LARGE
 from weft.runtime.program.lines import span
+from weft.runtime.watch.calls import Calls
 from weft.runtime.watch.progress import Began
-from weft.runtime.watch.states import Failure, failure_of
-from weft.runtime.watch.watch import MAIN, Watch
+from weft.runtime.watch.states import MAIN, Busy, Failure, failure_of
+from weft.runtime.watch.watch import Watch
 
 if TYPE_CHECKING:
     from weft.runtime.shm.collectives import Work
@@ -68,15 +67,15 @@ T = TypeVar("T")
 class Started(Generic[T]):
     """A call in the second lane."""
 
-    def __init__(self, future: Future[T], watch: Watch) -> None:
-        self._future, self._watch = future, watch
+    def __init__(self, future: Future[T], calls: Calls) -> None:
+        self._future, self._calls = future, calls
 
     def wait(self) -> T:
         """The result, when it is there."""
-        self._watch.wait_for(BACKGROUND)
+        self._calls.wait_for(BACKGROUND)
         with span("wait for a collective"):
             found = self._future.result()
-        self._watch.wait_for(None)
+        self._calls.wait_for(None)
         return found
 
 
@@ -88,16 +87,29 @@ class JobTransport(Transport):
         num_ranks: how many processes the job has; `groups` knows this one's rank.
         device: where the rank's tensors live.
         timeout: seconds that one collective may take.
+        watch: that the process has already, for another transport.
     """
 
-    def __init__(self, store: Store, groups: Groups, num_ranks: int, *, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        groups: Groups,
+        num_ranks: int,
+        *,
+        device: torch.device,
+        timeout: float,
+        watch: Watch | None = None,
+    ) -> None:
         self.rank, self.num_ranks = groups.rank, num_ranks
         self.device, self.doing = device, Doing()
         self.store, self._own_posts = store, OwnPosts()
         self.step: int | None = None
+        self.whose = ""
+        """The module that it is for, where a rank has several."""
         self._groups = groups
-        self._watch = Watch(store, self.rank, num_ranks, self._busy, timeout)
-        self._timeout, self._num_raised = timeout, 0
+        self.watch = Watch(store, self.rank, num_ranks) if watch is None else watch
+        self._calls = self.watch.open(self._busy, timeout)
+        self._num_raised = 0
 
     @property
     def backend(self) -> Backend:
@@ -108,13 +120,13 @@ class JobTransport(Transport):
         return []
 
     def progress(self, reference: int) -> Began:
-        return self._watch.progress.of_module(reference)
+        return self.watch.progress.of_module(reference)
 
     def passed(self, update: int) -> None:
-        self._watch.update = update
+        self._calls.update = update
 
     def compared(self, update: int, mine: float, group: Group) -> dict[int, float | None]:
-        return self._watch.compared(update, mine, group, time.monotonic() + self._timeout)
+        return self._calls.compared(update, mine, group)
 
     # -- its end
 
@@ -127,27 +139,23 @@ class JobTransport(Transport):
         words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         # whoever keeps what ranks tell each other may be gone, for the same reason: the error is what matters
         with suppress(torch.distributed.DistError):
-            if not (fits and self._watch.raised(self._num_raised, words, time.monotonic() + self._timeout)):
+            if not (fits and self._calls.raised(self._num_raised, words)):
                 self.fail(error)
 
     def fail(self, error: BaseException) -> Failure:
         """Tell all ranks that this one failed, and how."""
-        failure = failure_of(self.rank, error, *self._busy())
-        self._watch.tell()
+        failure = failure_of(self.rank, error, self.watch.busy)
+        self.watch.tell()
         if failure.sort != "stopped":
-            self._watch.fail(failure)
+            self.watch.fail(failure)
         return failure
-
-    def ended_by_watch(self, tell: Callable[[RunError], None]) -> None:
-        """Let this be called where the process is ended, because it does not stop by itself, and told why."""
-        self._watch.ends = tell
 
     def close(self) -> None:
         """This rank is done: it will enter no further call."""
-        self._watch.close()
+        self.watch.close(self._calls)
 
-    def _busy(self) -> tuple[Doing, int | None]:
-        return self.doing, self.step
+    def _busy(self) -> Busy:
+        return Busy(self.doing, self.step, self.whose if self.watch.is_shared else "")
 
 
 class ProcessTransport(JobTransport):
@@ -167,12 +175,13 @@ class ProcessTransport(JobTransport):
         device: torch.device,
         check: bool = True,
         timeout: float = TIMEOUT,
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(store, groups, num_ranks, device=device, timeout=timeout)
+        super().__init__(store, groups, num_ranks, device=device, timeout=timeout, watch=watch)
         self._always_check = os.environ.get("WEFT_CHECK") == "1"
         """Whoever would switch the check off is not to."""
         self._main, self._background = (
-            Channel(groups, self._watch, self.device, lane=lane, check=check) for lane in (MAIN, BACKGROUND)
+            Channel(groups, self._calls, self.device, lane=lane, check=check) for lane in (MAIN, BACKGROUND)
         )
         self._spare = {True: BufferPool(SPARES), False: BufferPool(0)}
         self._worker: ThreadPoolExecutor | None = None
@@ -189,7 +198,7 @@ class ProcessTransport(JobTransport):
         self._main.check = self._background.check = on
 
     def begin_step(self, step: int, *, check: bool | None = None) -> bool:
-        self.step = step
+        self.step, self.watch.latest = step, self._calls
         if check is not None:
             self.check = self._always_check or check
         return self.check
@@ -308,7 +317,7 @@ class ProcessTransport(JobTransport):
         return self._start(group, run)
 
     def _start(self, group: Group, work: Callable[[], T]) -> Handle[T]:
-        return Started(self._opened_worker(group).submit(work), self._watch)
+        return Started(self._opened_worker(group).submit(work), self._calls)
 
     def _opened_worker(self, group: Group) -> ThreadPoolExecutor:
         """The second lane, with the ways between the members of a group opened."""

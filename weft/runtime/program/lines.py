@@ -33,7 +33,15 @@ def span(*words: object) -> AbstractContextManager[Any]:
 
 def place_here() -> str:
     """The user's line that the program whose code is running carries out, and the program's own."""
-    frame: FrameType | None = sys._getframe(1)
+    return _place_in(sys._getframe(1))
+
+
+def place_of(thread: int) -> str:
+    """The same of another thread."""
+    return _place_in(sys._current_frames().get(thread))
+
+
+def _place_in(frame: FrameType | None) -> str:
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(MODULES):
             return _place(frame.f_code.co_filename, frame.f_lineno)

@@ -10,15 +10,15 @@ their gradients, if they go back alike, are added up here and sent once, by whoe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from weft.runtime.layout.execute import assembled, expected, real_dtype, taken
 from weft.runtime.layout.transfer import Transfer
-from weft.runtime.links.transport import Transport
+from weft.runtime.links.transport import Expected, Transport
 from weft.runtime.weights.gradient import Gradient
 
 
@@ -27,6 +27,7 @@ class Crossing:
     """A tensor that one piece gives and another takes, as this rank sees it: None where it has no part in it.
 
     Args:
+        place: the user's line that makes it.
         backward: None too if no gradient flows.
         spared: ranks that get what they need of it by the message for another piece.
         comes_for: by rank that something comes from, the piece that the message is written for.
@@ -36,6 +37,7 @@ class Crossing:
     tensor: str
     source: str
     target: str
+    place: str
     dtype: torch.dtype
     forward: Transfer | None
     backward: Transfer | None
@@ -121,7 +123,7 @@ class StageIO:
             message = crossing.message(peer)
             shared = self._came.pop((message, micro), None)
             if shared is None:
-                found = self.transport.take(peer, forward_tag(*message[:2], micro), expects)
+                found = self._take(peer, forward_tag(*message[:2], micro), expects, crossing.place)
                 shared = _Came(found, readers.messages[message])
             shared.missing -= 1
             if shared.missing:
@@ -151,15 +153,23 @@ class StageIO:
     def receive_back(self, crossing: Crossing, micro: int) -> Tensor:
         """Take the gradient of a tensor that was given."""
         assert crossing.backward is not None, f"no gradient of {crossing.tensor} comes to this rank"
-        return self.take(crossing.backward, backward_tag(*crossing.back, micro), crossing.dtype)
+        return self.take(crossing.backward, backward_tag(*crossing.back, micro), crossing.dtype, crossing.place)
 
     def post(self, transfer: Transfer, tag: str, tensor: Tensor, *, spared: frozenset[int] = frozenset()) -> None:
         """Send the parts of a tensor that others need, but not to those that are spared."""
         for peer, tensors in taken(transfer, [tensor.detach()], spared).items():
             self.transport.post(peer, tag, tensors)
 
-    def take(self, transfer: Transfer, tag: str, dtype: torch.dtype) -> Tensor:
+    def take(self, transfer: Transfer, tag: str, dtype: torch.dtype, place: str = "") -> Tensor:
         """Put together what others send of a tensor."""
         wanted = expected(transfer, real_dtype(dtype))
-        came = {peer: self.transport.take(peer, tag, expects) for peer, expects in wanted.items()}
+        came = {peer: self._take(peer, tag, expects, place) for peer, expects in wanted.items()}
         return assembled(transfer, came, dtype, self.transport.device)[0]
+
+    def _take(self, peer: int, tag: str, expects: Sequence[Expected], place: str) -> list[Tensor]:
+        """A message; whoever waits for it in vain says which line it is of."""
+        before = self.transport.doing
+        self.transport.doing = replace(before, place=place)
+        came = self.transport.take(peer, tag, expects)
+        self.transport.doing = before
+        return came

@@ -10,13 +10,28 @@ import json
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.runtime.links.backend import Store
 from weft.runtime.links.transport import CollectiveMismatch, Doing, PeerFailed, PeerLost, Stopped
 
+MAIN = "main"
+"""The lane of the calls that a rank makes itself."""
 MESSAGES = " messages"
 RAISED = " raised"
+OPENING = " opening"
+
+
+class Busy(NamedTuple):
+    """What a rank does, in which step, of which module if it has several."""
+
+    doing: Doing = Doing()
+    step: int | None = None
+    whose: str = ""
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.doing}{step}{self.whose and f' of {self.whose}'}"
 
 
 @dataclass(frozen=True)
@@ -111,10 +126,12 @@ def alone(states: Mapping[int, Mapping[str, Any]]) -> str:
 SORTS = {CollectiveMismatch: "mismatch", Stopped: "stopped", PeerFailed: "stopped", PeerLost: "lost"}
 
 
-def failure_of(rank: int, error: BaseException, doing: Doing, step: int | None) -> Failure:
+def failure_of(rank: int, error: BaseException, busy: Busy) -> Failure:
     """What a rank raised, as it travels to the launcher."""
     sort, trace = SORTS.get(type(error), "error"), "".join(traceback.format_exception(error))
     # a mismatch lists below its first line who waits for what
     waits = error.waits if isinstance(error, CollectiveMismatch) else {}
     message = error.first if isinstance(error, CollectiveMismatch) else str(error)
-    return Failure(rank, sort, type(error).__name__, message, doing.what, doing.place, step, trace, waits)
+    return Failure(
+        rank, sort, type(error).__name__, message, busy.doing.what, busy.doing.place, busy.step, trace, waits
+    )
