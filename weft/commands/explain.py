@@ -14,16 +14,14 @@ from contextlib import redirect_stdout
 from rich.console import Console
 
 from weft.commands.console import fitted, wide_console
-from weft.commands.simulate import seconds_text
-from weft.compile import compile_subject
+from weft.commands.simulate import forecast, seconds_text
 from weft.compile.model_file import load_model_file
 from weft.compile.subject import in_precision
 from weft.cost.cluster.names import cluster_of
 from weft.simulate.engine import what_if
-from weft.simulate.foresee import Forecast, foresee, room
+from weft.simulate.foresee import Forecast, room
 from weft.simulate.machine import CHANGES
 from weft.simulate.result import Simulation
-from weft.simulate.timing import clocks_of
 from weft.train.memory.amounts import shown
 
 MOST = 8
@@ -35,9 +33,7 @@ def run(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
         subject = in_precision(load_model_file(options.file, hollow=0), options.precision)
         cluster = cluster_of(options.cluster)
-        compiled = compile_subject(subject, options.plan, options.devices, say=status.update)
-        status.update("simulating")
-        one = foresee(compiled, subject, cluster, clocks_of(cluster, options.profile), name=str(options.plan))
+        one = forecast(options.plan, subject, cluster, options, status.update)
         changed = {name: what_if(one.job, one.machine, change) for name, change in CHANGES.items()}
     if options.json:
         path = [{"what": what, "seconds": seconds} for what, seconds in one.simulation.critical_path()]

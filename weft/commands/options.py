@@ -248,6 +248,45 @@ PROFILE = Command(
     ),
 )
 
+CLUSTER = option(
+    "--cluster", default="cpu", metavar="C", help="2x8-A100-80GB, 4x8-H100, dgx2-v100x32, a YAML file; cpu if not given"
+)
+MEASURED = option("--profile", metavar="FILE", help="what was measured; the user's own if not given")
+MEASURE = flag("--measure", "measure on this machine what the profile lacks before")
+
+SIMULATE = Command(
+    "simulate",
+    "weft.commands.simulate",
+    "how long a step will take, and what it needs, on a cluster",
+    "Nothing is run. The program's own code is recorded on tensors without content, and played on the cluster:\n"
+    "computation, communication and what overlaps, waits of stages, memory over time. Several plans, separated by\n"
+    "semicolons, are ranked. Times are those of data sheets, or measured ones where the cluster is this machine.",
+    '  weft simulate examples/gpt.py --plan "dp=8;tp=8;dp=2,tp=4" --cluster 8-A100-80GB\n'
+    "  weft simulate examples/gpt.py --plan dp=2 --measure\n"
+    "  weft simulate examples/gpt.py --plan dp=8,zero=3 --cluster 8-H100 --largest batch",
+    (
+        FILE,
+        option("--plan", required=True, metavar="P", help=f"{SOME_PLAN}; several: 'dp=2;tp=2'"),
+        CLUSTER,
+        DEVICES,
+        PRECISION,
+        MEASURED,
+        MEASURE,
+        option("--largest", choices=("batch", "sequence"), help="look for the largest batch, or sequence, that fits"),
+        option("--timeline", metavar="FILE", help="write the time line there, for Perfetto"),
+    ),
+)
+
+EXPLAIN = Command(
+    "explain",
+    "weft.commands.explain",
+    "what determines how long a step takes, and what would change it",
+    "The critical path of a simulated step, by line of the model and kind; what devices wait for; and how long the\n"
+    "step takes with twice the bandwidth, half the latency, or devices twice as fast.",
+    "  weft explain examples/gpt.py --plan dp=4,tp=2 --cluster 8-A100-80GB",
+    (FILE, PLAN, CLUSTER, DEVICES, PRECISION, MEASURED, MEASURE),
+)
+
 DOCTOR = Command(
     "doctor",
     "weft.commands.doctor",
@@ -277,4 +316,4 @@ COMPLETION = Command(
     (option("shell", choices=("bash", "zsh", "fish")),),
 )
 
-COMMANDS = (OPS, VERIFY, SHOW, TRAIN, PROFILE, DOCTOR, COMPLETION)
+COMMANDS = (OPS, VERIFY, SHOW, SIMULATE, EXPLAIN, TRAIN, PROFILE, DOCTOR, COMPLETION)

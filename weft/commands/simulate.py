@@ -26,7 +26,7 @@ from weft.cost.cluster.names import cluster_of
 from weft.errors import PlanError, WeftError
 from weft.simulate.foresee import Forecast, foresee, room
 from weft.simulate.largest import Largest, largest
-from weft.simulate.timing import Clocks, clocks_of
+from weft.simulate.timing import clocks_of, measure_here
 from weft.train.memory.amounts import shown
 
 Say = Callable[[str], None]
@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> int:
             found = largest(options.largest, subject, plans[0], cluster, options.devices, status.update)
             forecasts: list[Forecast | WeftError] = []
         else:
-            clocks = clocks_of(cluster, options.profile)
-            forecasts = [_forecast(one, subject, cluster, clocks, options.devices, status.update) for one in plans]
+            forecasts = [_forecast(one, subject, cluster, options, status.update) for one in plans]
     if options.largest:
         return _tell_largest(found, plans[0], cluster, options)
     if len(plans) == 1 and isinstance(forecasts[0], WeftError):
@@ -68,16 +67,32 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _forecast(
-    plan: str, subject: Subject, cluster: Cluster, clocks: Clocks, devices: int | None, say: Say
+    plan: str, subject: Subject, cluster: Cluster, options: argparse.Namespace, say: Say
 ) -> Forecast | WeftError:
     """What one plan takes, or why it cannot be said."""
     try:
-        say(f"{plan}: compiling")
-        compiled = compile_subject(subject, plan, devices, say=lambda text: say(f"{plan}: {text}"))
-        say(f"{plan}: simulating")
-        return foresee(compiled, subject, cluster, clocks, name=plan)
+        return forecast(plan, subject, cluster, options, say)
     except WeftError as error:
         return error
+
+
+def forecast(plan: str, subject: Subject, cluster: Cluster, options: argparse.Namespace, say: Say) -> Forecast:
+    """What one plan takes; what is missing is measured before, if that is asked for."""
+    compiled = compile_subject(subject, plan, options.devices, say=lambda text: say(f"{plan}: {text}"))
+    cluster.refuse(compiled.devices)
+    path = None if options.profile is None else Path(options.profile)
+    if options.measure:
+        if cluster.device(0).kind != "cpu":
+            raise WeftError(
+                f"--measure measures this machine, and {cluster.name} is another one", remedy="leave out --measure"
+            )
+
+        def done(what: str, count: int, total: int) -> None:
+            say(f"{plan}: measuring {what}, {count} of {total}")
+
+        measure_here(compiled, subject, cluster, path, done)
+    say(f"{plan}: simulating")
+    return foresee(compiled, subject, cluster, clocks_of(cluster, compiled.devices, path), name=plan)
 
 
 def show_one(one: Forecast, title: str) -> None:

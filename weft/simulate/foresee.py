@@ -102,18 +102,10 @@ def job_of(compiled: Compiled, subject: Subject, cluster: Cluster) -> Job:
     return Job(compiled.devices, traces, tokens_of(subject), flops_of(compiled.graph, compiled.plan.rules))
 
 
-def foresee(
-    compiled: Compiled,
-    subject: Subject,
-    cluster: Cluster,
-    times: Mapping[str, Times],
-    *,
-    name: str = "",
-    overheads: Overheads | None = None,
-) -> Forecast:
+def foresee(compiled: Compiled, subject: Subject, cluster: Cluster, clocks: Clocks, *, name: str = "") -> Forecast:
     """Play a step of a program."""
     job = job_of(compiled, subject, cluster)
-    machine = ClusterMachine(cluster, times, overheads or Overheads())
+    machine = ClusterMachine(cluster, clocks)
     found = simulate(job, machine)
     over = max(one.memory.peak - room(cluster.device(one.rank)) for one in found.ranks)
     return Forecast(name or str(compiled.plan), job, machine, found, max(over, 0))
@@ -134,12 +126,9 @@ def remedy(rank: Rank) -> str:
 
 def tokens_of(subject: Subject) -> int:
     """What a step works through: elements of the largest integer input, or the rows of the batch."""
-    tensors = [one for one in pytree.tree_leaves(subject.example) if isinstance(one, Tensor)]
-    whole = [
-        one.numel() for one in tensors if one.dim() > 1 and not one.is_floating_point() and one.dtype != torch.bool
-    ]
-    rows: Sequence[int] = [one.shape[0] for one in tensors if one.dim()]
-    return max(whole, default=rows[0] if rows else 1)
+    tensors = [one for one in pytree.tree_leaves(subject.example) if isinstance(one, Tensor) and one.dim()]
+    ids = [one.numel() for one in tensors if one.dim() > 1 and one.dtype in (torch.int64, torch.int32)]
+    return max(ids, default=tensors[0].shape[0] if tensors else 1)
 
 
 def flops_of(graph: Graph, rules: RuleBook) -> int:

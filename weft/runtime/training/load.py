@@ -139,7 +139,7 @@ def crossings_of(told: Sequence[Mapping[str, Any]], rank: int) -> list[Crossing]
             tensor,
             one["source"],
             target,
-            one["place"],
+            one.get("place", ""),
             getattr(torch, one["dtype"]),
             _transfer(one["forward"], rank),
             None if one["backward"] is None else _transfer(one["backward"], rank),
