@@ -16,7 +16,7 @@ from weft.runtime.training.pipeline import Event as Phase
 from weft.simulate import record as recording
 from weft.simulate.record import Recorder, record
 from weft.simulate.repeat import micros_to_run
-from weft.simulate.trace import Event, Hold, Issue, Post, Run, Take, Wait
+from weft.simulate.trace import BACKWARD, Event, Hold, Issue, Place, Post, Run, Take, Wait
 from weft.train.loop import optimizer_of
 from weft.train.memory.expected import alike_ranks, expect_rank
 from weft.train.opened import open_module
@@ -95,7 +95,7 @@ class Heard(Recorder):
         result = Ledger.__torch_dispatch__(self, func, types, args, kwargs)
         kernel = recording.kernel_of(func, args, kwargs or {}, result)
         if kernel is not None:
-            self.events.append(Run(kernel, recording.NOWHERE))
+            self.events.append(Run(kernel, Place(BACKWARD)))
         return result
 
 

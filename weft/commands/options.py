@@ -235,24 +235,31 @@ TRAIN = Command(
     ),
 )
 
-PROFILE = Command(
-    "profile",
-    "weft.commands.profile",
-    "measure what communication costs here",
-    "Start processes on this machine, time every kind of collective, and write the table of costs.",
-    "  weft profile -o links.json && weft verify FILE --plan tp=2 --links links.json",
-    (
-        option("--backend", default="gloo", help="of torch.distributed (default gloo)"),
-        option("--processes", type=POSITIVE, default=2, metavar="N", help="how many to start (default 2)"),
-        option("-o", "--output", default="links.json", metavar="FILE", help="default links.json"),
-    ),
-)
-
 CLUSTER = option(
     "--cluster", default="cpu", metavar="C", help="2x8-A100-80GB, 4x8-H100, dgx2-v100x32, a YAML file; cpu if not given"
 )
 MEASURED = option("--profile", metavar="FILE", help="what was measured; the user's own if not given")
 MEASURE = flag("--measure", "measure on this machine what the profile lacks before")
+
+PROFILE = Command(
+    "profile",
+    "weft.commands.profile",
+    "measure what communication, and a model's operators, cost here",
+    "Without FILE: start processes on this machine, time every kind of collective, and write the table of costs.\n"
+    "With FILE and --plan: time the operators of a step of that plan, each distinct one once, and the collectives\n"
+    "between as many processes, and keep them in the user's profile, for weft simulate.",
+    "  weft profile -o links.json && weft verify FILE --plan tp=2 --links links.json\n"
+    "  weft profile examples/gpt.py --plan dp=2",
+    (
+        option("file", metavar="FILE", nargs="?", help="a model file, as of weft show"),
+        option("--plan", metavar="P", help=SOME_PLAN),
+        PRECISION,
+        MEASURED,
+        option("--backend", default="gloo", help="of torch.distributed (default gloo)"),
+        option("--processes", type=POSITIVE, default=2, metavar="N", help="how many to start (default 2)"),
+        option("-o", "--output", default="links.json", metavar="FILE", help="default links.json"),
+    ),
+)
 
 SIMULATE = Command(
     "simulate",
