@@ -1,0 +1,116 @@
+"""weft simulate, weft explain, and weft profile of a model: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli import main
+
+GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
+MLP = str(Path(__file__).parents[2] / "examples" / "mlp.py")
+A100 = "8-A100-80GB"
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's profile is read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.smoke
+def test_one_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = told(capsys, "simulate", MLP, "--plan", "dp=2", "--cluster", A100)["plans"]
+    assert row["plan"] == "dp=2" and row["fits"] and row["seconds"] > 0
+    (rank,) = row["ranks"]
+    assert rank["alike"] == 2
+    assert rank["busy"] + rank["exposed"] + rank["bubble"] + rank["host"] == pytest.approx(row["seconds"])
+
+
+def test_several_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MLP, "--plan", "dp=2; tp=2 ;dp=64", "--cluster", A100]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[3:6]] != [] and "cannot cut a batch" in lines[5]
+    assert "data sheets" in lines[-1]
+
+
+def test_a_time_line_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "line.json"
+    assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", A100, "--timeline", str(path)]) == 0
+    assert any(one.get("ph") == "X" for one in json.loads(path.read_text())["traceEvents"])
+
+
+CLUSTER = """
+name: tight
+hosts: 1
+devices: 2
+device: {name: tiny, kind: cuda, memory: 1073743872 B, flops: {float32: 1e12}, bandwidth: 100 GB/s, launch: 5 us}
+levels: [{name: link, span: 2, bandwidth: 10 GB/s, latency: 5 us, peer_latency: 1 us}]
+"""
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> str:
+    """A cluster whose devices hold next to nothing beside what is reserved."""
+    path = tmp_path / "tight.yaml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+def test_what_does_not_fit_says_why(tight: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", tight]) == 0
+    out = capsys.readouterr().out
+    assert "does not fit: rank 0 holds" in out and "more than tiny has" in out and "try:" in out
+
+
+def test_the_largest_batch_does_fit_and_the_next_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(CLUSTER.replace("1073743872", str((1 << 30) + (1 << 20))))
+    found = told(capsys, "simulate", MLP, "--plan", "dp=2", "--cluster", str(path), "--largest", "batch")
+    assert found["size"] % found["example"] == 0 and found["memory"] <= 1 << 20
+    assert found["next"] == found["size"] + found["example"]
+
+
+def test_what_would_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "explain", GPT, "--plan", "tp=2", "--cluster", A100)
+    assert sum(one["seconds"] for one in found["path"]) == pytest.approx(found["seconds"])
+    assert all(seconds <= found["seconds"] * 1.001 for seconds in found["what_if"].values())
+    assert main(["explain", GPT, "--plan", "tp=2", "--cluster", A100]) == 0
+    assert "of the devices' time is" in capsys.readouterr().out
+
+
+def test_a_profile_of_a_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = str(tmp_path / "own.db")
+    found = told(capsys, "profile", MLP, "--plan", "dp=1", "--profile", profile)
+    assert "measured on this machine" in found["profile"] and not found["refused"]
+    assert main(["simulate", MLP, "--plan", "dp=1", "--profile", profile]) == 0
+    assert "times: measured on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plan", "dp=2", "--cluster", "8-A10"], "did you mean 'A100"),
+        (["--plan", "dp=12", "--cluster", A100], "the plan is for 12 devices"),
+        (["--plan", "dp=2", "--cluster", "none.yaml"], "no cluster file"),
+        (["--plan", "dp=2", "--cluster", A100, "--measure"], "another one"),
+        (["--plan", " ; "], "no plan is given"),
+        (["--plan", "dp=2;tp=2", "--largest", "batch"], "one plan"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MLP, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_largest_of_what_does_not_fit_at_all(tight: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", tight, "--largest", "batch"]) == 2
+    assert "the example itself" in capsys.readouterr().err
