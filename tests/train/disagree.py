@@ -50,6 +50,28 @@ def goes_on_after_an_error(transport: ProcessTransport, given: tuple[Any, Any, A
     raise Over
 
 
+def edits_some(transport: ProcessTransport, given: tuple[Any, Any, Any, bool]) -> dict[str, Any]:
+    """Every rank changes the gradient of one parameter alone, in place or by another one; what comes of it."""
+    files, model, batch, in_place = given
+    parallel = open_rank(files, transport, model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel.forward_backward(batch)
+        halve(dict(parallel.named_parameters()), step, in_place)
+        optimizer.step()
+    return parallel.full_state_dict()
+
+
+def halve(parameters: dict[str, Any], step: int, in_place: bool) -> None:
+    """Each parameter in its turn."""
+    one = parameters[list(parameters)[step]]
+    if in_place:
+        one.grad.mul_(0.5)
+    else:
+        one.grad = one.grad * 0.5
+
+
 def leaves_out(transport: ProcessTransport, given: tuple[Any, Any, Any, str, str]) -> None:
     """Rank 1 leaves out what follows the forward, or the update, of one step, and goes on; until all are told."""
     files, model, batch, what, folder = given

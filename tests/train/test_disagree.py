@@ -44,6 +44,22 @@ def test_a_rank_that_goes_on_by_itself(what: str, plan: str, words: str, pools: 
     assert words in other.splitlines()[0] and other[1:].startswith(" True True") and other[0] in "12"
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("plan", ["dp=2,spread", "tp=2"])
+def test_all_ranks_may_change_a_gradient_that_one_has(plan: str, in_place: bool, pools: Pools) -> None:
+    """Who has no elements of it changes an empty one."""
+    files, model, batch = made(plan)
+    found = pools(2).run(disagree.edits_some, (files, model, batch, in_place))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(**batch).backward()
+        disagree.halve(dict(model.named_parameters()), step, in_place)
+        optimizer.step()
+    for one in found:
+        torch.testing.assert_close(one, dict(model.state_dict()), rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize(("what", "plan"), [("backward", "tp=2"), ("update", "dp=2")])
 def test_a_rank_that_leaves_out_an_update(what: str, plan: str, pools: Pools, tmp_path: Path) -> None:
     """No collective is missed: only the number of updates tells."""

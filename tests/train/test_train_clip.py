@@ -38,6 +38,45 @@ def test_it_is_torchs_on_one_device(plan: str, bound: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-12)
 
 
+ORDERS = [1.0, 3, 0.5, math.inf, "inf"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3", "dp=2,spread"])
+def test_norms_of_other_orders(plan: str) -> None:
+    model, example = gpt(dropout=0.0)
+    parallel = weft.parallelize(copy.deepcopy(model), example, plan, emulate=True, cache=None)
+    for module in (model, parallel):
+        call(module, example).backward()
+    beside = [nn.Parameter(torch.zeros(3).double()) for _ in range(2)]
+    for order in ORDERS:
+        for one in beside:
+            one.grad = torch.tensor([0.01, -0.02, 0.03]).double()
+        how = {"norm_type": order, "error_if_nonfinite": True, "foreach": False}
+        mine = torch.nn.utils.clip_grad_norm_([*model.parameters(), beside[0]], 0.01, **how)
+        other = weft.clip_grad_norm_([*parallel.parameters(), beside[1]], 0.01, **how)
+        torch.testing.assert_close(other, mine, rtol=1e-10, atol=0)
+        wanted = weft.clip_grad_norm_(model, 1e9, order)
+        torch.testing.assert_close(weft.clip_grad_norm_(parallel, 1e9, order), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_norms_that_are_not_finite(plan: str) -> None:
+    model, example = gpt(dropout=0.0)
+    parallel = weft.parallelize(model, example, plan, emulate=True, cache=None)
+    call(parallel, example).backward()
+    held = list(parallel.parameters())
+    for one in held:
+        one.grad.fill_(math.inf)
+    for given in (parallel, held):
+        with pytest.raises(RunError, match="norm of the gradients is inf: nothing was scaled"):
+            weft.clip_grad_norm_(given, 1.0, error_if_nonfinite=True)
+    assert all(weft.full_tensor(one.grad).isinf().all() for one in held)
+    assert weft.clip_grad_norm_(parallel, 1.0).isinf()
+    for wrong in (0, -1.0, math.nan, "two", None):
+        with pytest.raises(RunError, match="norm_type="):
+            weft.clip_grad_norm_(parallel, 1.0, norm_type=wrong)
+
+
 def test_each_element_has_one_rank_that_answers_for_it() -> None:
     """Also where ranks hold different parts with elements in common."""
     whole, rows, columns = ((0, 4),), ((0, 2),), ((1, 3), (3, 4))

@@ -11,7 +11,9 @@ if it is above the bound. All ranks call it at the same place:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +34,28 @@ EMPTY = (
 )
 
 
-def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(
+    module: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Scale gradients so that the norm over all of them is at most `max_norm`; the norm before.
 
     Args:
         module: what `parallelize` gave, or a module that holds it: the norm is that of all of its gradients; or a list
             of parameters.
+        norm_type: the order of the norm, above 0; `inf` for the largest element.
+        error_if_nonfinite: raise an error, on all ranks, and scale nothing where the norm is not finite.
+        foreach: as torch's; it changes no number, and nothing where the module is a parallel one.
     """
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise RunError(f"a norm of {max_norm} leaves nothing of a gradient", remedy="a bound above 0")
+    order = _order(norm_type)
+    how: dict[str, Any] = {"order": order, "only_finite": error_if_nonfinite}
     if isinstance(module, Parallel | Emulated):
-        return _clipped(module, max_norm)
+        return _finite(_clipped(module, max_norm, **how), error_if_nonfinite)
     if isinstance(module, nn.Module):
         module = module.parameters()
     if not isinstance(module, Iterable):
@@ -55,14 +68,14 @@ def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: flo
     if not chosen:
         raise RunError(EMPTY[0], remedy=EMPTY[1])
     if not guards:
-        return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, order, error_if_nonfinite, foreach)
     (guard, *others) = guards.values()
     if others:
         raise guard.refuse(*MIXED)
     whole = None if guard.module is None else guard.module()
     assert isinstance(whole, Parallel | Emulated), "parameters of a parallel module that is gone"
     beside = [one.grad for one in chosen if guard_of(one) is None and one.grad is not None]
-    norm = _clipped(whole, max_norm, _names(guard, chosen), beside)
+    norm = _finite(_clipped(whole, max_norm, _names(guard, chosen), beside, **how), error_if_nonfinite)
     with torch.no_grad():
         scale_by(beside, norm, max_norm)
     return norm
@@ -79,8 +92,29 @@ def _clipped(
     max_norm: float,
     names: Collection[str] | None = None,
     beside: Collection[Tensor] = (),
+    **how: Any,
 ) -> Tensor:
     if isinstance(module, Parallel):
-        return clip_rank(module, max_norm, names, beside)
-    norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm, names, beside))
+        return clip_rank(module, max_norm, names, beside, **how)
+    norms: list[Tensor] = module._crew.each(lambda rank: clip_rank(rank, max_norm, names, beside, **how))
     return norms[0]
+
+
+def _order(norm_type: Any) -> float:
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
+        raise RunError(f"clip_grad_norm_ was given norm_type={norm_type!r}", remedy="a number above 0, or inf")
+    return order
+
+
+def _finite(norm: Tensor, is_asked: bool) -> Tensor:
+    """A norm, the same on all ranks; an error if it is not finite and that was asked for."""
+    if is_asked and not bool(norm.isfinite()):
+        raise RunError(
+            f"the norm of the gradients is {float(norm)}: nothing was scaled",
+            remedy="error_if_nonfinite=False scales them all the same; weft.GradScaler leaves such steps out",
+        )
+    return norm

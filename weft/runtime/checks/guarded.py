@@ -17,9 +17,10 @@ from weft.errors import Refuse
 from weft.runtime.checks.guards import ALONE, Guard, RankParameters
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
+from weft.runtime.links.transport import Transport
 from weft.runtime.training.full_tensor import Here, show_shards
 from weft.runtime.training.one_rank import OneRank
-from weft.runtime.training.shard_owners import ShardOwners, exchange
+from weft.runtime.training.shard_owners import ShardOwners, exchange, tell_all
 
 
 def held_by(module: OneRank) -> RankParameters:
@@ -65,12 +66,23 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
         return [one for one in found.values() if one is not None]
 
     guard = Guard((held,), transport.num_ranks, all(complete), refuse, most, compare, holders, job.passed)
+    if guard.watches_scales:
+        _look_alike(guard, held, transport)
     guard.waits = transport.device.type != "cpu"
     began = job.progress(min(holders, default=0))
     if held.holds:
         guard.began = began
     module.watched_by(guard, guard.remember)
     return guard
+
+
+def _look_alike(guard: Guard, held: RankParameters, transport: Transport) -> None:
+    """Let the rank notice what is done to gradients of which others remember elements: of its own it may have none."""
+    (scales,), mine = guard.scales, dict(held.trained)
+    own = set(map(id, scales.remembered))
+    told = tell_all(transport, [name for name, one in held.trained if id(one) in own])
+    names = dict.fromkeys(name for each in told for name in each if name in mine)
+    scales.others = [mine[name] for name in names if id(mine[name]) not in own]
 
 
 def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:

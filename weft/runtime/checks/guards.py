@@ -62,7 +62,8 @@ SCALED = (
 )
 ALONE = (
     "gradients were changed on rank {0} of a replica and not on rank {1}",
-    "clip with weft.clip_grad_norm_(parallel, max_norm); weigh by the loss, or the learning rate of a group",
+    "change gradients on all ranks alike, empty ones too (no `if p.grad.numel()`); clip with "
+    "weft.clip_grad_norm_(parallel, max_norm); weigh by the loss, or the learning rate of a group",
 )
 SCALER = (
     "torch's GradScaler decides on each rank by itself whether gradients are finite: some ranks would not update",

@@ -1,8 +1,9 @@
 """Scales: by what factor the gradients of a rank were scaled since they were complete.
 
 In: the rank's trained parameters, at the end of backward and again before the update. Out: whether gradients were
-written to in between (by their versions), and if so the factor between a few elements then and now: nan if they are all
-zero, or if no single factor explains the change, as of one that clamps each element.
+written to in between (by their versions), and if so the factor between a few elements then and now: nan if none of
+these was written to, if they are all zero, or if no single factor explains the change, as of one that clamps each
+element.
 """
 
 from __future__ import annotations
@@ -31,14 +32,41 @@ class _Then:
     """Of its elements, among those that are remembered."""
 
 
+@dataclass(frozen=True)
+class _Other:
+    """A gradient of which others have the elements, as it was.
+
+    Args:
+        gradient: itself, if it is empty: it takes no memory, and another one in its place looks the same.
+    """
+
+    parameter: nn.Parameter
+    state: tuple[int, int]
+    gradient: Tensor | None
+
+    @property
+    def is_written(self) -> bool:
+        now = self.parameter.grad
+        is_other = self.gradient is not None and self.gradient is not now
+        return now is not None and (is_other or _state(now) != self.state)
+
+
 class Scales:
     """What is remembered of one rank's gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = sorted(parameters, key=lambda one: -one.numel())[:NUM_TENSORS]
+        self.others: Sequence[nn.Parameter] = ()
+        """Further ones, of which other ranks remember elements: looked at for whether they were written to."""
+        self._others: list[_Other] = []
         self._then: list[_Then] = []
         self._elements = torch.empty(0)
         """Of all that are remembered, one after the other."""
+
+    @property
+    def remembered(self) -> list[nn.Parameter]:
+        """Of which elements are looked at."""
+        return [one for one in self._parameters if one.numel()]
 
     @property
     def tolerance(self) -> float:
@@ -55,19 +83,27 @@ class Scales:
                 self._then.append(_Then(parameter, _state(gradient), length))
                 rows.append(_row(gradient))
                 length += len(rows[-1])
+        held = [(one, one.grad) for one in self.others if one.grad is not None]
+        self._others = [_Other(one, _state(grad), None if grad.numel() else grad) for one, grad in held]
         # always a copy
         self._elements = torch.cat(rows) if rows else torch.empty(0)
 
     @property
     def written(self) -> bool:
-        """True if one of them was written to since, or another was put in its place."""
+        """True if one of them was written to since, or another was put in its place. Empty ones count: a rank that has
+        no elements of a gradient does with it what the others do."""
+        return self._has_scaled or any(one.is_written for one in self._others)
+
+    @property
+    def _has_scaled(self) -> bool:
+        """It was one of those of which elements are remembered."""
         return any(one.parameter.grad is not None and _state(one.parameter.grad) != one.state for one in self._then)
 
     @torch.no_grad()
     def factor(self) -> float:
         """By what they were multiplied; nan if that cannot be said."""
         found = [torch.zeros(0, dtype=torch.float64)]
-        for one in self._then:
+        for one in self._then if self._has_scaled else ():
             now = one.parameter.grad
             if now is not None and now.numel():
                 row = _row(now)

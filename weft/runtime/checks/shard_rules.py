@@ -135,13 +135,14 @@ REDUCTIONS = {
 LAST = frozenset(("topk", "sort", "argsort", "kthvalue"))
 """Those that go along the last dim if none is given."""
 _METADATA = """
-    size dim ndimension numel nelement stride is_contiguous storage_offset data_ptr element_size untyped_storage storage
-    get_device is_floating_point is_complex is_signed is_pinned is_shared is_same_size register_hook
+    size dim ndimension numel nelement stride is_contiguous storage_offset data_ptr element_size get_device
+    is_floating_point is_complex is_signed is_pinned is_shared is_same_size register_hook
     register_post_accumulate_grad_hook retain_grad backward __len__ __dir__ as_subclass new_zeros new_ones new_full
-    new_empty new_tensor can_cast result_type equal allclose has_names is_neg is_conj is_inference
+    new_empty can_cast result_type has_names is_neg is_conj is_inference
 """
 METADATA = frozenset(_METADATA.split())
-"""What looks, and gives no number to go on with. `as_subclass(torch.Tensor)` is the part as an ordinary tensor."""
+"""What looks, and tells nothing of elements, not even whether all are equal. `as_subclass(torch.Tensor)` is the part as
+an ordinary tensor."""
 NO_PROPERTY = frozenset(("T", "H", "mT", "mH", "real", "imag", "_base"))
 LINEAR = frozenset(("add", "sub", "subtract", "neg", "negative", "__radd__", "__rsub__", "__neg__", "__pos__"))
 SCALING = frozenset(("mul", "multiply", "__rmul__", "div", "divide", "true_divide", "__truediv__"))

@@ -18,14 +18,16 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.testing._comparison import ErrorMeta
 
 from weft.runtime.checks.outside import INSTALLED, LIBRARY
+from weft.runtime.checks.rank_tensor import WRITERS
 from weft.runtime.checks.shard_rules import (
     CONVERSIONS,
     ELEMENTWISE,
@@ -49,8 +51,11 @@ from weft.runtime.checks.shard_rules import (
 )
 from weft.runtime.layout.index import size
 
-OURS = ("weft.", "weft_program_", "torch.testing.")
-"""Modules that see ordinary tensors: of the runtime, generated ones, and what compares tensors in tests."""
+OURS = ("weft.", "weft_program_")
+"""Modules that see ordinary tensors: of the runtime, and generated ones."""
+COMPARES = ErrorMeta.__module__
+TAKERS = {COMPARES: "torch.testing", "torch._functorch.vmap": "torch.vmap", **dict.fromkeys(WRITERS, "")}
+"""Modules that go on with all elements of whatever they look at, and who that is."""
 ASIDE = "_weft_aside"
 """The attribute of parameters without elements that has their gradient while an optimizer steps."""
 CLIP = torch.nn.utils.clip_grad.__name__
@@ -62,6 +67,11 @@ HOOKED = (
 FULL = (
     "weft.full_tensor(x), on all ranks, is all of it as an ordinary tensor; parameter.copy_(weft.shard_like(full, "
     "parameter)) writes a full tensor back; x.as_subclass(torch.Tensor) is this rank's part, to be looked at"
+)
+FILES = (
+    "{0} is about to be saved or sent (pickled), and this rank holds {1}",
+    "weft.save(folder, parallel, optimizer) on all ranks; or parallel.full_state_dict(), weft.full_tensor(x) on all "
+    "ranks, and save that on one; parallel.local_state_dict() is for files of which every rank writes its own",
 )
 NORM = "weft.clip_grad_norm_(parallel, max_norm), or weft.clip_grad_norm_(parameters, max_norm) for some of them"
 RANDOM = (
@@ -95,46 +105,52 @@ class ShardTensor(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if _asks_ours():
+            asker = _asker()
+            if asker is None:
                 return func(*args, **(kwargs or {}))
+            if asker in TAKERS:
+                raise _taken(asker, (*args, *(kwargs or {}).values()))
             return _computed(func, args, kwargs or {})
 
     def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
         return _shown(self)
+
+    def __copy__(self) -> Tensor:
+        return _held_as(_plain(self).detach().requires_grad_(self.requires_grad), held_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         found = memo[id(self)] = _held_as(_plain(self).clone(), held_of(self))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        raise _unsaved(self)
+
+    def __create_write_items__(self, name: str, value: Any) -> Any:
+        """Asked by torch.distributed.checkpoint, which takes an ordinary tensor for the same on every rank."""
+        raise _unsaved(self)
 
 
-class ShardParameter(nn.Parameter):
+class ShardParameter(ShardTensor, nn.Parameter):
     """A parameter of which this rank holds a part."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sys._getframe(1).f_code in ZERO_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return ShardTensor.__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return _shown(self)
+    def __copy__(self) -> nn.Parameter:
+        found = nn.Parameter(_plain(self).detach(), self.requires_grad)
+        vars(found).update(vars(self))
+        found.__class__ = ShardParameter
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         found = memo[id(self)] = nn.Parameter(_plain(self).detach().clone(), self.requires_grad)
         vars(found)[HELD] = vars(self)[HELD]
         found.__class__ = ShardParameter
         return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(_plain(self).detach(), self.requires_grad)
-        vars(plain).update({name: value for name, value in vars(self).items() if name != HELD})
-        return plain.__reduce_ex__(protocol)
 
 
 def show_as_shard(parameter: nn.Parameter, shard: Shard) -> None:
@@ -203,19 +219,20 @@ def _held_as(tensor: T, held: Held | None) -> T:
     return tensor
 
 
-def _asks_ours() -> bool:
-    """True if the innermost function outside of torch is of the runtime, or of a program."""
-    frame: Any = sys._getframe(2)
+def _asker() -> str | None:
+    """Who asks: the first taker on the way out of torch, or the package outside; None: the runtime, or a program."""
+    frame, taker = cast(Any, sys._getframe(2)), ""
     if frame.f_code is ShardParameter.__torch_function__.__code__:
         frame = frame.f_back
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(OURS):
-            return True
+            return None
+        taker = taker or (name if name in TAKERS else "")
         if name != "torch" and not name.startswith("torch."):
-            return False
+            return taker or str(name).partition(".")[0]
         frame = frame.f_back
-    return False
+    return taker
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -225,7 +242,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return _property(func, args)
     if name == "__set__":
         return _set(func, args)
-    if name in METADATA or name == UNSCALE:
+    if name in METADATA or name == UNSCALE or _is_made_of_others(name, args, kwargs):
         if name in SIZES:
             _tell_of_size(args[0], name, whole=name == "size" and len(args) + len(kwargs) == 1)
         return func(*args, **kwargs)
@@ -244,6 +261,11 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if found is None:
         raise _refused(func, operands)
     return _held_as(func(*args, **kwargs), found)
+
+
+def _is_made_of_others(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Of a shard are only the dtype and the device."""
+    return name == "new_tensor" and all(held_of(one) is None for one in (*args[1:], *kwargs.values()))
 
 
 def _held(name: str, operands: tuple[Any, ...]) -> Held | None:
@@ -368,7 +390,7 @@ def _is_number(code: CodeType, at: int, whole: bool) -> bool:
 
 def _refused(func: Any, operands: Iterable[Any]) -> Exception:
     """The error for an operator that is not right on a part."""
-    name = getattr(func, "__name__", repr(func))
+    name = func if isinstance(func, str) else getattr(func, "__name__", repr(func))
     tensors = list(tensors_of(_flat(operands)))
     held = next(found for one in tensors if (found := held_of(one)) is not None)
     shard, plain = held.shard, plain_name(name)
@@ -392,6 +414,21 @@ def _refused(func: Any, operands: Iterable[Any]) -> Exception:
         f"{name} needs more of {shard.name} than {held_here}: it would give other numbers than on one device",
         remedy,
     )
+
+
+def _taken(taker: str, operands: Iterable[Any]) -> Exception:
+    """The error for what goes on with all elements."""
+    tensor = next(one for one in tensors_of(_flat(operands)) if held_of(one) is not None)
+    if taker in WRITERS:
+        return _unsaved(tensor)
+    error = _refused(TAKERS[taker], (tensor,))
+    # torch's comparison wraps whatever else is raised in it
+    return error if taker != COMPARES else ErrorMeta(cast(Any, lambda _: error), str(error))
+
+
+def _unsaved(tensor: Tensor) -> Exception:
+    shard = vars(tensor)[HELD].shard
+    return cast(Exception, shard.refuse(FILES[0].format(shard.name, shard), FILES[1]))
 
 
 def _called_in(module: str, function: str | None = None) -> bool:

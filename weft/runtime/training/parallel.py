@@ -35,6 +35,8 @@ from weft.runtime.checks.wrapping import REDRAWN, on_all_ranks, redraws
 from weft.runtime.links.transport import Doing
 from weft.runtime.program.batch import BatchMismatch
 from weft.runtime.program.calling import Arguments, Signed
+from weft.runtime.program.shown.tree import WHOLE
+from weft.runtime.program.stored import shapes_of
 from weft.runtime.program.surface import Modes
 from weft.runtime.random import Stream
 from weft.runtime.training.flow import Flow, lend, take_back
@@ -59,11 +61,6 @@ LEFT = (
 NO_BATCH = (
     "a replica has no batch in this step (None), and the plan runs no micro-batches, of which one may have none",
     "give every replica as many batches: DistributedSampler, or drop_last=True",
-)
-WHOLE = (
-    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from "
-    "what weft.save wrote; p.data.copy_(weft.shard_like(full[name], p)) for each of parallel.named_parameters() sets "
-    "them later on. load_state_dict() takes what state_dict() of the same plan gave on this rank"
 )
 
 
@@ -404,9 +401,14 @@ class Parallel(OneRank):
         missing = [name for name in known if name not in state_dict]
         if strict and (unexpected or missing):
             what = f"knows no {unexpected[0]}" if unexpected else f"is given no {missing[0]}"
-            raise self._refused(
-                f"rank {self._transport.rank} {what}", "load what state_dict() of the same plan gave on this rank"
-            )
+            remedy = "load what state_dict() of the same plan gave on this rank"
+            if (
+                unexpected
+                and (original := shapes_of(self.program).get(unexpected[0])) is not None
+                and original.persistent
+            ):
+                what, remedy = f"holds nothing of {unexpected[0]}, which is given", WHOLE
+            raise self._refused(f"rank {self._transport.rank} {what}", remedy)
         return super().load_state_dict(state_dict, strict=strict)
 
     @torch.no_grad()

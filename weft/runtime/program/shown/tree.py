@@ -11,15 +11,24 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import container
 
 from weft.errors import Refuse
+from weft.runtime.checks import shard_rules
+from weft.runtime.checks.shard_rules import held_of
 from weft.runtime.program.own_modes import Change
 from weft.runtime.program.shown.attributes import AGAIN, MISSING, Attributes
 from weft.runtime.program.stored import Container
 from weft.runtime.program.surface import Node, Surface, joined, set_modes
 
+WHOLE = (
+    "parallelize(..., weights=state_dict or file) starts from full tensors, weft.load(folder, parallel) goes on from "
+    "what weft.save wrote; later on, with torch.no_grad(), p.copy_(weft.shard_like(full[name], p)) for each of "
+    "parallel.named_parameters() sets them, and parallel.norm.running_mean = full['norm.running_mean'] a buffer. "
+    "load_state_dict() takes what state_dict() of the same plan gave on this rank"
+)
+"""Instead of loading full tensors on a rank that holds parts."""
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules whose forward, or whose users', goes over all children."""
 OVERRIDES = frozenset(
@@ -119,6 +128,19 @@ class Shown(Attributes, Container):
         assert self._shown_change is not None
         self._shown_change(self._shown_path, change)
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *told: Any) -> None:
+        """Asked by torch. Of what the rank holds in part, full tensors are refused, and parts that lie elsewhere."""
+        for name, one in self._parameters.items():
+            given, held = state_dict.get(prefix + name), held_of(one)
+            if held is None or one is None or not isinstance(given, Tensor):
+                continue
+            if given.shape != one.shape or shard_rules.joined((one, given)) is None:
+                raise self._refuse(
+                    f"{self._dotted(name)} is given with shape {list(given.shape)}, and this rank holds {held.shard}",
+                    WHOLE,
+                )
+        super()._load_from_state_dict(state_dict, prefix, *told)
 
     def extra_repr(self) -> str:
         """The original's."""
