@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 157_909,
+    "runtime": 158_006,
     "ops": 45_711,
     "codegen": 35_564,
     "plan": 32_520,
     "capture": 45_583,
     "lower": 20_000,
-    "train": 22_582,
+    "train": 22_592,
     "verify": 15_805,
     "order": 13_320,
     "ir": 13_299,
@@ -27,7 +27,7 @@ TOKENS = {
     "simulate": 13_598,
     "(top)": 1_397,
 }
-ALL = 470_377
+ALL = 470_484
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
