@@ -11,7 +11,7 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 158_006,
+    "runtime": 158_014,
     "ops": 45_711,
     "codegen": 35_564,
     "plan": 32_520,
@@ -27,7 +27,7 @@ TOKENS = {
     "simulate": 13_598,
     "(top)": 1_397,
 }
-ALL = 470_484
+ALL = 470_492
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
