@@ -11,13 +11,13 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 158_014,
+    "runtime": 158_025,
     "ops": 45_711,
     "codegen": 35_564,
     "plan": 32_520,
     "capture": 46_157,
     "lower": 19_988,
-    "train": 22_592,
+    "train": 22_672,
     "verify": 15_805,
     "order": 13_320,
     "ir": 13_299,
@@ -27,7 +27,7 @@ TOKENS = {
     "simulate": 13_598,
     "(top)": 1_397,
 }
-ALL = 471_054
+ALL = 471_145
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()

@@ -1,8 +1,8 @@
 """clip_grad_norm_(): torch's, for a parallel module.
 
-In: what `parallelize` gave, or some of its parameters, after backward; parameters of modules beside it, which each rank
-has whole, may be among them. Out: the norm of all these gradients, each element counted once; they are scaled in place
-if it is above the bound. All ranks call it at the same place:
+In: what `parallelize` gave, or some of its parameters, after backward; parameters of other parallel modules, and of
+modules beside them, which each rank has whole, may be among them. Out: the norm of all these gradients, each element
+counted once; they are scaled in place if it is above the bound. All ranks call it at the same place:
 
     loss = parallel(*batch); loss.backward()
     weft.clip_grad_norm_(parallel, 1.0)
@@ -22,10 +22,6 @@ from weft.runtime.training.clip import clip_rank, scale_by
 from weft.runtime.training.parallel import Parallel
 from weft.train.emulated import Emulated
 
-MIXED = (
-    "clip_grad_norm_ was given parameters of several parallel modules",
-    "clip the parameters of each parallel module by themselves; or make one module of them before parallelize()",
-)
 EMPTY = (
     "clip_grad_norm_ was given no parameters",
     "give some of parallel.parameters(); or clip all of them: weft.clip_grad_norm_(parallel, max_norm)",
@@ -56,16 +52,23 @@ def clip_grad_norm_(module: nn.Module | Tensor | Iterable[Tensor], max_norm: flo
         raise RunError(EMPTY[0], remedy=EMPTY[1])
     if not guards:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
-    (guard, *others) = guards.values()
-    if others:
-        raise guard.refuse(*MIXED)
+    parts = [(_watched(guard), _names(guard, chosen)) for guard in guards.values()]
+    beside = [one.grad for one in chosen if guard_of(one) is None and one.grad is not None]
+    # of several modules, each counts in the norm of the others
+    norms = [_clipped(whole, None, names) for whole, names in parts] if len(parts) > 1 else [torch.zeros(())]
+    found = [
+        _clipped(whole, max_norm, names, [*beside, *norms[:i], *norms[i + 1 :]])
+        for i, (whole, names) in enumerate(parts)
+    ]
+    with torch.no_grad():
+        scale_by(beside, found[0], max_norm)
+    return found[0]
+
+
+def _watched(guard: Guard) -> Parallel | Emulated:
     whole = None if guard.module is None else guard.module()
     assert isinstance(whole, Parallel | Emulated), "parameters of a parallel module that is gone"
-    beside = [one.grad for one in chosen if guard_of(one) is None and one.grad is not None]
-    norm = _clipped(whole, max_norm, _names(guard, chosen), beside)
-    with torch.no_grad():
-        scale_by(beside, norm, max_norm)
-    return norm
+    return whole
 
 
 def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
@@ -76,7 +79,7 @@ def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
 
 def _clipped(
     module: Parallel | Emulated,
-    max_norm: float,
+    max_norm: float | None,
     names: Collection[str] | None = None,
     beside: Collection[Tensor] = (),
 ) -> Tensor:

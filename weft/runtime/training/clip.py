@@ -34,9 +34,9 @@ class Clip:
 
     @torch.no_grad()
     def __call__(
-        self, max_norm: float, names: Collection[str] | None = None, others: Collection[Tensor] = ()
+        self, max_norm: float | None, names: Collection[str] | None = None, others: Collection[Tensor] = ()
     ) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; the norm before.
+        """Scale the gradients so that their norm is at most `max_norm`, if there is one; the norm before.
 
         Args:
             names: of some only.
@@ -49,6 +49,8 @@ class Clip:
         if others:
             beside = [one.detach().abs().double().square().sum().to(norm.device) for one in others]
             norm = (norm.square() + torch.stack(beside).sum()).sqrt()
+        if max_norm is None:
+            return norm
         mine = [one for one in self._module.parameters() if id(one) in chosen]
         scale_by([one.grad for one in mine if one.grad is not None], norm, max_norm)
         self._module.gradients_are_right()
@@ -86,7 +88,7 @@ def scale_by(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> No
 
 
 def clip_rank(
-    module: Parallel, max_norm: float, names: Collection[str] | None = None, others: Collection[Tensor] = ()
+    module: Parallel, max_norm: float | None, names: Collection[str] | None = None, others: Collection[Tensor] = ()
 ) -> Tensor:
     """Clip once; whoever clips in every step keeps a `Clip`. Arguments as of it."""
     held = vars(module).get("_clip")
