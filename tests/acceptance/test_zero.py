@@ -225,3 +225,21 @@ def test_matrix_clipped(file: str, plan: str, stage: int) -> None:
 @pytest.mark.parametrize(("file", "plan", "stage"), rotated(PIPELINES, DOUBLED))
 def test_matrix_clipped_in_micro_batches(file: str, plan: str, stage: int) -> None:
     clipped(file, f"{plan},zero={stage}", 4)
+
+
+class Biased(nn.Module):
+    """A parameter that the batch is multiplied with before it is cut, as its mask is: the ops cut it along dp too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x) + self.table
+        h = h @ h.transpose(1, 2) + h.transpose(1, 2) * self.scale[:, None]
+        return h.square().mean() + (self.table * self.table.t()).sum()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_the_ops_cut_over_replicas_is_stored_as_they_use_it(stage: int) -> None:
+    assert weft.verify(Biased(), torch.randn(4, 4, 4), plan=f"dp=2,zero={stage}").equal

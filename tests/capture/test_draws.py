@@ -71,6 +71,7 @@ class Draws(nn.Module):
         noise = torch.empty(3, dtype=x.dtype).normal_(0, 2)
         noise.uniform_(-1, 1)
         noise = noise * torch.empty(3, dtype=x.dtype).bernoulli_(0.5)
+        noise = noise + torch.empty(3, dtype=x.dtype).random_(1, 7) + torch.empty(3, dtype=torch.int64).random_(5)
         return (
             x.sum() + noise.sum() + torch.randn_like(x).sum() + torch.randint(3, (7,)).sum() + torch.randperm(9).sum()
         )
@@ -119,11 +120,24 @@ class Lines(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "random_":
-            return x * torch.empty_like(x).random_(3)
+            return x * torch.empty_like(x).random_()
+        if self.kind == "trunc_normal_":
+            return x * nn.init.trunc_normal_(torch.empty(8))
+        if self.kind == "distribution":
+            noise = distributions.MultivariateNormal(torch.zeros(8), torch.eye(8), validate_args=True)
+            return x + noise.rsample()
         return x * torch.rand(8, generator=self.generator)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("random_", "cannot be repeated"), ("generator", "generator")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("random_", "without an upper bound"),
+        ("generator", "generator"),
+        ("trunc_normal_", "draws again until"),
+        ("distribution", "checks the values"),
+    ],
+)
 def test_refuses_what_cannot_be_drawn(kind: str, words: str) -> None:
     with pytest.raises(CaptureError, match=words) as caught:
         capture(Lines(kind), X.float())

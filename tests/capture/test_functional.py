@@ -126,9 +126,38 @@ def chosen(y: Tensor) -> Tensor:
     return z
 
 
+def diagonal(y: Tensor) -> Tensor:
+    z = y @ y.t()
+    z.fill_diagonal_(-2.0)
+    tall, wide, cube = y[:, :2] * 1, y * 1, torch.stack([z[:, :2], z[:, 2:]])[:, :2] * 1
+    tall.fill_diagonal_(3, wrap=True)
+    wide.fill_diagonal_(0.5)
+    cube.fill_diagonal_(4.0)
+    short = (y[:, :2] * 1).fill_diagonal_(3)
+    return z.sum() + tall.square().sum() + wide.exp().sum() + cube.square().sum() + short.sum()
+
+
+def bits(y: Tensor) -> Tensor:
+    z, mask = (y * 9).long(), y > 0
+    z |= 8
+    z &= 13
+    z ^= (y * 5).long()
+    z <<= 2
+    z >>= mask.long()
+    mask |= y < -1
+    mask &= y < 1
+    mask ^= mask[0].clone()
+    return y * z * mask
+
+
+def of_more_arguments(y: Tensor) -> Tensor:
+    z = y.detach().abs() + 1
+    return y * z.polygamma_(1)
+
+
 CASES = [
     relu, add, set_column, masked_fill, index_put, view_of_view, base_then_view, split_and_change, permuted, squeezed,
-    copied, reshaped_copy, chosen,
+    copied, reshaped_copy, chosen, diagonal, bits, of_more_arguments,
 ]  # fmt: skip
 
 

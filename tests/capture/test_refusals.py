@@ -253,6 +253,9 @@ class Ragged(nn.Module):
     def derives(self, x: Tensor) -> Tensor:
         return torch.func.jvp(self.linear, (x,), (x,))[1].sum()
 
+    def solves(self, x: Tensor) -> Tensor:
+        return torch.linalg.lstsq(self.linear(x), x).solution.sum()
+
 
 RAGGED = [
     ("packs", "packs a sequence", "rnn.pack_padded_sequence(", "padded batch"),
@@ -261,6 +264,7 @@ RAGGED = [
     ("chooses", r"torch\.cond", "torch.cond(", "torch.where"),
     ("closes_over", r"torch\.vmap", "torch.vmap(", "whole batch"),
     ("derives", "derivative", "torch.func.jvp(", "outside forward"),
+    ("solves", "residuals", "torch.linalg.lstsq(", "pinv"),
 ]
 
 

@@ -114,6 +114,33 @@ def test_on_processes() -> None:
         assert apart(compiled("dp=2"), small(), batch(6, 9), pool) < 1e-12
 
 
+class Triangle(nn.Module):
+    """A triangle, of which each rank's diagonal begins elsewhere: the first rank's does not depend on the sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up, self.down = nn.Embedding(11, 6), nn.Linear(6, 9), nn.Linear(9, 11)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.tokens(idx))
+        length = idx.shape[1]
+        mixed = torch.ones(length, length).tril().to(h) @ h
+        return (
+            F.cross_entropy(self.down(h).flatten(0, 1), targets.flatten())
+            + mixed.std()
+            + h.reshape(h.shape[0], -1).softmax(0)[0, 0]
+        )
+
+
+def test_a_table_that_only_one_rank_needs_sizes_for() -> None:
+    torch.manual_seed(0)
+    example = tuple(weft.dynamic(one % 11, 0, 1) for one in batch(7, 5))
+    found, model = compile_program(Triangle(), example, "tp=2"), Triangle()
+    assert '"values": [0, {"size": "(length + 1) // 2"}]' in found.files["parts.json"].decode()
+    for other in ((7, 5), (3, 9)):
+        assert apart(found, model, tuple(one % 11 for one in batch(*other))) < 1e-12, other
+
+
 def test_the_text_speaks_of_sizes() -> None:
     text = compiled("dp=2").files["program.py"].decode()
     assert "batch, length = idx.shape" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.ops.cases import Form, form, i, moving_cases, r
 from tests.ops.cases_numeric import numeric_cases
 from tests.ops.cases_talking import statistics
 from weft.codegen.statements.calling import show
-from weft.codegen.statements.operators import TEMPLATES, Written, expression
+from weft.codegen.statements.operators import PRODUCTS, TEMPLATES, Written, expression
 from weft.ops.arguments import overload
 
 CPU = torch.device("cpu")
@@ -119,6 +120,10 @@ def more() -> dict[str, list[Form]]:
         "aten.zeros_like.default": [form(r(3)), form(r(3), dtype=torch.int64)],
         "aten.ones_like.default": [form(r(3)), form(r(3), dtype=torch.int64)],
         "aten.repeat_interleave.self_int": [form(r(2, 3), 2), form(r(2, 3), 2, 1)],
+        **{
+            f"aten.{word}.default": [form(r(2, 3)), form(r(2, 3), []), form(r(2, 3), (), True), form(r(2, 3), [1])]
+            for word in ("amax", "amin")
+        },
         "aten.argmax.default": [form(r(2, 3)), form(r(2, 3), 1, True)],
         "aten.conv1d.default": [form(r(2, 4, 7), r(6, 2, 3), r(6), [2], [1], [1], 2), form(r(2, 4, 7), r(6, 4, 3))],
         "aten.conv2d.default": [form(r(2, 4, 7, 5), r(6, 2, 3, 3), r(6), [2, 2], [1, 1], [1, 1], 2)],
@@ -200,6 +205,14 @@ def test_row(target: str) -> None:
     texts = [check(target, args, kwargs) for args, kwargs in ALL.get(target, ())]
     assert texts, "no arguments to try this row with"
     assert any(not text.startswith("torch.ops.") for text in texts), "the row is never used"
+
+
+@pytest.mark.parametrize("target", sorted({*TEMPLATES, *PRODUCTS}))
+def test_a_row_asks_for_no_argument_that_a_call_may_leave_out(target: str) -> None:
+    operator, row = overload(target), TEMPLATES.get(target, "") + " " + PRODUCTS.get(target, "")
+    assert operator is not None
+    demanded = {word for word in re.findall(r"[A-Za-z_][\w?=]*", row) if word[-1] not in "?="}
+    assert not {one.name for one in operator._schema.arguments if one.has_default_value()} & demanded
 
 
 def test_other_calls_are_left_to_the_operator() -> None:

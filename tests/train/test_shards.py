@@ -342,11 +342,31 @@ def test_clipping_some_parameters(plan: str) -> None:
     for name, one in parallel.named_parameters():
         expected = module.get_parameter(original(name)).grad
         torch.testing.assert_close(weft.full_tensor(one.grad), expected, rtol=1e-6, atol=1e-12)
-    with pytest.raises(RunError, match="several parallel modules"):
-        weft.clip_grad_norm_([*chosen, *opened(plan).parameters()], 1.0)
     with pytest.raises(RunError, match="no parameters"):
         weft.clip_grad_norm_([], 1.0)
     assert weft.clip_grad_norm_(module.parameters(), 1e9) > 0
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e9])
+@pytest.mark.parametrize("plan", ["dp=2", *PLANS])
+def test_clipping_several_modules_together(plan: str, bound: float) -> None:
+    """And one beside them: the norm is over the chosen of all of them."""
+    modules, parallels = (eager(), eager()), (opened(plan), opened("dp=2"))
+    beside, other = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    for one in (beside, other):
+        for held in one.parameters():
+            held.grad = torch.ones_like(held)
+    chosen = [one for name, one in parallels[1].named_parameters() if original(name).startswith("up")]
+    wanted = torch.nn.utils.clip_grad_norm_(
+        [*modules[0].parameters(), *modules[1].up.parameters(), *beside.parameters()], bound
+    )
+    found = weft.clip_grad_norm_([*parallels[0].parameters(), *chosen, *other.parameters()], bound)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    for module, parallel in zip(modules, parallels, strict=True):
+        for name, one in parallel.named_parameters():
+            expected = module.get_parameter(original(name)).grad
+            torch.testing.assert_close(weft.full_tensor(one.grad), expected, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(other.weight.grad, beside.weight.grad, rtol=1e-6, atol=0)
 
 
 # --- other memory -------------------------------------------------------------------------------------------------

@@ -100,9 +100,9 @@ class Builder:
             args, kwargs = pytree.tree_map(lambda leaf: self._detached(leaf, context), (args, dict(kwargs or {})))
         return self._append(str(target), target, args, kwargs or {}, context, draw=draw)
 
-    def ref(self, target: OpOverload, *args: Any, context: Context, **kwargs: Any) -> Ref:
+    def ref(self, target: OpOverload, *args: Any, context: Context, draw: int | None = None, **kwargs: Any) -> Ref:
         """Append a call that makes one tensor; what it makes, as an argument of the next."""
-        return Ref(self.emit(target, args, kwargs, context=context)[0])
+        return Ref(self.emit(target, args, kwargs, context=context, draw=draw)[0])
 
     def returns_itself(self, call: Call) -> bool:
         """Whether the call gives back the very tensor that is its first argument (`.to` of its own dtype)."""

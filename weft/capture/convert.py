@@ -34,6 +34,7 @@ from weft.capture.functional import (
 )
 from weft.capture.rewritten import (
     Selected,
+    composed,
     emit_bag,
     is_bag,
     refuse_selected,
@@ -279,7 +280,8 @@ class Converter:
                 "optimizer's step, or divide the looked-up rows by their norm",
             )
         check_writable(call.args[0], self.builder, call.context)
-        value = result_of(self.resolved(call), self.builder, draw)
+        resolved = self.resolved(call)
+        value = composed(resolved, self.builder, draw) or result_of(resolved, self.builder, draw)
         write(call.args[0], value, self.builder, call.context)
         return call.args[0]
 

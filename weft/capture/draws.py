@@ -15,8 +15,8 @@ from weft.errors import CaptureError
 DROPOUT = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 ATTENTION = frozenset({"scaled_dot_product_attention"})
-UNTAGGED = frozenset({"random", "binomial", "_sample_dirichlet"})
-"""Random operators that torch does not mark as such."""
+UNREPEATED = frozenset({"binomial", "_sample_dirichlet"})
+"""Random operators that take another number of draws for each element."""
 
 
 def drops_nothing(call: Call, *, is_empty: bool) -> bool:
@@ -45,7 +45,13 @@ def is_random(call: Call) -> bool:
 def refuse_undrawable(call: Call) -> None:
     """Random operators whose numbers cannot be made a function of seed, step and element."""
     name, values, place = call.name.removesuffix("_"), call.values, call.context.place
-    if name in UNTAGGED:
+    if name == "random" and call.values.get("to") is None:
+        raise CaptureError(
+            f"{call.target} without an upper bound draws from all numbers of its dtype",
+            place=place,
+            remedy="say the bounds: x.random_(low, high), or torch.randint",
+        )
+    if name in UNREPEATED:
         raise CaptureError(
             f"{call.target} draws random numbers in a way that cannot be repeated elsewhere",
             place=place,

@@ -11,6 +11,7 @@ inputs, parameters and tensor attributes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,9 @@ def twin_of(target: OpOverload, context: Context) -> OpOverload:
     special = TWINS.get(str(target))
     if special is not None:
         return special
-    packet = getattr(aten, name_of(target).removesuffix("_"), None) if target.namespace == "aten" else None
+    # `|=` is __ior__, whose twin is __or__
+    name = re.sub(r"^__i(\w+)__$", r"__\1__", name_of(target)) if target.namespace == "aten" else ""
+    packet = getattr(aten, name if name.startswith("__") else name.removesuffix("_"), None) if name else None
     for overload in [] if packet is None else packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
         if signature(candidate) == signature(target) and not candidate._schema.is_mutable:

@@ -14,12 +14,15 @@ Enters: a call as it was traced. Leaves: calls that say the same and may be cut.
   knows: no op can make it, and a note of what is selected stands for it. One reader can do without: a ctc loss, for
   which all targets were laid end to end. It gets them as rows, those that the mask leaves out moved to the end of each,
   where nobody reads them; that its lengths are the mask's is checked in every step. Every other reader is refused.
+- In-place operators whose functional twin torch lacks (`fill_diagonal_`), or has under other arguments: operators that
+  make the same values.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -184,3 +187,35 @@ def targets_as_rows(call: Call, builder: Builder) -> tuple[dict[str, Any], Expec
     counted = emit(aten.eq.Tensor, emit(aten.sum.dim_IntList, mask, [1]), lengths)
     agreed = emit(aten.all.default, counted)
     return call.values | {"targets": rows}, Expectation(agreed.name, True, context.place)
+
+
+def composed(call: Call, builder: Builder, draw: int | None) -> str | None:
+    """What an in-place operator without a functional twin makes of its first argument, by others that mean the same;
+    None for all others."""
+    emit, values = partial(builder.ref, context=call.context), call.values
+    match call.name:
+        case "fill_diagonal_":
+            return emit(aten.masked_fill.Scalar, call.args[0], on_diagonal(call, builder), values["fill_value"]).name
+        case "polygamma_":
+            return emit(aten.polygamma.default, values["n"], call.args[0]).name
+        case "random_":
+            bounds = values.get("from", 0), values["to"]
+            return emit(aten.randint_like.low_dtype, call.args[0], *bounds, draw=draw).name
+    return None
+
+
+def on_diagonal(call: Call, builder: Builder) -> Ref:
+    """True where all indices are the same; where a matrix is to `wrap`, again after each square of it and one row."""
+    emit, old = partial(builder.ref, context=call.context), builder.fakes[call.args[0].name]
+    places = [
+        emit(
+            aten.reshape.default,
+            emit(aten.arange.default, size, device=old.device),
+            [size, *[1] * (old.dim() - 1 - dim)],
+        )
+        for dim, size in enumerate(old.shape)
+    ]
+    if call.values["wrap"] and old.dim() == 2:
+        places[0] = emit(aten.remainder.Scalar, places[0], old.shape[1] + 1)
+    first, *masks = [emit(aten.eq.Tensor, one, other) for one, other in itertools.pairwise(places)]
+    return reduce(partial(emit, aten.logical_and.default), masks, first)

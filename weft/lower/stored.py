@@ -3,8 +3,9 @@
 In: the layouts of all uses of each parameter, the plan's `store` lines. Out: a Layout per parameter with one cell
 per device. Without a `store` line a parameter lives as it is used; where its uses differ, in the one of these
 layouts that moves the fewest bytes forward and backward. A `store` line changes the role of the named axes: stored
-split and used as copy is ZeRO-3. If it speaks of the optimizer's state alone, what is stored is what the optimizer
-updates, and the parameter is kept as it is used: ZeRO-1, and ZeRO-2 if gradients are added up in parts.
+split and used as copy is ZeRO-3. What its uses cut along the axis stays as it is used: each device has a part already.
+If the line speaks of the optimizer's state alone, what is stored is what the optimizer updates, and the parameter is
+kept as it is used: ZeRO-1, and ZeRO-2 if gradients are added up in parts.
 """
 
 from __future__ import annotations
@@ -89,11 +90,7 @@ def _store_axis(layout: Layout, one: AxisUse, parameter: Parameter, place: str) 
             remedy=f"store it in {layout.grid.axes[axis].size} parts along {one.axis!r}, copies counted",
         )
     if layout.roles[axis].kind == "split":
-        raise PlanError(
-            f"{name} is already cut along axis {one.axis!r} by the ops that use it",
-            place=place,
-            remedy="store it along another axis",
-        )
+        return layout
     if not isinstance(one.use, Cut):
         return layout
     if one.copies > 1:

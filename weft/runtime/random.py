@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, step, micro-batch, draw, element): no generator, no order of events.
+"""Random numbers as a pure function of (seed, step, call, micro-batch, draw, element): no generator, no order.
 
 In: a Stream (one micro-batch of one step) and a Draw (which draw of the forward, and which elements of the whole
 tensor are wanted). Out: the numbers of those elements. Promised: the same numbers for every partition of a tensor and
@@ -28,11 +28,17 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class Stream:
-    """The random numbers of one micro-batch of one training step."""
+    """The random numbers of one micro-batch of one training step, or of a call in evaluation.
+
+    Args:
+        call: how many evaluations there were between the training step before this `step` and it, with this one; 0 in
+            training.
+    """
 
     seed: int
     step: int
     microbatch: int
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def _mix_all(value: Tensor) -> Tensor:
 
 
 def _start(stream: Stream, number: int, lane: int) -> int:
-    state = 0
+    state = _mix(stream.call)  # 0 of 0: what training draws never changes
     for field in (stream.seed, stream.step, stream.microbatch, number, lane):
         state = _mix((state ^ (field & _MASK)) + _STEP)
     return state

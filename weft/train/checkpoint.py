@@ -87,7 +87,7 @@ def load(path: str | Path, parallel: nn.Module, optimizer: Optimizers | None = N
     (saved,) = found
     for rank in ranks:
         restore_model(saved, rank)
-        rank.step, rank.seed = saved.progress.step, saved.progress.seed
+        rank.step, rank.seed, rank.evaluated = saved.progress.step, saved.progress.seed, (0, 0)
         if combined is not None:
             restore(saved, rank, combined)
     if combined is not None:

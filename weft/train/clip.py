@@ -1,8 +1,8 @@
 """clip_grad_norm_(): torch's, for a parallel module.
 
-In: what `parallelize` gave, or some of its parameters, after backward; parameters of modules beside it, which each rank
-has whole, may be among them. Out: the norm of all these gradients, each element counted once; they are scaled in place
-if it is above the bound. All ranks call it at the same place:
+In: what `parallelize` gave, or some of its parameters, after backward; parameters of other parallel modules, and of
+modules beside them, which each rank has whole, may be among them. Out: the norm of all these gradients, each element
+counted once; they are scaled in place if it is above the bound. All ranks call it at the same place:
 
     loss = parallel(*batch); loss.backward()
     weft.clip_grad_norm_(parallel, 1.0)
@@ -24,10 +24,6 @@ from weft.runtime.training.clip import clip_rank, scale_by
 from weft.runtime.training.parallel import Parallel
 from weft.train.emulated import Emulated
 
-MIXED = (
-    "clip_grad_norm_ was given parameters of several parallel modules",
-    "clip the parameters of each parallel module by themselves; or make one module of them before parallelize()",
-)
 EMPTY = (
     "clip_grad_norm_ was given no parameters",
     "give some of parallel.parameters(); or clip all of them: weft.clip_grad_norm_(parallel, max_norm)",
@@ -69,16 +65,26 @@ def clip_grad_norm_(
         raise RunError(EMPTY[0], remedy=EMPTY[1])
     if not guards:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, order, error_if_nonfinite, foreach)
-    (guard, *others) = guards.values()
-    if others:
-        raise guard.refuse(*MIXED)
-    whole = None if guard.module is None else guard.module()
-    assert isinstance(whole, Parallel | Emulated), "parameters of a parallel module that is gone"
+    parts = [(_watched(guard), _names(guard, chosen)) for guard in guards.values()]
     beside = [one.grad for one in chosen if guard_of(one) is None and one.grad is not None]
-    norm = _finite(_clipped(whole, max_norm, _names(guard, chosen), beside, **how), error_if_nonfinite)
+    # of several modules, each counts in the norm of the others
+    norms = (
+        [_clipped(whole, None, names, order=order) for whole, names in parts] if len(parts) > 1 else [torch.zeros(())]
+    )
+    found = [
+        _clipped(whole, max_norm, names, [*beside, *norms[:i], *norms[i + 1 :]], **how)
+        for i, (whole, names) in enumerate(parts)
+    ]
+    norm = _finite(found[0], error_if_nonfinite)
     with torch.no_grad():
         scale_by(beside, norm, max_norm)
     return norm
+
+
+def _watched(guard: Guard) -> Parallel | Emulated:
+    whole = None if guard.module is None else guard.module()
+    assert isinstance(whole, Parallel | Emulated), "parameters of a parallel module that is gone"
+    return whole
 
 
 def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
@@ -89,7 +95,7 @@ def _names(guard: Guard, chosen: Collection[Tensor]) -> set[str]:
 
 def _clipped(
     module: Parallel | Emulated,
-    max_norm: float,
+    max_norm: float | None,
     names: Collection[str] | None = None,
     beside: Collection[Tensor] = (),
     **how: Any,

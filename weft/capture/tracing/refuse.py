@@ -61,6 +61,29 @@ TOLD: Mapping[Any, tuple[str, str]] = {
     torch.Tensor.unbind: (LOOP, LOOP_REMEDY),
 }
 """What is said where these need to know values."""
+VALUED: Mapping[str, tuple[str, str]] = {
+    "aten.linalg_lstsq.default": (
+        "torch.linalg.lstsq returns residuals whose shape is known by the rank of the matrix only, also where nobody "
+        "reads them",
+        "torch.linalg.pinv(A) @ B, the normal equations (torch.linalg.solve(A.mT @ A, A.mT @ B)), or torch.linalg.qr",
+    ),
+}
+"""What is said of operators whose results have such shapes, although forward needs none of them."""
+INSIDE = (
+    (
+        f"{TORCH}distributions{os.sep}",
+        {"__init__", "check", "_validate_sample"},
+        "a distribution checks the values that it is made of, which only the run knows",
+        "make it with validate_args=False",
+    ),
+    (
+        f"{TORCH}nn{os.sep}init",
+        {"_no_grad_trunc_normal_"},
+        "trunc_normal_ draws again until all numbers lie within the bounds: how often, only the run knows",
+        "transform torch.rand by the inverse of the distribution function (torch.erfinv), or clamp torch.randn",
+    ),
+)
+"""Places in torch that need values: files, functions, what is said, and the remedy."""
 OPERATOR = re.compile(r"aten\.(?!_local_scalar_dense)\w+\.\w+")
 DEVICE = re.compile(r"same device, but found|support for \w+ devices|not compiled with|No HIP GPUs|Found no NVIDIA")
 
@@ -108,12 +131,8 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
     place = place_of_error(error.__traceback__) or forward_place(module)
     first = str(error).strip().split("\n")[0]
     if is_data_dependent(error):
-        operator = f" ({first})" if OPERATOR.fullmatch(first) else ""
-        return CaptureError(
-            f"what happens here depends on the values in a tensor, not only on shapes{operator}",
-            place=place,
-            remedy=BRANCH_REMEDY,
-        )
+        message, remedy = needs_values(error, first)
+        return CaptureError(message, place=place, remedy=remedy)
     if is_nested(error):
         return CaptureError(
             "forward makes a nested tensor, which a graph does not hold", place=place, remedy=RAGGED_REMEDY
@@ -144,6 +163,18 @@ def translate(error: Exception, module: nn.Module) -> CaptureError:
         place=place,
         remedy="see whether forward(*example) runs as it stands; then move what cannot be traced out of forward",
     )
+
+
+def needs_values(error: Exception, first: str) -> tuple[str, str]:
+    """What is said of a forward that needs values, and the remedy."""
+    if first in VALUED:
+        return VALUED[first]
+    frames = traceback.extract_tb(error.__traceback__)
+    for file, names, message, remedy in INSIDE:
+        if any(file in one.filename and one.name in names for one in frames):
+            return message, remedy
+    operator = f" ({first})" if OPERATOR.fullmatch(first) else ""
+    return f"what happens here depends on the values in a tensor, not only on shapes{operator}", BRANCH_REMEDY
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -7,8 +7,9 @@ is a template over the argument names of the operator's schema:
     self.mean(dim, keepdim=?)           `=?`: by keyword, left out where it has its default
     self.reshape(*shape)                `*`: spelled out
 
-Arguments that a row does not mention must have their defaults; otherwise, and for operators without a row, the call is
-written as `torch.ops.aten.NAME.OVERLOAD(...)`. Tests run every row against its operator.
+An argument with a default is marked by `?` or `=?`: calls may leave it out. Arguments that a row does not mention must
+have their defaults; otherwise, and for operators without a row, the call is written as
+`torch.ops.aten.NAME.OVERLOAD(...)`. Tests run every row against its operator.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ TEMPLATES: Mapping[str, str] = {
     "aten.sum.dim_IntList": "self.sum(dim, keepdim=?, dtype=?)",
     "aten.mean.default": "self.mean(dtype=?)",
     "aten.mean.dim": "self.mean(dim, keepdim=?, dtype=?)",
-    "aten.amax.default": "self.amax(dim, keepdim=?)",
-    "aten.amin.default": "self.amin(dim, keepdim=?)",
+    "aten.amax.default": "self.amax(dim?, keepdim=?)",
+    "aten.amin.default": "self.amin(dim?, keepdim=?)",
     "aten.argmax.default": "self.argmax(dim?, keepdim=?)",
     "aten.cumsum.default": "self.cumsum(dim, dtype=?)",
     "aten.any.default": "self.any()",

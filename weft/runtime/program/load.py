@@ -104,9 +104,9 @@ def cut_parameters(source: Source) -> dict[str, int]:
 def read_tables(parts: Mapping[str, Any], place: Place) -> Tables:
     """The tables as the rank at this place sees them."""
     mine = {section: {key: _look_up(table, place) for key, table in parts[section].items()} for section in SECTIONS}
-    sized = {(section, key): table for section in SECTIONS for key, table in mine[section].items() if is_sized(table)}
-    for section, key in sized:
-        del mine[section][key]
+    # forward asks for a table with the sizes if they are in anybody's row: this rank's may be a plain number
+    wanted = [(section, key) for section in SECTIONS for key, table in parts[section].items() if is_sized(table)]
+    sized = {(section, key): mine[section].pop(key) for section, key in wanted}
     moves = {key: _irregular(table, place.rank) for key, table in mine["moves"].items()}
     return Tables(
         here={key: tupled(table) for key, table in mine["here"].items()},

@@ -37,14 +37,14 @@ class Clip:
     @torch.no_grad()
     def __call__(
         self,
-        max_norm: float,
+        max_norm: float | None,
         names: Collection[str] | None = None,
         others: Collection[Tensor] = (),
         *,
         order: float = 2.0,
         only_finite: bool = False,
     ) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; the norm before.
+        """Scale the gradients so that their norm is at most `max_norm`, if there is one; the norm before.
 
         Args:
             names: of some only.
@@ -56,7 +56,7 @@ class Clip:
             id(one) for name, one in self._module.named_parameters() if names is None or name.partition("@")[0] in names
         }
         norm = self._norm(chosen, others, order)
-        if only_finite and not bool(norm.isfinite()):
+        if max_norm is None or (only_finite and not bool(norm.isfinite())):
             return norm
         mine = [one for one in self._module.parameters() if id(one) in chosen]
         scale_by([one.grad for one in mine if one.grad is not None], norm, max_norm)
@@ -114,7 +114,7 @@ def scale_by(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> No
 
 def clip_rank(
     module: Parallel,
-    max_norm: float,
+    max_norm: float | None,
     names: Collection[str] | None = None,
     others: Collection[Tensor] = (),
     **how: Any,

@@ -16,9 +16,10 @@ in the order of the schedule. A batch may have any number of rows: programs for 
 when they are first seen, on all ranks together; what the schedule has beyond the micro-batches that there are is left
 out, and a replica that has no batch at all gives None.
 
-A step in training draws the random numbers of its own number (counted from 0: `parallel.step`) and replica. `eval()`
-runs a program of its own, made when it is first asked for, on the same weights; so does, in evaluation, a batch of
-other arguments than the example's (one without labels).
+A step in training draws the random numbers of its own number (counted from 0: `parallel.step`) and replica; a call in
+evaluation those of its number among the evaluations since then, whichever program it runs. `eval()` runs a program of
+its own, made when it is first asked for, on the same weights; so does, in evaluation, a batch of other arguments than
+the example's (one without labels).
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Parallel(OneRank):
 
     _unused: Collection[str] | None = None
     """Trained parameters of a pipeline that no gradient comes to, on whatever rank."""
+    evaluated = (0, 0)
+    """The step at which evaluation was last called, and how often it was at this step."""
 
     @property
     def returns_loss(self) -> bool:
@@ -111,7 +114,9 @@ class Parallel(OneRank):
             program.inner.state = state
         if (state is None or state is not program.live.state) and self._unchanged is not None:
             program.live.look(self._unchanged.trained, state)
-        program.stream = Stream(self.seed, self.step, self.replica)
+        # a module may be trained in evaluation mode
+        counts = self.training or (flow is self._flow and self.modes == self._surface.modes)
+        program.stream = Stream(self.seed, self.step, self.replica, 0 if counts else self._next_evaluation())
         # evaluation may be the very program of training: its batches are others all the same
         number = "" if flow is self._flow else f" {self._number(flow)}"
         kind = f"{'training' if self.training else 'evaluation'}{number}"
@@ -122,7 +127,7 @@ class Parallel(OneRank):
         trains = self.training or flow is self._flow
         if trains:
             self.begin_training(inputs, compare=self._is_checked)
-            self.step += 1
+            self.step += counts
         else:
             self.begin_evaluation()
         if flow.has_loss and (self.loss_alone or not trains):
@@ -145,13 +150,19 @@ class Parallel(OneRank):
         for one in () if self._masters is None else self._masters.modules:
             one.refresh()
         lend(self.program, flow)
-        stream = Stream(self.seed, self.step, self.replica * self._flow.count)
+        stream = Stream(self.seed, self.step, self.replica * self._flow.count, self._next_evaluation())
         found = flow.rank.forward(inputs, stream, size_of=flow.size_of(rows))
         take_back(self.program, flow)
         self._transport.doing = Doing()
         weights = self._weighed(micros, flow.parts(rows)) if flow.has_loss else flow.parts(rows)
         self._weight = sum(weights)
         return flow.join(found, self.reduction.shares(weights))
+
+    def _next_evaluation(self) -> int:
+        """The number of an evaluation among those at this step: each draws numbers of its own, training its own."""
+        step, number = self.evaluated
+        self.evaluated = self.step, number + 1 if step == self.step else 1
+        return self.evaluated[1]
 
     def follow(self, modes: Modes) -> None:
         """Take on these modes; a program for them is made if there is none, on all ranks together."""
