@@ -114,3 +114,19 @@ def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
 def test_the_largest_of_what_does_not_fit_at_all(tight: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", tight, "--largest", "batch"]) == 2
     assert "the example itself" in capsys.readouterr().err
+
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+
+
+def test_experts_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fake tensors know of grouped products in bfloat16 alone."""
+    (row,) = told(capsys, "simulate", str(MODELS / "mixtral.py"), "--plan", "dp=2", "--cluster", A100)["plans"]
+    assert row["seconds"] > 0
+    times = told(capsys, "ops", str(MODELS / "mixtral.py"), "--plan", "dp=2", "--cluster", A100)["times"]
+    assert times["kinds"]["_grouped_mm"] > 0 and times["kept"] > 0
+
+
+def test_what_depends_on_values_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(MODELS / "deepseek_v3.py"), "--plan", "tp=2", "--cluster", A100]) == 2
+    assert "cannot be told without running it" in capsys.readouterr().err

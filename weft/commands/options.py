@@ -111,9 +111,13 @@ OPS = Command(
     "Each operator: how often, its share of the floating-point work and of the memory traffic, the\n"
     "rule that says how it may be cut and where that rule comes from. What has no rule runs copied on every\n"
     "device, and its share says what that costs. Below the table: the share of the work that a plan cuts, and\n"
-    "the rest by name.",
+    "the rest by name; with --cluster how long the operators take by themselves on its devices.",
     "  weft ops examples/gpt.py\n  weft ops examples/gpt.py --plan dp=2,tp=2 --json",
-    (FILE, option("--plan", default="tp=2", metavar="P", help=f"{SOME_PLAN} (default tp=2)")),
+    (
+        FILE,
+        option("--plan", default="tp=2", metavar="P", help=f"{SOME_PLAN} (default tp=2)"),
+        option("--cluster", metavar="C", help="tell too how long operators take on the devices of a cluster"),
+    ),
 )
 
 VERIFY = Command(

@@ -19,13 +19,14 @@ import torch
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
 from weft.cost.compute.kernel import Kernel, kernel_of
+from weft.errors import RunError
 from weft.runtime.checks.ledger import Ledger, RankMemory, storages
 from weft.runtime.program.files import files_of
 from weft.runtime.program.lines import place_here
 from weft.simulate.recorded import RecordedTransport
 from weft.simulate.repeat import repeat
 from weft.simulate.trace import BACKWARD, FORWARD, UPDATE, Event, Hold, Place, Run, Trace
-from weft.train.memory.expected import alike_ranks, foreseen_step
+from weft.train.memory.expected import Unforeseen, alike_ranks, foreseen_step
 
 ROUNDING = 512
 """Bytes of which devices' allocators give multiples."""
@@ -126,6 +127,14 @@ def record(compiled: Compiled, subject: Subject, *, by_block: bool) -> Sequence[
     """The Traces of all ranks, one of each kind of ranks."""
     found = []
     for alike in alike_ranks(compiled):
-        events, state = record_rank(compiled.files, subject, alike[0], by_block=by_block)
+        try:
+            events, state = record_rank(compiled.files, subject, alike[0], by_block=by_block)
+        except Unforeseen as error:
+            raise RunError(
+                f"what a step does cannot be told without running it: {error.__cause__ or error.message}",
+                place=error.place,
+                remedy="weft train FILE --plan P runs it; an operator that takes as much whatever its values are, if "
+                "there is one, can be told",
+            ) from error
         found.append(Trace(alike[0], tuple(alike), tuple(events), state))
     return found

@@ -217,6 +217,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     if counted is not None:
         return int(counted(*args, **kwargs, out_val=result))
     name = packet.__name__
+    if name == "_grouped_mm":
+        (*groups, rows, width), columns = args[0].shape, args[1].shape[-1]
+        return int(2 * rows * width * columns * (groups[0] if groups and args[1].dim() == 3 else 1))
     if "scaled_dot_product" not in name or "for_cpu" not in name:
         return 0
     # torch counts the kernels of accelerators only. Backward makes the scores again, and four products beside

@@ -43,6 +43,9 @@ class MaxShapeMode(TorchDispatchMode):
             case aten.bincount:
                 smallest = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
                 return args[0].new_empty(max(int(smallest), 1))
+            case aten._grouped_mm:
+                # fake tensors know of bfloat16 alone
+                return _grouped_mm(*args, **kwargs)
             case aten.index | aten.index_put | aten.index_put_:
                 args = (args[0], _positions(args[1]), *args[2:])
             case aten._local_scalar_dense if self._scalar is not None:
@@ -51,6 +54,16 @@ class MaxShapeMode(TorchDispatchMode):
                 # an update in place
                 return None
         return func(*args, **kwargs)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        # groups divide what is contracted, or each is a matrix of its own
+        shape.insert(0, a.shape[0] if a.dim() == 3 or offs is None else offs.numel())
+    return a.new_empty(shape, dtype=out_dtype)
 
 
 def _positions(indices: Any) -> list[Tensor | None]:
