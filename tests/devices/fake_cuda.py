@@ -191,6 +191,7 @@ def others_agree(files: Any) -> None:
     from weft.runtime.checks.replicated import Replicated
     from weft.runtime.links.fake_transport import FakeTransport
     from weft.runtime.links.replicas import Replica
+    from weft.runtime.checks import guarded
     from weft.runtime.training import clip, parallel, shard_owners
     from weft.runtime.training.flow import open_trained
 
@@ -204,7 +205,8 @@ def others_agree(files: Any) -> None:
 
     for module in (guarded, clip):
         module.exchange = lambda program: stored()
-    parallel.tell_all = lambda transport, value: [value] * transport.num_ranks
+    for one in (parallel, guarded):
+        one.tell_all = lambda transport, value: [value] * transport.num_ranks
     Replicated._shared = lambda self: [[key for key, _ in self._held]] * len(self._everyone)
 
 
