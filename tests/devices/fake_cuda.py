@@ -191,7 +191,6 @@ def others_agree(files: Any) -> None:
     from weft.runtime.checks.replicated import Replicated
     from weft.runtime.links.fake_transport import FakeTransport
     from weft.runtime.links.replicas import Replica
-    from weft.runtime.checks import guarded
     from weft.runtime.training import clip, parallel, shard_owners
     from weft.runtime.training.flow import open_trained
 
