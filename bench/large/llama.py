@@ -1,5 +1,5 @@
-"""Llama 3 as torchtitan has it: grouped queries, rotary positions in complex numbers, torch's attention, an untied head,
-a loss in float32."""
+"""Llama 3 as torchtitan has it: grouped queries, rotary positions in complex numbers, torch's attention, an untied
+head, a loss in float32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def rotations(length: int, width: int) -> Tensor:
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     pairs = x.float().unflatten(-1, (-1, 2))
-    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns)[:, None]).flatten(3).type_as(x)
+    return (
+        torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns)[:, None]).flatten(3).type_as(x)
+    )
 
 
 class Attention(nn.Module):

@@ -181,7 +181,9 @@ NOT_YET = (
     NotYet("the same, float8", f"{TITAN_H100}, Tables 1 and 3", "8,532; 8,380 tokens/s", f"float8; {COMPILE}"),
     NotYet("Llama 3.1 8B, sequences to 262,144", f"{TITAN_H100}, Table 2", "3,890 to 548 tokens/s", "context; float8"),
     NotYet("Llama 3.1 70B, 256 H100", f"{TITAN_H100}, Table 4", "829 tokens/s; 876", "float8; asynchronous TP"),
-    NotYet("Llama 3.1 405B, 512 H100", f"{TITAN_H100}, Tables 5 and 6", "100; 128; 16 to 76 tokens/s", "float8; context"),
+    NotYet(
+        "Llama 3.1 405B, 512 H100", f"{TITAN_H100}, Tables 5 and 6", "100; 128; 16 to 76 tokens/s", "float8; context"
+    ),
     NotYet(
         "175B and 530B, interleaved three times",
         f"{SELECTIVE}, Table 5",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.compile import Compiled
 from weft.compile.model_file import Subject
@@ -58,7 +59,7 @@ class Recorder(Ledger):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKED:
+        if func is ASKED and isinstance(args[0], FakeTensor):
             # of four calls three ask for a device
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
