@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models import GPT, GPTConfig
 from weft.compile import Compiled, compile_subject
@@ -31,6 +32,16 @@ PIPELINES = (
 )
 FULL = [pytest.param(one, marks=pytest.mark.full) for one in PIPELINES[2:]]
 FLAT = ("dp=1", "dp=2", "tp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=2,tp=2,sp", "dp=2,recompute", "dp=2,coshard=2")
+
+
+def test_a_question_for_a_device_is_answered_at_once() -> None:
+    events: list[Event] = []
+    with FakeTensorMode():
+        fake = torch.empty(2, device="cuda"), torch.empty(2, device="cpu")
+        with Recorder(events):
+            found = [one.device.type for one in fake]
+    assert found == ["cuda", "cpu"]
+    assert not events
 
 
 def subject(rows: int = 8, layers: int = 4) -> Subject:

@@ -149,6 +149,11 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._count(result, args, kwargs)
+        return result
+
+    def _count(self, result: Any, args: Any, kwargs: Any) -> None:
+        """What a call made."""
         made = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
         if made:
             given = storages(_strided(pytree.tree_leaves((args, kwargs))))
@@ -156,7 +161,6 @@ class Ledger(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self._live:
                     self._add(storage)
-        return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
