@@ -36,10 +36,36 @@ def test_one_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_several_are_ranked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", MLP, "--plan", "dp=2; tp=2 ;dp=64", "--cluster", A100]) == 0
+    assert main(["simulate", MLP, "--plan", "dp=2; tp=2 ;dp=8", "--cluster", "4-A100-80GB"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[3:6]] != [] and "cannot cut a batch" in lines[5]
+    assert {tuple(line.split()[:2]) for line in lines[3:5]} == {("dp=2", "2"), ("tp=2", "2")}
+    assert lines[5].startswith("dp=8: the plan is for 8 devices") and "(try: " in lines[5]
     assert "data sheets" in lines[-1]
+
+
+def test_long_names_of_plans_leave_numbers_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plans = f"dp=2,{'recompute=' + 'x' * 40};dp=2,recompute=**,zero=1,zero_parameters=**.weight"
+    assert main(["simulate", MLP, "--plan", plans, "--cluster", A100]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dp=2,recompute=**,")]
+    assert row.split()[2] in ("us", "ms") and row.split()[-1] == "fits"
+
+
+def test_none_of_several_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lossless.py"
+    path.write_text(
+        "import torch\ndef model(): return torch.nn.Linear(8, 8)\ndef example(): return (torch.randn(4, 8),)\n"
+    )
+    assert main(["simulate", str(path), "--plan", "dp=2;tp=2", "--cluster", A100]) == 2
+    assert capsys.readouterr().out.count("the forward gives no loss") == 2
+
+
+def test_devices_of_several_kinds_are_not_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = told(capsys, "simulate", MLP, "--plan", "dp=2", "--cluster", "1x1-H100+1x1-V100-32GB")["plans"]
+    first, second = row["ranks"]
+    assert first["alike"] == second["alike"] == 1 and first["busy"] < second["busy"]
 
 
 def test_a_time_line_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +109,7 @@ def test_what_would_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "explain", GPT, "--plan", "tp=2", "--cluster", A100)
     assert sum(one["seconds"] for one in found["path"]) == pytest.approx(found["seconds"])
     assert all(seconds <= found["seconds"] * 1.001 for seconds in found["what_if"].values())
+    assert not any("program.py" in one["what"] and "gpt.py" in one["what"] for one in found["path"])
     assert main(["explain", GPT, "--plan", "tp=2", "--cluster", A100]) == 0
     assert "of the devices' time is" in capsys.readouterr().out
 
@@ -91,8 +118,12 @@ def test_a_profile_of_a_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixt
     profile = str(tmp_path / "own.db")
     found = told(capsys, "profile", MLP, "--plan", "dp=1", "--profile", profile)
     assert "measured on this machine" in found["profile"] and not found["refused"]
-    assert main(["simulate", MLP, "--plan", "dp=1", "--profile", profile]) == 0
-    assert "times: measured on this machine" in capsys.readouterr().out
+    assert main(["simulate", MLP, "--plan", "dp=1;dp=2", "--profile", profile]) == 0
+    out = capsys.readouterr().out
+    assert "times of dp=1: measured on this machine" in out and "distinct operators" not in out
+    assert "times of dp=2: a roofline of cpu; nothing was measured here with 2 processes" in out
+    assert main(["simulate", GPT, "--plan", "dp=1", "--profile", profile]) == 0
+    assert "estimated: --measure" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -104,6 +135,11 @@ def test_a_profile_of_a_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--plan", "dp=2", "--cluster", A100, "--measure"], "another one"),
         (["--plan", " ; "], "no plan is given"),
         (["--plan", "dp=2;tp=2", "--largest", "batch"], "one plan"),
+        (["--plan", "qq=2", "--largest", "batch"], "error: 'qq' is no setting"),
+        (["--plan", "dp=2", "--largest", "batch", "--timeline", "line.json"], "no time line"),
+        (["--plan", "dp=2", "--timeline", "/nowhere/line.json"], "/nowhere/line.json cannot be written"),
+        (["--plan", "dp=2", "--profile", "nowhere.db"], "there is no profile nowhere.db"),
+        (["--plan", "dp=2", "--cluster", A100, "--profile", "nowhere.db"], "another one"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,3 +166,36 @@ def test_experts_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_depends_on_values_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(MODELS / "deepseek_v3.py"), "--plan", "tp=2", "--cluster", A100]) == 2
     assert "cannot be told without running it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "profile", "show"])
+def test_several_plans_where_one_is_asked_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, MLP, "--plan", "dp=2;tp=2"]) == 2
+    assert "more than one plan" in capsys.readouterr().err
+
+
+def test_links_that_cannot_be_written_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "-o", "/nowhere/links.json"]) == 2
+    assert "/nowhere/links.json cannot be written" in capsys.readouterr().err
+
+
+def test_a_damaged_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.db"
+    path.write_text("something else")
+    assert main(["simulate", MLP, "--plan", "dp=2", "--profile", str(path)]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_sequences_end_where_the_table_of_positions_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", GPT, "--plan", "dp=2", "--cluster", A100, "--largest", "sequence"]) == 2
+    assert "positions.weight has 16 rows, and position 31 is looked up" in capsys.readouterr().err
+    text = Path(GPT).read_text().replace("nn.Embedding(LENGTH, WIDTH)", "nn.Embedding(5 * LENGTH, WIDTH)")
+    path = tmp_path / "longer.py"
+    path.write_text(text)
+    found = told(capsys, "simulate", str(path), "--plan", "dp=2", "--cluster", A100, "--largest", "sequence")
+    assert (found["size"], found["next"]) == (80, 96) and "positions.weight has 80 rows" in found["why"]
+
+
+def test_a_batch_that_nobody_looked_beyond(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", A100, "--largest", "batch"]) == 0
+    assert "more than 65,536 times the example was not tried" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 In: a Markdown file. Out: an AssertionError that names the block if something on the page is not so. The conventions:
 
-- A `python` block whose first line is `# name.py` is that file; any other `python` block runs at once.
+- A `python` or `yaml` block whose first line is `# name.py`, or `# name.yaml`, is that file; any other `python` block
+  runs at once.
 - A `bash` block is a list of commands, one a line; `# exit code 1` behind one says how it ends, if not with 0.
 - torchrun starts processes from nothing, which takes a minute on a busy machine: unless asked for, its script runs in
   this process, on emulated devices; what `python` runs does so too.
@@ -62,7 +63,7 @@ class Block:
     def file(self) -> str | None:
         """The name of the file that it is."""
         found = FILE.match(self.text)
-        return None if found is None or self.language != "python" else found.group(1)
+        return None if found is None or self.language == "bash" else found.group(1)
 
     @property
     def starts_many(self) -> bool:
@@ -74,7 +75,7 @@ def blocks(path: Path) -> Iterator[Block]:
     page = path.read_text(encoding="utf-8")
     found = list(FENCE.finditer(page))
     for number, match in enumerate(found):
-        if match.group(1) not in ("python", "bash"):
+        if match.group(1) not in ("python", "bash") and not (match.group(1) == "yaml" and FILE.match(match.group(2))):
             continue
         after = found[number + 1] if number + 1 < len(found) else None
         follows = after is not None and after.group(1) == "text" and not page[match.end() : after.start()].strip()

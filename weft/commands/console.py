@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from weft.errors import WeftError
 
 WIDE = 200
 """Columns of piped text, unless COLUMNS says otherwise."""
@@ -40,6 +43,14 @@ def wide_console() -> Console:
 def plain_console(*, stderr: bool = False) -> Console:
     """For lines: what users call their things is printed as it is, however long."""
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def check_writable(path: str, place: str) -> None:
+    """Refuse a file that cannot be written, before the work for it begins."""
+    file = Path(path)
+    there = file if file.exists() else file.absolute().parent
+    if file.is_dir() or not there.exists() or not os.access(there, os.W_OK):
+        raise WeftError(f"{path} cannot be written", place=place, remedy="a file in a folder that is there")
 
 
 Row = Sequence[str | Text]

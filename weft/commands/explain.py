@@ -56,7 +56,7 @@ def show(one: Forecast, changed: dict[str, Simulation], title: str) -> None:
         rows.append((f"{len(path) - MOST} more", seconds_text(rest), f"{rest / found.seconds:.1%}"))
     console.print(fitted(console, ("on the critical path", "time", "share"), rows, right=("time", "share")))
     rows = [
-        (name, seconds_text(other.seconds), f"{other.seconds / found.seconds - 1:+.1%}")
+        (name, seconds_text(other.seconds), _change(other.seconds / found.seconds - 1))
         for name, other in sorted(changed.items(), key=lambda each: each[1].seconds)
     ]
     console.print(fitted(console, ("with", "a step takes", "change"), rows, right=("a step takes", "change")))
@@ -66,9 +66,14 @@ def show(one: Forecast, changed: dict[str, Simulation], title: str) -> None:
         console.print(one.shortage(), soft_wrap=True)
     else:
         console.print(
-            f"memory: rank {fullest.rank} holds {shown(fullest.memory.peak)} of {shown(there)}; more is no faster"
+            f"memory: rank {fullest.rank} holds {shown(fullest.memory.peak)} of {shown(there)}; "
+            "more would not make the step faster"
         )
-    console.print(f"times: {one.machine.source}", soft_wrap=True)
+    console.print(f"times: {one.source}", soft_wrap=True)
+
+
+def _change(share: float) -> str:
+    return f"{share:+.1%}" if abs(share) >= 0.0005 else "none"
 
 
 def sentence(found: Simulation) -> str:

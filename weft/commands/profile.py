@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from weft.commands.console import plain_console, table
+from weft.commands.console import check_writable, plain_console, table
 from weft.compile import compile_subject
 from weft.compile.model_file import load_model_file
 from weft.compile.subject import in_precision
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _links(options: argparse.Namespace) -> int:
+    check_writable(options.output, "--output")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"timing collectives between {options.processes} processes", total=None)
         links = measure_links(

@@ -1,8 +1,9 @@
 """`weft simulate FILE --plan P [--cluster C]`: how long a step takes and what it needs, before anything runs.
 
 In: the options; several plans, separated by `;`. Out: for one plan what the step's time goes into and what each kind of
-rank holds; for several a table, the fastest that fits first. With `--largest` the largest batch, or the longest
-sequence, that fits. Nothing is run: what is said of another machine is what its data sheets, or its profile, give.
+rank holds; for several a table, the fastest that fits first, and below it what could not be simulated. With `--largest`
+the largest batch, or the longest sequence, that fits. Nothing is run: what is said of another machine is what its data
+sheets, or its profile, give.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from weft.commands.console import fitted, plain_console, wide_console
+from weft.commands.console import check_writable, fitted, plain_console, wide_console
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject, load_model_file
 from weft.compile.subject import in_precision
@@ -25,11 +26,13 @@ from weft.cost.cluster.cluster import Cluster
 from weft.cost.cluster.names import cluster_of
 from weft.errors import PlanError, WeftError
 from weft.simulate.foresee import Forecast, foresee, room
-from weft.simulate.largest import Largest, largest
+from weft.simulate.largest import MOST, Largest, largest
 from weft.simulate.timing import clocks_of, measure_here
 from weft.train.memory.amounts import shown
 
 Say = Callable[[str], None]
+FAILED = 2
+"""Exit code if none of several plans could be simulated."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,6 +42,10 @@ def run(options: argparse.Namespace) -> int:
         raise PlanError("no plan is given", place="--plan", remedy='--plan dp=2, or several: --plan "dp=2;tp=2"')
     if options.largest and len(plans) > 1:
         raise WeftError("--largest looks at one plan", remedy="give one --plan")
+    if options.timeline is not None:
+        if options.largest:
+            raise WeftError("--largest simulates no step, so it has no time line", remedy="leave out --timeline")
+        check_writable(options.timeline, "--timeline")
     with redirect_stdout(sys.stderr), Console(stderr=True).status("loading the model") as status:
         subject = in_precision(load_model_file(options.file, hollow=0), options.precision)
         cluster = cluster_of(options.cluster)
@@ -63,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         show_one(one, title)
     if options.timeline is not None:
         _write_timeline(Path(options.timeline), forecasts)
-    return 0
+    return 0 if any(isinstance(one, Forecast) for one in forecasts) else FAILED
 
 
 def _forecast(
@@ -81,11 +88,16 @@ def forecast(plan: str, subject: Subject, cluster: Cluster, options: argparse.Na
     compiled = compile_subject(subject, plan, options.devices, say=lambda text: say(f"{plan}: {text}"))
     cluster.refuse(compiled.devices)
     path = None if options.profile is None else Path(options.profile)
+    if (path is not None or options.measure) and cluster.device(0).kind != "cpu":
+        name = "--measure" if options.measure else "--profile"
+        raise WeftError(f"{name} is about this machine, and {cluster.name} is another one", remedy=f"leave out {name}")
+    if path is not None and not options.measure and not path.is_file():
+        raise WeftError(
+            f"there is no profile {path}",
+            place="--profile",
+            remedy="add --measure, or: weft profile FILE --plan P --profile FILE",
+        )
     if options.measure:
-        if cluster.device(0).kind != "cpu":
-            raise WeftError(
-                f"--measure measures this machine, and {cluster.name} is another one", remedy="leave out --measure"
-            )
 
         def done(what: str, count: int, total: int) -> None:
             say(f"{plan}: measuring {what}, {count} of {total}")
@@ -109,7 +121,7 @@ def show_one(one: Forecast, title: str) -> None:
         rows.append((str(rank.rank), str(rank.alike), *shares, shown(rank.memory.peak), most))
     console.print(fitted(console, heads, rows, right=heads[1:7], optional=("of it", "host", "alike")))
     _tell_of_memory(console, one)
-    console.print(f"times: {one.machine.source}", soft_wrap=True)
+    console.print(f"times: {one.source}", soft_wrap=True)
 
 
 def _tell_of_memory(console: Console, one: Forecast) -> None:
@@ -125,14 +137,21 @@ def show_ranking(plans: Sequence[str], forecasts: Sequence[Forecast | WeftError]
     """Plans by time, those that do not fit or do not work behind."""
     console = wide_console()
     console.print(title)
-    heads = ("plan", "step", "tokens/s", "MFU", "communicates", "waits for stages", "memory", "")
+    heads = ("plan", "devices", "step", "tokens/s", "MFU", "communicates", "waits for stages", "memory", "")
     good = sorted((one for one in forecasts if isinstance(one, Forecast)), key=_rank)
-    rows = [_row(one) for one in good]
-    failed = [(name, one) for name, one in zip(plans, forecasts, strict=True) if isinstance(one, WeftError)]
-    rows += [(name, "", "", "", "", "", "", error.message) for name, error in failed]
-    console.print(fitted(console, heads, rows, right=heads[1:7], optional=("MFU", "tokens/s", "waits for stages")))
+    optional = ("MFU", "tokens/s", "waits for stages", "communicates", "devices")
     if good:
-        console.print(f"times: {good[0].machine.source}", soft_wrap=True)
+        console.print(fitted(console, heads, list(map(_row, good)), right=heads[1:-1], optional=optional))
+    for name, one in zip(plans, forecasts, strict=True):
+        if isinstance(one, WeftError):
+            remedy = f" (try: {one.remedy})" if one.remedy else ""
+            console.print(f"{name}: {one.message}{remedy}", soft_wrap=True)
+    sources: dict[str, list[str]] = {}
+    for each in good:
+        sources.setdefault(each.source, []).append(each.plan)
+    for source, names in sources.items():
+        of_some = f" of {'; '.join(names)}" if len(sources) > 1 else ""
+        console.print(f"times{of_some}: {source}", soft_wrap=True)
 
 
 def _rank(one: Forecast) -> tuple[bool, float]:
@@ -143,6 +162,7 @@ def _row(one: Forecast) -> tuple[str, ...]:
     found = one.simulation
     return (
         one.plan,
+        str(found.devices),
         seconds_text(found.seconds),
         f"{found.tokens_per_second:,.0f}",
         "" if found.mfu is None else f"{found.mfu:.1%}",
@@ -163,7 +183,8 @@ def seconds_text(seconds: float) -> str:
 def _as_json(plan: str, one: Forecast | WeftError) -> dict[str, Any]:
     if isinstance(one, WeftError):
         return {"plan": plan, "error": one.message, "remedy": one.remedy}
-    return {"plan": plan, "fits": not one.over, "over": one.over, **json.loads(one.simulation.to_json())}
+    found = {"plan": plan, "fits": not one.over, "over": one.over, "source": one.source}
+    return {**found, **json.loads(one.simulation.to_json())}
 
 
 def _tell_largest(found: Largest, plan: str, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -175,8 +196,10 @@ def _tell_largest(found: Largest, plan: str, cluster: Cluster, options: argparse
         f"the largest {found.what} of {options.file} under {plan} on {cluster.name}: {found.size:,} (the example has "
         f"{found.example:,}); the fullest rank then holds {shown(found.memory)}"
     )
-    if found.next is not None:
-        console.print(f"{found.next:,} does not fit")
+    if found.next is None:
+        console.print(f"more than {MOST:,} times the example was not tried")
+    else:
+        console.print(f"{found.next:,} does not fit{f': {found.why}' if found.why else ''}")
     return 0
 
 

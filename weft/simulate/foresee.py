@@ -6,6 +6,8 @@ step, and whether each rank's memory suffices. What is played is what the progra
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +19,15 @@ from weft.compile.model_file import Subject
 from weft.cost.cluster.cluster import Cluster
 from weft.cost.compute.device import Device
 from weft.cost.compute.kernel import Kernel
+from weft.cost.compute.profiled import Profile
 from weft.ir.graph import Graph
 from weft.ops.book import RuleBook
 from weft.ops.work import ATTENTION, contraction, work_of
 from weft.simulate.engine import simulate
 from weft.simulate.record import record
 from weft.simulate.result import Rank, Simulation
-from weft.simulate.timing import Clocks
-from weft.simulate.trace import Job
+from weft.simulate.timing import Clocks, kernels_of
+from weft.simulate.trace import Job, Trace
 from weft.train.memory.amounts import shown
 
 RESERVED = 1 << 30
@@ -38,11 +41,6 @@ class ClusterMachine:
 
     cluster: Cluster
     clocks: Clocks
-
-    @property
-    def source(self) -> str:
-        """Where times are from."""
-        return self.clocks.source
 
     def device(self, rank: int) -> Device:
         return self.cluster.device(rank)
@@ -81,6 +79,21 @@ class Forecast:
     over: int
 
     @property
+    def source(self) -> str:
+        """Where times are from; of a profile, too, how many operators it lacks."""
+        told, profile = self.machine.clocks.source, self.machine.clocks.times[self.machine.device(0).name]
+        if not isinstance(profile, Profile):
+            return told
+        kernels = kernels_of(self.job.traces)
+        hows = Counter(map(profile.how, kernels))
+        if hows["measured"] == len(kernels):
+            return told
+        return (
+            f"{told}; of {len(kernels)} distinct operators {hows['interpolated']} are interpolated between measured "
+            f"sizes, and {hows['roofline']} estimated: --measure measures what can be measured"
+        )
+
+    @property
     def fullest(self) -> Rank:
         return max(self.simulation.ranks, key=lambda one: one.memory.peak - room(self.machine.device(one.rank)))
 
@@ -97,9 +110,14 @@ class Forecast:
 
 def job_of(compiled: Compiled, subject: Subject, cluster: Cluster) -> Job:
     """What all ranks do in a step."""
-    cluster.refuse(compiled.devices)
-    traces = record(compiled, subject, by_block=cluster.device(0).overlaps)
+    traces = traces_of(compiled, subject, cluster)
     return Job(compiled.devices, traces, tokens_of(subject), flops_of(compiled.graph, compiled.plan.rules))
+
+
+def traces_of(compiled: Compiled, subject: Subject, cluster: Cluster) -> Sequence[Trace]:
+    """What the ranks do in a step, on the devices of a cluster."""
+    cluster.refuse(compiled.devices)
+    return record(compiled, subject, by_block=cluster.device(0).overlaps, kind=lambda rank: cluster.device(rank).name)
 
 
 def foresee(compiled: Compiled, subject: Subject, cluster: Cluster, clocks: Clocks, *, name: str = "") -> Forecast:

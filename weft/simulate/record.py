@@ -10,7 +10,7 @@ Of a pipeline with many micro-batches a few are run, and the events of the other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +79,8 @@ class Recorder(Ledger):
         node = current_node()
         if node is not None:
             return self._place(BACKWARD, self._lines.get(node._sequence_nr(), ""), doing)
-        line = place_here()
+        # without the line of the program, which is not at hand
+        line = place_here().partition(" (")[0]
         if self._depth:
             self._lines[sequence_number() - 1] = line
         return self._place(FORWARD if self._depth else BACKWARD, line, doing)
@@ -134,18 +135,32 @@ def record_rank(files: Any, subject: Subject, rank: int, *, by_block: bool) -> t
     return events, {**state, "messages": messages}
 
 
-def record(compiled: Compiled, subject: Subject, *, by_block: bool) -> Sequence[Trace]:
-    """The Traces of all ranks, one of each kind of ranks."""
+def record(
+    compiled: Compiled, subject: Subject, *, by_block: bool, kind: Callable[[int], object] = lambda rank: ""
+) -> Sequence[Trace]:
+    """The Traces of all ranks, one of each kind of ranks.
+
+    Args:
+        kind: of a rank's device: ranks on devices of several kinds are not alike.
+    """
     found = []
-    for alike in alike_ranks(compiled):
-        try:
-            events, state = record_rank(compiled.files, subject, alike[0], by_block=by_block)
-        except Unforeseen as error:
-            raise RunError(
-                f"what a step does cannot be told without running it: {error.__cause__ or error.message}",
-                place=error.place,
-                remedy="weft train FILE --plan P runs it; an operator that takes as much whatever its values are, if "
-                "there is one, can be told",
-            ) from error
-        found.append(Trace(alike[0], tuple(alike), tuple(events), state))
+    for same in alike_ranks(compiled):
+        for alike in _by_kind(same, kind):
+            try:
+                events, state = record_rank(compiled.files, subject, alike[0], by_block=by_block)
+            except Unforeseen as error:
+                raise RunError(
+                    f"what a step does cannot be told without running it: {error.__cause__ or error.message}",
+                    place=error.place,
+                    remedy="weft train FILE --plan P runs it; an operator that takes as much whatever its values are, if "
+                    "there is one, can be told",
+                ) from error
+            found.append(Trace(alike[0], alike, tuple(events), state))
     return found
+
+
+def _by_kind(ranks: Sequence[int], kind: Callable[[int], object]) -> list[tuple[int, ...]]:
+    found: dict[object, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(kind(rank), []).append(rank)
+    return [tuple(one) for one in found.values()]

@@ -67,7 +67,9 @@ def clocks_of(cluster: Cluster, devices: int, path: Path | None = None) -> Clock
     profile = Profile(here, file, processes=devices)
     overhead, links = overhead_of(profile), _links_file(file, devices)
     if overhead is None:
-        hint = f"nothing was measured here with {devices} processes: weft profile FILE --plan P does"
+        hint = (
+            f"nothing was measured here with {devices} process{'es' * (devices > 1)}: weft profile FILE --plan P does"
+        )
         return Clocks(times, f"a roofline of {here.name}; {hint}")
     overheads = {FORWARD: overhead.forward, BACKWARD: overhead.backward}
     measured = load(links) if links.is_file() else None

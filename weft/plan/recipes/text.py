@@ -126,6 +126,10 @@ def parse_recipe(text: str) -> Recipe:
 def _values(text: str) -> dict[str, str | None]:
     """Each setting and its value; None if it stands alone."""
     values: dict[str, str | None] = {}
+    if ";" in text:
+        raise PlanError(
+            "that is more than one plan", remedy="one plan, its settings joined by commas; weft simulate ranks several"
+        )
     for setting in text.split(","):
         key, equals, value = (part.strip() for part in setting.partition("="))
         _check_key(key)
