@@ -152,8 +152,8 @@ def record(
                 raise RunError(
                     f"what a step does cannot be told without running it: {error.__cause__ or error.message}",
                     place=error.place,
-                    remedy="weft train FILE --plan P runs it; an operator that takes as much whatever its values are, if "
-                    "there is one, can be told",
+                    remedy="weft train FILE --plan P runs it; operators that do as much whatever their values are can be "
+                    "told",
                 ) from error
             found.append(Trace(alike[0], alike, tuple(events), state))
     return found
