@@ -152,8 +152,7 @@ def record(
                 raise RunError(
                     f"what a step does cannot be told without running it: {error.__cause__ or error.message}",
                     place=error.place,
-                    remedy="weft train FILE --plan P runs it; operators that do as much whatever their values are can be "
-                    "told",
+                    remedy="run it: weft train FILE --plan P; what does as much for any values can be told",
                 ) from error
             found.append(Trace(alike[0], alike, tuple(events), state))
     return found
