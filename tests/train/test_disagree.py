@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import weft
 from tests.models import MLP
 from tests.pools import Pools
 from tests.train import disagree
 from tests.train.eager import gpt
 from weft.compile.model_file import Subject
 from weft.compile.programs import Programs
+from weft.errors import RunError
 from weft.runtime.jobs.launch import ProcessFailed
 
 
@@ -58,6 +61,22 @@ def test_all_ranks_may_change_a_gradient_that_one_has(plan: str, in_place: bool,
         optimizer.step()
     for one in found:
         torch.testing.assert_close(one, dict(model.state_dict()), rtol=1e-12, atol=1e-13)
+
+
+def test_all_emulated_ranks_may_change_a_gradient_that_one_has() -> None:
+    _, model, batch = made("dp=2,spread")
+    parallel = weft.parallelize(model, batch, "dp=2,spread", emulate=True, cache=None)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for alone in (False, True):
+        optimizer.zero_grad()
+        parallel(**batch).backward()
+        each = [dict(rank.named_parameters()) for rank in parallel.ranks]
+        first = next(name for name, one in each[0].items() if one.numel())
+        # one rank all that it has, or all ranks one
+        for one in each[0].values() if alone else [rank[first] for rank in each]:
+            one.grad.mul_(0.5)
+        with pytest.raises(RunError, match="different factors") if alone else nullcontext():
+            optimizer.step()
 
 
 @pytest.mark.parametrize(("what", "plan"), [("backward", "tp=2"), ("update", "dp=2")])

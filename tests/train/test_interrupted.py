@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from tests.parts import parts
 from tests.train.ranks import on_ranks
 from weft.errors import WeftError
 from weft.runtime.layout.index import take
@@ -78,7 +79,7 @@ def while_adding_up(module: Any, optimizer: Any) -> None:
     kept = {name: one.grad.clone() for name, one in module.named_parameters()}
     in_backward(module, optimizer)
     if not isinstance(module, Net):
-        torch.testing.assert_close({name: one.grad for name, one in module.named_parameters()}, kept)
+        torch.testing.assert_close(parts({name: one.grad for name, one in module.named_parameters()}), parts(kept))
     optimizer.zero_grad()
 
 
@@ -149,7 +150,7 @@ def test_what_follows_is_as_in_eager(plan: str, call: Any) -> None:
 
     def body(module: Any) -> None:
         for name, found in trained(module, call).items():
-            torch.testing.assert_close(found, take(expected[name], module.stored[name]), rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(parts(found), take(expected[name], module.stored[name]), rtol=1e-11, atol=1e-12)
 
     on_ranks(net(), (batch(),), plan, body)
 
@@ -166,7 +167,7 @@ def test_a_step_of_a_pipeline_that_was_left() -> None:
         with pytest.raises(Mine):
             module.forward_backward(batch())
         del pipeline._tell_losses
-        torch.testing.assert_close({name: one.grad for name, one in module.named_parameters()}, kept)
+        torch.testing.assert_close(parts({name: one.grad for name, one in module.named_parameters()}), parts(kept))
         with pytest.raises(WeftError, match="left by an error") as told:
             module.train_step(batch(), optimizer)
         return str(told.value)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
+from tests.parts import parts
 from weft.compile import compile_subject
 from weft.compile.model_file import Subject
 from weft.compile.programs import Programs
@@ -150,7 +151,7 @@ def test_gradients_are_added_to_those_before(plan: str) -> None:
     for seed in (0, 1):
         module.forward_backward(batch(seed))
     for parameter, a, b in zip(module.parameters(), first, second, strict=True):
-        assert torch.equal(parameter.grad, a + b)
+        assert torch.equal(parts(parameter.grad), parts(a + b))
 
 
 def test_what_is_kept_has_no_copy() -> None:
@@ -173,7 +174,7 @@ def test_another_forward_before_backward_does_no_harm(plan: str) -> None:
     module.zero_grad()
     module(*batch(0)).backward()
     for parameter, gradient in zip(module.parameters(), found, strict=True):
-        assert torch.equal(parameter.grad, gradient)
+        assert torch.equal(parts(parameter.grad), parts(gradient))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", pytest.param("dp=2,zero=3", marks=pytest.mark.full)])
@@ -271,7 +272,7 @@ def test_an_overflow_skips_the_step_on_all_ranks() -> None:
     start = [one.detach().clone() for one in module.parameters()]
     module.train_step((huge,), optimizer, scaler=scaler)
     assert scaler.get_scale() == 512.0
-    assert all(torch.equal(one, before) for one, before in zip(module.parameters(), start, strict=True))
+    assert all(torch.equal(*parts((one, before))) for one, before in zip(module.parameters(), start, strict=True))
     module.train_step((x,), optimizer, scaler=scaler)
     plain = squared()
     plain(x).backward()

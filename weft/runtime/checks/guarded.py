@@ -7,7 +7,8 @@ replica call `guard_rank` at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import partial
 from threading import Event
 
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from weft.errors import Refuse
 from weft.runtime.checks.guards import ALONE, Guard, RankParameters
+from weft.runtime.checks.scales import Scales
 from weft.runtime.checks.whole_state import PartOf
 from weft.runtime.layout.execute import size
-from weft.runtime.links.transport import Transport
 from weft.runtime.training.full_tensor import Here, show_shards
 from weft.runtime.training.one_rank import OneRank
 from weft.runtime.training.shard_owners import ShardOwners, exchange, tell_all
@@ -67,7 +68,8 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
 
     guard = Guard((held,), transport.num_ranks, all(complete), refuse, most, compare, holders, job.passed)
     if guard.watches_scales:
-        _look_alike(guard, held, transport)
+        names = tell_all(transport, _remembered(held, guard.scales[0]))
+        _look_at(held, guard.scales[0], itertools.chain.from_iterable(names))
     guard.waits = transport.device.type != "cpu"
     began = job.progress(min(holders, default=0))
     if held.holds:
@@ -76,13 +78,16 @@ def guard_rank(module: OneRank, refuse: Refuse) -> Guard:
     return guard
 
 
-def _look_alike(guard: Guard, held: RankParameters, transport: Transport) -> None:
-    """Let the rank notice what is done to gradients of which others remember elements: of its own it may have none."""
-    (scales,), mine = guard.scales, dict(held.trained)
+def _remembered(held: RankParameters, scales: Scales) -> list[str]:
+    """The parameters of which a rank remembers elements of gradients."""
     own = set(map(id, scales.remembered))
-    told = tell_all(transport, [name for name, one in held.trained if id(one) in own])
-    names = dict.fromkeys(name for each in told for name in each if name in mine)
-    scales.others = [mine[name] for name in names if id(mine[name]) not in own]
+    return [name for name, one in held.trained if id(one) in own]
+
+
+def _look_at(held: RankParameters, scales: Scales, names: Iterable[str]) -> None:
+    """Let a rank notice what is done to gradients of which any remembers elements: of its own it may have none."""
+    others, own = dict(held.trained), _remembered(held, scales)
+    scales.others = [others[name] for name in dict.fromkeys(names) if name in others and name not in own]
 
 
 def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
@@ -98,6 +103,9 @@ def guard_all(ranks: Sequence[OneRank], refuse: Refuse) -> Guard:
         lambda update, mine: mine,
         holders,
     )
+    names = [name for one, scales in zip(held, guard.scales, strict=True) for name in _remembered(one, scales)]
+    for one, scales in zip(held, guard.scales, strict=True):
+        _look_at(one, scales, names)
     owners, here, told = ShardOwners(tuple(dict(one.stored) for one in ranks)), Here(ranks), Event()
     for number, module in enumerate(ranks):
         show_shards(module, owners, refuse, told, here)

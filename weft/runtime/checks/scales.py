@@ -1,9 +1,9 @@
 """Scales: by what factor the gradients of a rank were scaled since they were complete.
 
 In: the rank's trained parameters, at the end of backward and again before the update. Out: whether gradients were
-written to in between (by their versions), and if so the factor between a few elements then and now: nan if none of
-these was written to, if they are all zero, or if no single factor explains the change, as of one that clamps each
-element.
+written to in between (by their versions), and if so the factor between a few elements then and now: nan if
+others were written to and none of these, if they are all zero, or if no single factor explains the change, as of one
+that clamps each element.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Scales:
     def factor(self) -> float:
         """By what they were multiplied; nan if that cannot be said."""
         found = [torch.zeros(0, dtype=torch.float64)]
-        for one in self._then if self._has_scaled else ():
+        for one in self._then if self._has_scaled or not self.written else ():
             now = one.parameter.grad
             if now is not None and now.numel():
                 row = _row(now)
