@@ -54,7 +54,7 @@ BY_VALUE = ("pow", "norm", "dropout", "bernoulli", "scaled_dot_product")
 SIZE = 16
 """A whole number from which on it is taken for a size, not for a dim, a stride or a choice."""
 
-FORMAT = 1
+FORMAT = 2
 """Of keys, and of what is counted: what was measured under another one says nothing."""
 
 
@@ -217,6 +217,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     if counted is not None:
         return int(counted(*args, **kwargs, out_val=result))
     name = packet.__name__
+    if name == "_grouped_mm":
+        # every row, or column, is in one group
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     if "scaled_dot_product" not in name or "for_cpu" not in name:
         return 0
     # torch counts the kernels of accelerators only. Backward makes the scores again, and four products beside
