@@ -199,3 +199,9 @@ def test_sequences_end_where_the_table_of_positions_does(tmp_path: Path, capsys:
 def test_a_batch_that_nobody_looked_beyond(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", MLP, "--plan", "dp=2", "--cluster", A100, "--largest", "batch"]) == 0
     assert "more than 65,536 times the example was not tried" in capsys.readouterr().out
+
+
+def test_groups_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(Path(__file__).parents[2] / "examples" / "models" / "mixtral.py")
+    (row,) = told(capsys, "simulate", model, "--plan", "dp=2", "--cluster", A100)["plans"]
+    assert row["fits"] and row["seconds"] > 0

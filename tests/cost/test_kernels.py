@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.cost.recorded import record
 from weft.cost.compute.kernel import Kernel, kernel_of, read, structure
+from weft.runtime.checks.max_shape_mode import MaxShapeMode
 
 aten = torch.ops.aten
 
@@ -100,3 +101,18 @@ def test_reading_a_key() -> None:
     assert found.func is aten.sum.dim_IntList and found.named["keepdim"] is True and found.named["dim"] == [1]
     with pytest.raises(AttributeError):
         read('["no_such_operator.default", {}]')
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_without_values(dtype: torch.dtype) -> None:
+    """Fake tensors have them in bfloat16 only."""
+    x, weights = torch.rand(32, 16, dtype=dtype), torch.rand(2, 16, 8, dtype=dtype)
+    y, ends = torch.rand(32, 8, dtype=dtype), torch.tensor([10, 32], dtype=torch.int32)
+    for left, right in ((x, weights), (x.transpose(0, 1), y)):
+        true = torch.ops.aten._grouped_mm(left, right, ends)
+        with FakeTensorMode() as fake, MaxShapeMode():
+            operands = [fake.from_tensor(each) for each in (left, right, ends)]
+            found = torch.ops.aten._grouped_mm(*operands)
+        assert (found.shape, found.dtype) == (true.shape, true.dtype)
+        kernel = kernel_of(torch.ops.aten._grouped_mm.default, operands, {}, found)
+        assert kernel is not None and kernel.flops == 2 * 32 * 16 * 8

@@ -54,7 +54,7 @@ BY_VALUE = ("pow", "norm", "dropout", "bernoulli", "scaled_dot_product")
 SIZE = 16
 """A whole number from which on it is taken for a size, not for a dim, a stride or a choice."""
 
-FORMAT = 1
+FORMAT = 2
 """Of keys, and of what is counted: what was measured under another one says nothing."""
 
 
