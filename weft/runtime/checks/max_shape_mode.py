@@ -48,10 +48,6 @@ class MaxShapeMode(TorchDispatchMode):
                 return _grouped_mm(*args, **kwargs)
             case aten.index | aten.index_put | aten.index_put_:
                 args = (args[0], _positions(args[1]), *args[2:])
-            case aten._grouped_mm if args[0].dtype != torch.bfloat16 and args[0].dim() == 2:
-                # fake tensors have it in bfloat16 only, the operator itself in others too
-                groups = () if args[1].dim() == 3 else (len(args[2]),)
-                return args[0].new_empty((*groups, args[0].shape[0], args[1].shape[-1]))
             case aten._local_scalar_dense if self._scalar is not None:
                 return float(self._scalar) if args[0].is_floating_point() else self._scalar
             case packet if str(packet).startswith("aten._fused_") and not func._schema.returns:
