@@ -11,7 +11,7 @@ fails the test, and nothing is added.
 from __future__ import annotations
 
 TOKENS = {
-    "runtime": 159_336,
+    "runtime": 159_249,
     "ops": 45_711,
     "codegen": 35_564,
     "plan": 32_534,
@@ -27,7 +27,7 @@ TOKENS = {
     "simulate": 15_467,
     "(top)": 1_397,
 }
-ALL = 475_336
+ALL = 475_249
 
 MAX_LINES = 450
 LONG_FILES: set[str] = set()
